@@ -1,0 +1,156 @@
+use super::*;
+use crate::EdgeKey;
+use crate::identity::Identity;
+use rcgen::PublicKeyData;
+
+const DAY: Duration = Duration::from_hours(24);
+
+fn ca() -> Ca {
+    Ca::create(&TrustDomain::parse("td.example").unwrap()).unwrap()
+}
+
+fn facts(leaf: &Leaf) -> Certificate {
+    Certificate::read(&leaf.chain()[0]).unwrap()
+}
+
+/// A request that asks for everything it should not get.
+fn greedy_request() -> Vec<u8> {
+    let mut params = CertificateParams::new(vec!["edge-9".to_owned()]).unwrap();
+    params.subject_alt_names.push(SanType::URI(
+        "spiffe://td.example/gateway".try_into().unwrap(),
+    ));
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    params.distinguished_name = subject("root", Some("system:masters".into()));
+    params
+        .serialize_request(&KeyPair::generate().unwrap())
+        .unwrap()
+        .der()
+        .to_vec()
+}
+
+#[test]
+fn trap_12_nothing_but_the_key_is_taken_from_a_request() {
+    let ca = ca();
+    let key = CsrKey::verify(&greedy_request()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let issued = ca.issue_edge(&key, &node, DAY).unwrap();
+    let facts = Certificate::read(&issued.certificate).unwrap();
+    assert_eq!(facts.uris, ["spiffe://td.example/edge/edge-1"]);
+    assert!(facts.client_auth && !facts.server_auth && !facts.authority);
+    assert_eq!(facts.common_name.as_deref(), Some("edge-1"));
+    assert!(facts.organizations.is_empty());
+    assert_eq!(facts.public_key, key.public_key().subject_public_key_info());
+    assert_eq!(
+        (issued.serial, issued.not_after.as_secs()),
+        (facts.serial, facts.not_after)
+    );
+}
+
+#[test]
+fn a_root_is_one_for_ten_years_and_reads_back() {
+    let ca = ca();
+    let facts = Certificate::read(ca.root()).unwrap();
+    assert!(facts.authority && !facts.client_auth && !facts.server_auth);
+    assert!(facts.not_after - UnixTime::now().as_secs() > 3649 * 86_400);
+    let again = Ca::load(&ca.root_pem(), ca.key_pem().expose()).unwrap();
+    assert_eq!(
+        (again.root(), again.fingerprint()),
+        (ca.root(), ca.fingerprint())
+    );
+    assert_eq!(again.trust_domain().as_str(), "td.example");
+}
+
+#[test]
+fn a_root_that_is_none_or_has_another_key_is_refused() {
+    let (one, two) = (ca(), ca());
+    let part = |certificate: &str, key: &str| match Ca::load(certificate, key) {
+        Err(CaError::Unusable { part, .. }) => part,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(part(&one.root_pem(), two.key_pem().expose()), "key");
+    assert_eq!(part(&one.root_pem(), "nonsense"), "key");
+    assert_eq!(part("nonsense", one.key_pem().expose()), "certificate");
+    let leaf = one.mint_front(&[], DAY).unwrap();
+    assert_eq!(
+        part(&leaf.chain_pem(), leaf.key_pem().expose()),
+        "certificate"
+    );
+}
+
+#[test]
+fn each_kind_has_its_purpose_and_its_identity() {
+    let ca = ca();
+    let names = [
+        HostName::parse("gw.example").unwrap(),
+        HostName::parse("::1").unwrap(),
+    ];
+    let gateway = ca.issue_gateway(&names, DAY).unwrap();
+    let front = ca.mint_front(&names, DAY).unwrap();
+    let caller = ca
+        .issue_caller("ann", &["ops".into(), "dev".into()], DAY)
+        .unwrap();
+    let of = |leaf: &Leaf| Identity::of_ours(&leaf.chain()[0], ca.trust_domain());
+    assert_eq!(of(&gateway).unwrap(), Identity::Gateway);
+    assert!(matches!(
+        of(&front),
+        Err(NameError::NotOneIdentity { count: 0 })
+    ));
+    let groups = vec!["ops".to_owned(), "dev".to_owned()];
+    assert_eq!(
+        of(&caller).unwrap(),
+        Identity::Caller {
+            name: "ann".into(),
+            groups
+        }
+    );
+    let usage = |leaf: &Leaf| (facts(leaf).client_auth, facts(leaf).server_auth);
+    assert_eq!(
+        (usage(&gateway), usage(&front), usage(&caller)),
+        ((false, true), (false, true), (true, false))
+    );
+    assert_eq!(gateway.chain()[1], *ca.root());
+}
+
+#[test]
+fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
+    let ca = ca();
+    let now = UnixTime::now().as_secs();
+    let leaf = facts(&ca.mint_front(&[], Duration::from_secs(u64::MAX)).unwrap());
+    assert!(leaf.not_before <= now - 3595);
+    assert_eq!(
+        leaf.not_after,
+        Certificate::read(ca.root()).unwrap().not_after
+    );
+}
+
+#[test]
+fn a_renewal_with_the_same_key_has_another_serial() {
+    let ca = ca();
+    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let serial = || ca.issue_edge(&key, &node, DAY).unwrap().serial;
+    let (first, second) = (serial(), serial());
+    assert!(first != second && first.len() == 16);
+}
+
+#[test]
+fn a_bad_callers_name_or_group_is_refused() {
+    assert!(matches!(
+        ca().issue_caller("a/b", &[], DAY),
+        Err(CaError::Name(_))
+    ));
+    assert!(matches!(
+        ca().issue_caller("a", &["b,c".into()], DAY),
+        Err(CaError::Name(_))
+    ));
+}
+
+#[test]
+fn debug_does_not_show_the_key() {
+    let ca = ca();
+    let key = ca.key_pem();
+    let line = key.expose().lines().nth(1).unwrap();
+    assert!(!format!("{ca:?}").contains(line) && format!("{key:?}") == "***");
+}

@@ -1,0 +1,106 @@
+//! What a certificate says, read once out of its DER.
+//!
+//! Owns the only use of the X.509 parser for certificates. Reads foreign bytes, so nothing here
+//! panics or believes: a certificate that reads well proves nothing until `verify` has checked who
+//! signed it.
+
+use rustls_pki_types::{CertificateDer, UnixTime};
+use thiserror::Error;
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+/// The bytes are not a certificate, or one of its fields is malformed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("not a readable certificate: {0}")]
+pub struct CertificateError(String);
+
+/// The facts of one certificate.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Certificate {
+    /// The serial number's bytes, as they stand in the certificate.
+    pub serial: Vec<u8>,
+    /// First second of validity, in Unix time.
+    pub not_before: u64,
+    /// Last second of validity, in Unix time.
+    pub not_after: u64,
+    /// The subject's first common name.
+    pub common_name: Option<String>,
+    /// The subject's organizations, in order.
+    pub organizations: Vec<String>,
+    /// URI alternative names, in order.
+    pub uris: Vec<String>,
+    /// Whether the extended key usage names clientAuth.
+    pub client_auth: bool,
+    /// Whether the extended key usage names serverAuth.
+    pub server_auth: bool,
+    /// Whether it may sign certificates: basicConstraints CA and keyCertSign.
+    pub authority: bool,
+    /// The DER of the subject's public key with its algorithm.
+    pub public_key: Vec<u8>,
+}
+
+impl Certificate {
+    /// Reads a certificate; trailing bytes are refused.
+    pub fn read(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
+        let (rest, parsed) =
+            X509Certificate::from_der(der).map_err(|error| CertificateError(error.to_string()))?;
+        if !rest.is_empty() {
+            return Err(CertificateError("bytes follow the certificate".into()));
+        }
+        let usage = parsed.extended_key_usage().map_err(malformed)?;
+        let constraints = parsed.basic_constraints().map_err(malformed)?;
+        let key_usage = parsed.key_usage().map_err(malformed)?;
+        let subject = parsed.subject();
+        Ok(Self {
+            serial: parsed.raw_serial().to_vec(),
+            not_before: seconds(parsed.validity().not_before.timestamp()),
+            not_after: seconds(parsed.validity().not_after.timestamp()),
+            common_name: subject
+                .iter_common_name()
+                .find_map(|name| text(name.as_str())),
+            organizations: subject
+                .iter_organization()
+                .filter_map(|name| text(name.as_str()))
+                .collect(),
+            uris: uris(&parsed)?,
+            client_auth: usage.as_ref().is_some_and(|usage| usage.value.client_auth),
+            server_auth: usage.as_ref().is_some_and(|usage| usage.value.server_auth),
+            authority: constraints.is_some_and(|constraints| constraints.value.ca)
+                && key_usage.is_some_and(|usage| usage.value.key_cert_sign()),
+            public_key: parsed.public_key().raw.to_vec(),
+        })
+    }
+
+    /// Whether `now` lies within the validity.
+    pub fn is_valid_at(&self, now: UnixTime) -> bool {
+        (self.not_before..=self.not_after).contains(&now.as_secs())
+    }
+
+    /// The serial number in hexadecimal.
+    pub fn serial_hex(&self) -> String {
+        crate::secret::hex(&self.serial)
+    }
+}
+
+fn uris(parsed: &X509Certificate<'_>) -> Result<Vec<String>, CertificateError> {
+    let names = parsed.subject_alternative_name().map_err(malformed)?;
+    let uri = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => Some((*uri).to_owned()),
+        _ => None,
+    };
+    Ok(names.map_or_else(Vec::new, |names| {
+        names.value.general_names.iter().filter_map(uri).collect()
+    }))
+}
+
+fn malformed(error: impl std::fmt::Display) -> CertificateError {
+    CertificateError(error.to_string())
+}
+
+fn text<E>(value: Result<&str, E>) -> Option<String> {
+    value.ok().map(str::to_owned)
+}
+
+/// Times before 1970 count as 1970: a certificate that ended then has ended.
+fn seconds(timestamp: i64) -> u64 {
+    u64::try_from(timestamp).unwrap_or(0)
+}

@@ -1,0 +1,172 @@
+//! Identities: who a certificate says its holder is.
+//!
+//! Owns `Identity` and the spiffe URIs in which our certificates carry it.
+//! Never decides whether a certificate is genuine: `verify` finds out who signed it and then asks
+//! `Identity::of_ours` or `Identity::of_foreign`. Only the first can answer `Edge`, `Gateway` or
+//! `Caller`, so a foreign CA cannot mint one of ours whatever it writes into its certificates.
+
+use std::fmt;
+
+use rustls_pki_types::CertificateDer;
+
+use crate::certificate::Certificate;
+use crate::name::{NameError, NodeName, TrustDomain, check_caller};
+
+/// Separates groups in the organization of our callers' certificates: rcgen writes one
+/// organization at most, and no group may contain it.
+const GROUP_SEPARATOR: char = ',';
+
+/// Who holds a certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Identity {
+    /// The edge of a node, by our root.
+    Edge(NodeName),
+    /// A gateway, by our root.
+    Gateway,
+    /// A caller, by our root.
+    Caller {
+        /// The caller's name.
+        name: String,
+        /// The groups the caller belongs to.
+        groups: Vec<String>,
+    },
+    /// Somebody, by another root that a front's configuration trusts.
+    Foreign {
+        /// The subject's common name.
+        common_name: Option<String>,
+        /// The subject's organizations, which Kubernetes reads as groups.
+        organizations: Vec<String>,
+        /// The URI alternative names.
+        uris: Vec<String>,
+    },
+}
+
+impl Identity {
+    /// Reads a certificate that our own root has signed.
+    pub fn of_ours(
+        certificate: &CertificateDer<'_>,
+        domain: &TrustDomain,
+    ) -> Result<Self, NameError> {
+        Self::ours(&Certificate::read(certificate)?, domain)
+    }
+
+    /// Reads a certificate that another root has signed: always `Foreign`, whatever it says.
+    pub fn of_foreign(certificate: &CertificateDer<'_>) -> Result<Self, NameError> {
+        Ok(Self::foreign(Certificate::read(certificate)?))
+    }
+
+    pub(crate) fn ours(certificate: &Certificate, domain: &TrustDomain) -> Result<Self, NameError> {
+        let uri = one_identity(certificate)?;
+        let unknown = || NameError::UnknownIdentity {
+            uri: uri.to_owned(),
+            domain: domain.clone(),
+        };
+        let path = uri
+            .strip_prefix("spiffe://")
+            .and_then(|rest| rest.strip_prefix(domain.as_str()))
+            .and_then(|rest| rest.strip_prefix('/'))
+            .ok_or_else(unknown)?;
+        match path.split_once('/') {
+            None if path == "gateway" => Ok(Self::Gateway),
+            Some(("edge", node)) => Ok(Self::Edge(NodeName::parse(node)?)),
+            Some(("caller", name)) => {
+                check_caller(name)?;
+                let groups = certificate
+                    .organizations
+                    .iter()
+                    .flat_map(|groups| groups.split(GROUP_SEPARATOR))
+                    .filter(|group| !group.is_empty())
+                    .map(str::to_owned)
+                    .collect();
+                Ok(Self::Caller {
+                    name: name.to_owned(),
+                    groups,
+                })
+            }
+            _ => Err(unknown()),
+        }
+    }
+
+    pub(crate) fn foreign(certificate: Certificate) -> Self {
+        Self::Foreign {
+            common_name: certificate.common_name,
+            organizations: certificate.organizations,
+            uris: certificate.uris,
+        }
+    }
+
+    /// The kind in one word, for logs and refusals.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Edge(_) => "edge",
+            Self::Gateway => "gateway",
+            Self::Caller { .. } => "caller",
+            Self::Foreign { .. } => "foreign",
+        }
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Edge(node) => write!(out, "edge {node}"),
+            Self::Gateway => out.write_str("gateway"),
+            Self::Caller { name, .. } => write!(out, "caller {name}"),
+            Self::Foreign {
+                common_name: Some(name),
+                ..
+            } => write!(out, "foreign CN={name}"),
+            Self::Foreign { uris, .. } => match uris.first() {
+                Some(uri) => write!(out, "foreign {uri}"),
+                None => out.write_str("foreign without a name"),
+            },
+        }
+    }
+}
+
+/// The one spiffe URI of a certificate; none or several are refused, so that no certificate can
+/// be read as two identities.
+fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
+    let is_spiffe = |uri: &&String| {
+        uri.get(..9)
+            .is_some_and(|scheme| scheme.eq_ignore_ascii_case("spiffe://"))
+    };
+    let mut uris = certificate.uris.iter().filter(is_spiffe);
+    match (uris.next(), uris.count()) {
+        (Some(uri), 0) => Ok(uri),
+        (first, rest) => Err(NameError::NotOneIdentity {
+            count: usize::from(first.is_some()) + rest,
+        }),
+    }
+}
+
+/// The trust domain that a root names: its one URI `spiffe://<trust domain>`.
+pub(crate) fn domain_of_root(root: &Certificate) -> Result<TrustDomain, NameError> {
+    let uri = one_identity(root)?;
+    TrustDomain::parse(uri.get(9..).unwrap_or_default())
+}
+
+pub(crate) fn edge_uri(domain: &TrustDomain, node: &NodeName) -> String {
+    format!("spiffe://{domain}/edge/{node}")
+}
+
+pub(crate) fn gateway_uri(domain: &TrustDomain) -> String {
+    format!("spiffe://{domain}/gateway")
+}
+
+pub(crate) fn caller_uri(domain: &TrustDomain, name: &str) -> String {
+    format!("spiffe://{domain}/caller/{name}")
+}
+
+pub(crate) fn root_uri(domain: &TrustDomain) -> String {
+    format!("spiffe://{domain}")
+}
+
+/// Groups as one organization of a certificate.
+pub(crate) fn join_groups(groups: &[String]) -> Result<String, NameError> {
+    groups.iter().try_for_each(|group| check_caller(group))?;
+    Ok(groups.join(","))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,77 @@
+use super::*;
+
+fn certificate(uris: &[&str], organizations: &[&str]) -> Certificate {
+    Certificate {
+        uris: uris.iter().map(ToString::to_string).collect(),
+        organizations: organizations.iter().map(ToString::to_string).collect(),
+        ..Certificate::default()
+    }
+}
+
+fn identity(uris: &[&str]) -> Result<Identity, NameError> {
+    Identity::ours(
+        &certificate(uris, &["a,b"]),
+        &TrustDomain::parse("td.example").unwrap(),
+    )
+}
+
+#[test]
+fn each_uri_names_its_identity() {
+    let edge = identity(&["spiffe://td.example/edge/edge-1"]).unwrap();
+    assert_eq!(edge, Identity::Edge(NodeName::parse("edge-1").unwrap()));
+    assert_eq!(
+        identity(&["https://x", "spiffe://td.example/gateway"]).unwrap(),
+        Identity::Gateway
+    );
+    let caller = Identity::Caller {
+        name: "ann".into(),
+        groups: vec!["a".into(), "b".into()],
+    };
+    assert_eq!(
+        identity(&["spiffe://td.example/caller/ann"]).unwrap(),
+        caller
+    );
+}
+
+#[test]
+fn exactly_one_identity_or_none() {
+    assert!(matches!(
+        identity(&[]),
+        Err(NameError::NotOneIdentity { count: 0 })
+    ));
+    let two = [
+        "spiffe://td.example/gateway",
+        "SPIFFE://td.example/edge/edge-1",
+    ];
+    assert!(matches!(
+        identity(&two),
+        Err(NameError::NotOneIdentity { count: 2 })
+    ));
+}
+
+#[test]
+fn what_is_not_of_this_trust_domain_is_unknown() {
+    for uri in [
+        "spiffe://other/gateway",
+        "spiffe://td.example",
+        "spiffe://td.example.evil/gateway",
+        "spiffe://td.example/gateway/",
+        "spiffe://td.example/gateway/x",
+        "spiffe://td.example/Edge/edge-1",
+        "spiffe://td.example/",
+    ] {
+        assert!(
+            matches!(identity(&[uri]), Err(NameError::UnknownIdentity { .. })),
+            "{uri}"
+        );
+    }
+    assert!(identity(&["spiffe://td.example/edge/a/b"]).is_err());
+    assert!(identity(&["spiffe://td.example/caller/"]).is_err());
+    assert!(identity(&["spiffe://td.example/caller/a/b"]).is_err());
+}
+
+#[test]
+fn a_foreign_certificate_is_foreign_whatever_it_says() {
+    let claims = certificate(&["spiffe://td.example/edge/edge-1"], &["system:masters"]);
+    assert_eq!(Identity::foreign(claims).kind(), "foreign");
+}

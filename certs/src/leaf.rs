@@ -1,0 +1,171 @@
+//! A leaf: a certificate chain with its private key, ready for rustls.
+//!
+//! Checks once, when made, that chain and key belong together, so that using it cannot fail.
+//! Never issues (that is `ca`) and never decides who sees it (that is `resolver`).
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
+use thiserror::Error;
+
+use crate::certificate::{Certificate, CertificateError};
+use crate::pem;
+use crate::secret::Secret;
+use crate::verify::provider;
+
+/// Why a chain and a key make no leaf.
+#[derive(Debug, Error)]
+pub enum LeafError {
+    /// The text is not PEM of the expected kind.
+    #[error("unreadable {part}: {why}")]
+    Pem {
+        /// `certificate` or `private key`.
+        part: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The certificate does not read.
+    #[error(transparent)]
+    Certificate(#[from] CertificateError),
+    /// The key is of an unknown kind or not the certificate's.
+    #[error("the private key does not fit the certificate: {0}")]
+    Key(#[from] rustls::Error),
+}
+
+/// A chain, the leaf first, and its key. Cheap to clone; `Debug` does not show the key.
+#[derive(Clone)]
+pub struct Leaf {
+    certified: Arc<CertifiedKey>,
+    key: Arc<PrivateKeyDer<'static>>,
+    not_after: u64,
+}
+
+impl fmt::Debug for Leaf {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Leaf")
+            .field("not_after", &self.not_after)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Leaf {
+    pub(crate) fn new(
+        chain: Vec<CertificateDer<'static>>,
+        pkcs8: Vec<u8>,
+    ) -> Result<Self, LeafError> {
+        Self::with_key(chain, PrivatePkcs8KeyDer::from(pkcs8).into())
+    }
+
+    /// Reads a chain and a key, for instance an operator's own certificate for a front.
+    pub fn load(chain_pem: &str, key_pem: &str) -> Result<Self, LeafError> {
+        let chain = pem::certificates(chain_pem).map_err(|why| LeafError::Pem {
+            part: "certificate",
+            why,
+        })?;
+        let key = pem::private_key(key_pem).map_err(|why| LeafError::Pem {
+            part: "private key",
+            why,
+        })?;
+        Self::with_key(chain, key)
+    }
+
+    fn with_key(
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, LeafError> {
+        let first = chain
+            .first()
+            .ok_or(rustls::Error::NoCertificatesPresented)?;
+        let not_after = Certificate::read(first)?.not_after;
+        let certified = CertifiedKey::from_der(chain, key.clone_key(), &provider())?;
+        Ok(Self {
+            certified: Arc::new(certified),
+            key: Arc::new(key),
+            not_after,
+        })
+    }
+
+    /// The chain, the leaf's own certificate first.
+    pub fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.certified.cert
+    }
+
+    /// The chain as PEM.
+    pub fn chain_pem(&self) -> String {
+        pem::encode_chain(self.chain())
+    }
+
+    /// The private key as PEM.
+    pub fn key_pem(&self) -> Secret {
+        let label = match *self.key {
+            PrivateKeyDer::Pkcs1(_) => "RSA PRIVATE KEY",
+            PrivateKeyDer::Sec1(_) => "EC PRIVATE KEY",
+            _ => "PRIVATE KEY",
+        };
+        Secret::new(pem::encode(label, self.key.secret_der()))
+    }
+
+    /// Chain and key as rustls wants them.
+    pub fn certified_key(&self) -> Arc<CertifiedKey> {
+        Arc::clone(&self.certified)
+    }
+
+    /// A copy of the key for rustls' client builder.
+    pub(crate) fn key(&self) -> PrivateKeyDer<'static> {
+        self.key.clone_key()
+    }
+
+    /// The last second of validity.
+    pub fn not_after(&self) -> UnixTime {
+        UnixTime::since_unix_epoch(Duration::from_secs(self.not_after))
+    }
+
+    /// Always this leaf, for a configuration that never changes it.
+    pub fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(Always(self.certified_key()))
+    }
+}
+
+#[derive(Debug)]
+struct Always(Arc<CertifiedKey>);
+
+impl ResolvesServerCert for Always {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Ca, TrustDomain};
+
+    fn leaf() -> Leaf {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        ca.mint_front(&[], Duration::from_mins(1)).unwrap()
+    }
+
+    #[test]
+    fn a_leaf_reads_as_it_was_written() {
+        let leaf = leaf();
+        let again = Leaf::load(&leaf.chain_pem(), leaf.key_pem().expose()).unwrap();
+        assert_eq!(again.chain(), leaf.chain());
+        assert_eq!(again.key_pem(), leaf.key_pem());
+        assert_eq!(again.not_after(), leaf.not_after());
+    }
+
+    #[test]
+    fn a_key_of_another_leaf_is_refused() {
+        let refused = Leaf::load(&leaf().chain_pem(), leaf().key_pem().expose());
+        assert!(matches!(refused, Err(LeafError::Key(_))));
+    }
+
+    #[test]
+    fn debug_does_not_show_the_key() {
+        assert!(!format!("{:?}", leaf()).contains("key"));
+    }
+}

@@ -1,0 +1,44 @@
+//! Causeway's identities: who somebody is, by certificate or token, and where that is kept.
+//!
+//! Owns rcgen and rustls' configurations; opens no socket and knows neither HTTP nor Kubernetes.
+//! Read in this order: names, what a certificate says, the CA that issues, the requests it is
+//! asked, what it hands out, the tokens that ask, the edge's own identity, who is let in, which
+//! leaf a front shows, and the directory that keeps it all.
+//! The one rule: an identity is what our own root signed, never what anyone claims.
+
+pub mod name;
+
+pub mod certificate;
+pub mod identity;
+
+pub mod secret;
+
+pub mod ca;
+pub mod csr;
+pub mod leaf;
+
+pub mod caller;
+pub mod token;
+
+pub mod edge;
+
+pub mod resolver;
+pub mod verify;
+
+pub mod store;
+
+mod pem;
+
+pub use ca::{Ca, CaError, Issued};
+pub use caller::{CallerToken, CallerTokens};
+pub use certificate::Certificate;
+pub use csr::{CsrError, CsrKey, EdgeKey};
+pub use edge::EdgeIdentity;
+pub use identity::Identity;
+pub use leaf::{Leaf, LeafError};
+pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, TrustDomain};
+pub use resolver::{FrontResolver, LiveLeaf};
+pub use secret::{Fingerprint, Secret};
+pub use store::{Access, NodeRecord, Nodes, Store, StoreError};
+pub use token::{JoinToken, TokenBook, TokenError, TokenRecord, TokenRefused};
+pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};

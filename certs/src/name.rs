@@ -1,0 +1,257 @@
+//! Names: of nodes, of trust domains, of servers and of callers.
+//!
+//! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for callers' names. Every name that
+//! enters is parsed here once and is lower-case, short and harmless from then on.
+//! Never says whose a name is: that is `identity`'s.
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::certificate::CertificateError;
+
+/// Longest DNS name (RFC 1035, section 2.3.4, without the root's dot).
+const MAX_NAME: usize = 253;
+/// Longest label of a DNS name (RFC 1035, section 2.3.4).
+const MAX_LABEL: usize = 63;
+/// Longest common name (RFC 5280, ub-common-name), and so the longest caller's name.
+const MAX_CALLER: usize = 64;
+
+/// Why a name, or a certificate's name, was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum NameError {
+    /// Not a DNS-1123 subdomain.
+    #[error("'{name}' is not a valid name: {why}")]
+    NotDns {
+        /// What was given.
+        name: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Not usable as the name or group of a caller.
+    #[error("'{word}' is not a valid caller or group: {why}")]
+    NotCaller {
+        /// What was given.
+        word: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The bytes are not a certificate.
+    #[error(transparent)]
+    Certificate(#[from] CertificateError),
+    /// The certificate carries no identity of ours, or more than one.
+    #[error("the certificate carries {count} identities (spiffe URIs) instead of one")]
+    NotOneIdentity {
+        /// How many it carries.
+        count: usize,
+    },
+    /// The certificate's one identity is none that this trust domain gives.
+    #[error("the certificate's identity '{uri}' is none of trust domain {domain}")]
+    UnknownIdentity {
+        /// The URI found.
+        uri: String,
+        /// The trust domain expected.
+        domain: TrustDomain,
+    },
+}
+
+/// `Ok` with the lower-case form if `text` is a DNS-1123 subdomain.
+fn dns(text: &str) -> Result<Arc<str>, NameError> {
+    let refuse = |why| NameError::NotDns {
+        name: text.chars().take(MAX_NAME).collect(),
+        why,
+    };
+    if text.is_empty() {
+        return Err(refuse("it is empty"));
+    }
+    if text.len() > MAX_NAME {
+        return Err(refuse("it is longer than 253 characters"));
+    }
+    for label in text.split('.') {
+        if label.is_empty() {
+            return Err(refuse("a part between dots is empty"));
+        }
+        if label.len() > MAX_LABEL {
+            return Err(refuse("a part between dots is longer than 63 characters"));
+        }
+        if !label
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+        {
+            return Err(refuse("only letters, digits, '-' and '.' are allowed"));
+        }
+        if label.starts_with('-') || label.ends_with('-') {
+            return Err(refuse("no part may begin or end with '-'"));
+        }
+    }
+    Ok(text.to_ascii_lowercase().into())
+}
+
+macro_rules! dns_name {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "String")]
+        pub struct $name(Arc<str>);
+
+        impl $name {
+            /// Checks and lower-cases a name.
+            pub fn parse(text: &str) -> Result<Self, NameError> {
+                dns(text).map(Self)
+            }
+
+            /// The name, in lower case.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = NameError;
+            fn from_str(text: &str) -> Result<Self, NameError> {
+                Self::parse(text)
+            }
+        }
+
+        impl TryFrom<&str> for $name {
+            type Error = NameError;
+            fn try_from(text: &str) -> Result<Self, NameError> {
+                Self::parse(text)
+            }
+        }
+
+        impl TryFrom<String> for $name {
+            type Error = NameError;
+            fn try_from(text: String) -> Result<Self, NameError> {
+                Self::parse(&text)
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(name: $name) -> Self {
+                name.as_str().to_owned()
+            }
+        }
+
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                self.as_str()
+            }
+        }
+
+        impl Borrow<str> for $name {
+            fn borrow(&self) -> &str {
+                self.as_str()
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.pad(self.as_str())
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(self.as_str(), out)
+            }
+        }
+    };
+}
+
+dns_name! {
+    /// A machine at the edge: a DNS-1123 subdomain in lower case. Cheap to clone.
+    NodeName
+}
+
+dns_name! {
+    /// Under which name one CA's identities stand: the host of their spiffe URIs.
+    TrustDomain
+}
+
+/// A name for which a server's certificate is valid.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum HostName {
+    /// A DNS name in lower case.
+    Dns(Arc<str>),
+    /// An address.
+    Ip(IpAddr),
+}
+
+/// A name or address under which edges dial the gateway.
+pub type GatewayName = HostName;
+/// A name or address under which callers reach a front.
+pub type FrontName = HostName;
+
+impl HostName {
+    /// An address, if it reads as one, else a DNS name.
+    pub fn parse(text: &str) -> Result<Self, NameError> {
+        match text.parse() {
+            Ok(address) => Ok(Self::Ip(address)),
+            Err(_) => dns(text).map(Self::Dns),
+        }
+    }
+}
+
+impl FromStr for HostName {
+    type Err = NameError;
+    fn from_str(text: &str) -> Result<Self, NameError> {
+        Self::parse(text)
+    }
+}
+
+impl From<IpAddr> for HostName {
+    fn from(address: IpAddr) -> Self {
+        Self::Ip(address)
+    }
+}
+
+impl From<&NodeName> for HostName {
+    /// Kubernetes permits nodes that are named by their address.
+    fn from(node: &NodeName) -> Self {
+        node.as_str()
+            .parse()
+            .map_or_else(|_| Self::Dns(Arc::clone(&node.0)), Self::Ip)
+    }
+}
+
+impl fmt::Display for HostName {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dns(name) => out.pad(name),
+            Self::Ip(address) => fmt::Display::fmt(address, out),
+        }
+    }
+}
+
+/// Checks the name or a group of a caller: it must stand in a URI's path, in a line of the
+/// callers' file and in a log without quoting.
+pub fn check_caller(word: &str) -> Result<(), NameError> {
+    let refuse = |why| {
+        Err(NameError::NotCaller {
+            word: word.chars().take(MAX_CALLER).collect(),
+            why,
+        })
+    };
+    if word.is_empty() {
+        return refuse("it is empty");
+    }
+    if word.len() > MAX_CALLER {
+        return refuse("it is longer than 64 characters");
+    }
+    if !word
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || b"-._:@".contains(&byte))
+    {
+        return refuse("only letters, digits and - . _ : @ are allowed");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

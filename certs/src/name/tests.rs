@@ -1,0 +1,58 @@
+use super::*;
+
+#[test]
+fn a_name_is_lower_cased() {
+    assert_eq!(
+        NodeName::parse("Edge-1.Site.Example").unwrap().as_str(),
+        "edge-1.site.example"
+    );
+}
+
+#[test]
+fn what_is_no_dns_name_is_refused() {
+    let long_label = "a".repeat(64);
+    let long_name = vec!["a".repeat(63); 4].join(".");
+    for bad in [
+        "",
+        ".",
+        "a..b",
+        "-a",
+        "a-",
+        "a_b",
+        "a/b",
+        "a b",
+        "é",
+        "a.",
+        &long_label,
+        &long_name,
+    ] {
+        assert!(NodeName::parse(bad).is_err(), "{bad}");
+    }
+    assert!(NodeName::parse(&"a".repeat(63)).is_ok());
+}
+
+#[test]
+fn a_name_survives_json_and_a_bad_one_does_not() {
+    let name: NodeName = serde_json::from_str("\"Edge-1\"").unwrap();
+    assert_eq!(serde_json::to_string(&name).unwrap(), "\"edge-1\"");
+    assert!(serde_json::from_str::<NodeName>("\"../x\"").is_err());
+}
+
+#[test]
+fn a_node_named_by_its_address_becomes_an_address() {
+    let node = NodeName::parse("10.0.0.7").unwrap();
+    assert_eq!(HostName::from(&node), HostName::Ip([10, 0, 0, 7].into()));
+    assert_eq!(HostName::parse("::1").unwrap().to_string(), "::1");
+    assert_eq!(
+        HostName::parse("GW.example").unwrap().to_string(),
+        "gw.example"
+    );
+}
+
+#[test]
+fn a_callers_name_needs_no_quoting() {
+    assert!(check_caller("system:serviceaccount:ns:name").is_ok());
+    for bad in ["", "a b", "a,b", "a/b", "a\n", "%41", &"a".repeat(65)] {
+        assert!(check_caller(bad).is_err(), "{bad:?}");
+    }
+}

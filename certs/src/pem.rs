@@ -1,0 +1,75 @@
+//! PEM, in and out: the form in which certificates and keys stand in files and messages.
+//!
+//! Writing is done here, reading by rustls' own parser. A text with no certificate in it is an
+//! error, never an empty chain.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+
+/// Characters on a line (RFC 7468, section 2).
+const LINE: usize = 64;
+
+/// One block of PEM, with its line ends.
+pub(crate) fn encode(label: &str, der: &[u8]) -> String {
+    let text = STANDARD.encode(der);
+    let mut out = format!("-----BEGIN {label}-----\n");
+    let mut rest = text.as_str();
+    while !rest.is_empty() {
+        let (line, next) = rest.split_at(rest.len().min(LINE));
+        out.push_str(line);
+        out.push('\n');
+        rest = next;
+    }
+    out.push_str("-----END ");
+    out.push_str(label);
+    out.push_str("-----\n");
+    out
+}
+
+/// Certificates, one block after the other.
+pub(crate) fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
+    chain
+        .iter()
+        .map(|certificate| encode("CERTIFICATE", certificate))
+        .collect()
+}
+
+/// All certificates of a text, at least one.
+pub(crate) fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
+    let found = CertificateDer::pem_slice_iter(text.as_bytes())
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| error.to_string())?;
+    if found.is_empty() {
+        return Err("no certificate (BEGIN CERTIFICATE) in it".into());
+    }
+    Ok(found)
+}
+
+/// The first private key of a text.
+pub(crate) fn private_key(text: &str) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_slice(text.as_bytes()).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_reads_as_it_was_written() {
+        let chain = vec![
+            CertificateDer::from(vec![7; 100]),
+            CertificateDer::from(vec![9; 48]),
+        ];
+        let text = encode_chain(&chain);
+        assert!(text.lines().all(|line| line.len() <= LINE));
+        assert_eq!(certificates(&text).unwrap(), chain);
+    }
+
+    #[test]
+    fn a_text_without_certificates_is_an_error() {
+        assert!(certificates("").is_err());
+        assert!(private_key("nothing").is_err());
+    }
+}

@@ -1,0 +1,179 @@
+//! Which leaf a server shows, decided by SNI within the handshake.
+//!
+//! `FrontResolver` mints a leaf for a node's name on demand and keeps it in a bounded cache; only
+//! names that the gateway knows are minted, so a stranger cannot make it sign without end. Callers
+//! that ask for the same name at once wait for one signature (about 50 µs).
+//! `LiveLeaf` shows one leaf that can be swapped for its successor without a new configuration.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use moka::sync::Cache;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+
+use crate::ca::{Ca, CaError};
+use crate::leaf::Leaf;
+use crate::name::{FrontName, HostName, NodeName};
+
+/// How long a minted leaf is valid.
+const LIFETIME: Duration = Duration::from_hours(24 * 7);
+/// How long it is shown: half of that, so that a caller never sees one about to end.
+const SHOWN: Duration = Duration::from_hours(24 * 7 / 2);
+/// Most leaves kept; at about 2 KiB each, 40 MiB.
+const MAX_LEAVES: u64 = 20_000;
+
+/// Says whether a name, in lower case, is one of a node.
+pub type Known = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
+/// The leaves of a front.
+pub struct FrontResolver {
+    ca: Arc<Ca>,
+    names: Vec<FrontName>,
+    known: Known,
+    /// By node; `None` is the front's own leaf.
+    leaves: Cache<Option<NodeName>, Arc<CertifiedKey>>,
+}
+
+impl fmt::Debug for FrontResolver {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("FrontResolver")
+            .field("names", &self.names)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FrontResolver {
+    /// A resolver that shows a leaf for `names` to whoever asks for no known node. Fails if not
+    /// even that can be minted.
+    pub fn new(ca: Arc<Ca>, names: Vec<FrontName>, known: Known) -> Result<Self, CaError> {
+        let leaves = Cache::builder()
+            .max_capacity(MAX_LEAVES)
+            .time_to_live(SHOWN)
+            .build();
+        leaves.insert(None, ca.mint_front(&names, LIFETIME)?.certified_key());
+        Ok(Self {
+            ca,
+            names,
+            known,
+            leaves,
+        })
+    }
+
+    /// The leaf for an SNI, or for none.
+    pub fn leaf(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
+        let node = server_name
+            .and_then(|name| NodeName::parse(name).ok())
+            .filter(|node| (self.known)(node.as_str()));
+        self.leaves
+            .try_get_with(node.clone(), || self.mint(node.as_ref()))
+            .inspect_err(|error| tracing::error!(%error, server_name, "cannot mint a leaf"))
+            .ok()
+    }
+
+    fn mint(&self, node: Option<&NodeName>) -> Result<Arc<CertifiedKey>, CaError> {
+        let leaf = match node {
+            Some(node) => self.ca.mint_front(&[HostName::from(node)], LIFETIME)?,
+            None => self.ca.mint_front(&self.names, LIFETIME)?,
+        };
+        Ok(leaf.certified_key())
+    }
+}
+
+impl ResolvesServerCert for FrontResolver {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.leaf(hello.server_name())
+    }
+}
+
+/// One leaf that can be replaced while it is in use.
+#[derive(Debug)]
+pub struct LiveLeaf(ArcSwap<Leaf>);
+
+impl LiveLeaf {
+    /// Shows `leaf` until another is swapped in.
+    pub fn new(leaf: Leaf) -> Self {
+        Self(ArcSwap::from_pointee(leaf))
+    }
+
+    /// New handshakes get this one; finished ones keep what they saw.
+    pub fn swap(&self, leaf: Leaf) {
+        self.0.store(Arc::new(leaf));
+    }
+
+    /// The leaf shown now.
+    pub fn get(&self) -> Arc<Leaf> {
+        self.0.load_full()
+    }
+}
+
+impl ResolvesServerCert for LiveLeaf {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.load().certified_key())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TrustDomain;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn resolver(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> FrontResolver {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let names = vec![FrontName::parse("127.0.0.1").unwrap()];
+        FrontResolver::new(Arc::new(ca), names, Arc::new(known)).unwrap()
+    }
+
+    #[test]
+    fn a_known_node_gets_its_own_leaf_once() {
+        let resolver = resolver(|name| name == "edge-1");
+        let first = resolver.leaf(Some("edge-1")).unwrap();
+        let again = resolver.leaf(Some("EDGE-1")).unwrap();
+        assert!(Arc::ptr_eq(&first, &again));
+        assert!(!Arc::ptr_eq(&first, &resolver.leaf(None).unwrap()));
+    }
+
+    #[test]
+    fn unknown_names_share_the_default_leaf() {
+        let resolver = resolver(|_| false);
+        let default = resolver.leaf(None).unwrap();
+        for name in ["edge-9", "", "not a name", "*"] {
+            assert!(
+                Arc::ptr_eq(&default, &resolver.leaf(Some(name)).unwrap()),
+                "{name}"
+            );
+        }
+        resolver.leaves.run_pending_tasks();
+        assert_eq!(resolver.leaves.entry_count(), 1);
+    }
+
+    #[test]
+    fn callers_at_once_share_one_signature() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&asked);
+        let resolver = resolver(move |_| count.fetch_add(1, Ordering::Relaxed) < 64);
+        let leaves: Vec<_> = std::thread::scope(|scope| {
+            let ask = || resolver.leaf(Some("edge-1")).unwrap();
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect()
+        });
+        assert!(leaves.iter().all(|leaf| Arc::ptr_eq(leaf, &leaves[0])));
+        assert_eq!(asked.load(Ordering::Relaxed), 8);
+    }
+
+    #[test]
+    fn a_live_leaf_is_swapped_in_place() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let mint = || ca.mint_front(&[], LIFETIME).unwrap();
+        let live = LiveLeaf::new(mint());
+        let old = live.get();
+        live.swap(mint());
+        assert_ne!(live.get().chain(), old.chain());
+    }
+}

@@ -1,0 +1,189 @@
+//! Secrets and fingerprints: bytes that must not be printed, and bytes that must.
+//!
+//! Owns `Secret`, whose `Debug` prints `***` and which has no `Display`; `Fingerprint`, the SHA-256
+//! of a root; and the only source of randomness of this crate.
+//! Comparing a secret or its hash goes through `subtle`, so that time tells nothing.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use rustls_pki_types::CertificateDer;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+use thiserror::Error;
+
+/// A text that stays out of logs.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Arc<str>);
+
+impl Secret {
+    /// Wraps a text.
+    pub fn new(text: impl Into<Arc<str>>) -> Self {
+        Self(text.into())
+    }
+
+    /// A new secret of 32 random bytes, as base64url.
+    pub fn random() -> Self {
+        Self::new(base64url(&random::<32>()))
+    }
+
+    /// The text itself; the name makes its uses easy to find.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("***")
+    }
+}
+
+/// A SHA-256: of a root certificate (its fingerprint) or of a secret (what is kept of it).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Fingerprint([u8; 32]);
+
+/// A text is not 64 hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("a SHA-256 is 64 hexadecimal digits")]
+pub struct FingerprintError;
+
+impl Fingerprint {
+    /// The fingerprint of a certificate: SHA-256 of its DER.
+    pub fn of(certificate: &CertificateDer<'_>) -> Self {
+        Self::digest(certificate)
+    }
+
+    pub(crate) fn digest(bytes: &[u8]) -> Self {
+        Self(Sha256::digest(bytes).into())
+    }
+
+    pub(crate) fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// Compares in constant time, for hashes of secrets.
+    pub(crate) fn matches(&self, other: &Self) -> bool {
+        self.0.ct_eq(&other.0).into()
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&hex(&self.0))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, out)
+    }
+}
+
+impl FromStr for Fingerprint {
+    type Err = FingerprintError;
+
+    fn from_str(text: &str) -> Result<Self, FingerprintError> {
+        let digits = text.as_bytes();
+        let mut bytes = [0; 32];
+        if digits.len() != 64 {
+            return Err(FingerprintError);
+        }
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+            let [high, low] = pair else {
+                return Err(FingerprintError);
+            };
+            *byte = nibble(*high)? << 4 | nibble(*low)?;
+        }
+        Ok(Self(bytes))
+    }
+}
+
+impl TryFrom<String> for Fingerprint {
+    type Error = FingerprintError;
+    fn try_from(text: String) -> Result<Self, FingerprintError> {
+        text.parse()
+    }
+}
+
+impl From<Fingerprint> for String {
+    fn from(fingerprint: Fingerprint) -> Self {
+        fingerprint.to_string()
+    }
+}
+
+fn nibble(digit: u8) -> Result<u8, FingerprintError> {
+    match digit {
+        b'0'..=b'9' => Ok(digit - b'0'),
+        b'a'..=b'f' => Ok(digit - b'a' + 10),
+        b'A'..=b'F' => Ok(digit - b'A' + 10),
+        _ => Err(FingerprintError),
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    const DIGITS: [char; 16] = [
+        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f',
+    ];
+    bytes
+        .iter()
+        .flat_map(|byte| {
+            [
+                DIGITS[usize::from(byte >> 4)],
+                DIGITS[usize::from(byte & 15)],
+            ]
+        })
+        .collect()
+}
+
+/// Bytes from the thread's cryptographic generator.
+pub(crate) fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    rand::fill(&mut bytes);
+    bytes
+}
+
+pub(crate) fn base64url(bytes: &[u8]) -> String {
+    URL_SAFE_NO_PAD.encode(bytes)
+}
+
+pub(crate) fn from_base64url(text: &str) -> Option<Vec<u8>> {
+    URL_SAFE_NO_PAD.decode(text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_prints_as_stars() {
+        assert_eq!(format!("{:?}", Secret::new("abc")), "***");
+        assert_ne!(Secret::random(), Secret::random());
+    }
+
+    #[test]
+    fn a_fingerprint_reads_what_it_prints() {
+        let one = Fingerprint::digest(b"x");
+        assert_eq!(one.to_string().parse(), Ok(one));
+        assert_eq!(one.to_string().to_uppercase().parse(), Ok(one));
+        for bad in ["", "ab", &"g".repeat(64), &"é".repeat(32), &"a".repeat(65)] {
+            assert_eq!(bad.parse::<Fingerprint>(), Err(FingerprintError), "{bad}");
+        }
+    }
+
+    #[test]
+    fn hashes_of_secrets_match_only_themselves() {
+        let one = Fingerprint::digest(b"x");
+        assert!(one.matches(&Fingerprint::digest(b"x")));
+        assert!(!one.matches(&Fingerprint::digest(b"y")));
+    }
+}

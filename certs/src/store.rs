@@ -1,0 +1,224 @@
+//! The data directory: everything that outlives a process, typed.
+//!
+//! `ca.pem` and `ca.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
+//! small `run-…` files by which one command finds another's process; `version` says how to read
+//! them. The directory is 0700 and each file 0600.
+//! Never repairs: a file that does not read is named, and the process stops. How a file is read
+//! and written is `dir`'s; every call here blocks on the disk.
+
+mod dir;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use dir::Dir;
+pub use dir::StoreError;
+
+use crate::ca::Ca;
+use crate::edge::{EdgeFile, EdgeIdentity};
+use crate::name::NodeName;
+use crate::token::TokenBook;
+
+const VERSION_FILE: &str = "version";
+/// The version of the files that this program reads and writes.
+const VERSION: &str = "1";
+const ROOT: &str = "ca.pem";
+const ROOT_KEY: &str = "ca.key";
+const NODES: &str = "nodes.json";
+const EDGE: &str = "edge.json";
+
+/// Whether a data directory may be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Make it where there is none.
+    Create,
+    /// It must be there.
+    Existing,
+}
+
+/// An open data directory. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Store {
+    dir: Dir,
+}
+
+impl Store {
+    /// Opens the directory and checks its version.
+    pub fn open(path: impl AsRef<Path>, access: Access) -> Result<Self, StoreError> {
+        let dir = match access {
+            Access::Create => Dir::create(path.as_ref())?,
+            Access::Existing => Dir::existing(path.as_ref())?,
+        };
+        match (dir.read(VERSION_FILE)?, access) {
+            (Some(version), _) if version.trim() == VERSION => {}
+            (Some(version), _) => {
+                let why = format!(
+                    "it says version '{}' and this program reads {VERSION}",
+                    version.trim().chars().take(20).collect::<String>()
+                );
+                return Err(dir.corrupt(VERSION_FILE, why));
+            }
+            (None, Access::Create) => dir.write(VERSION_FILE, &format!("{VERSION}\n"))?,
+            (None, Access::Existing) => {
+                return Err(StoreError::Missing {
+                    path: dir.path(VERSION_FILE),
+                });
+            }
+        }
+        Ok(Self { dir })
+    }
+
+    /// Where a caller finds our root, for `curl --cacert`.
+    pub fn root_path(&self) -> PathBuf {
+        self.dir.path(ROOT)
+    }
+
+    /// The CA, if one was made here.
+    pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
+        let Some(root) = self.dir.read(ROOT)? else {
+            return Ok(None);
+        };
+        let key = self
+            .dir
+            .read(ROOT_KEY)?
+            .ok_or_else(|| StoreError::Missing {
+                path: self.dir.path(ROOT_KEY),
+            })?;
+        match Ca::load(&root, &key) {
+            Ok(ca) => Ok(Some(ca)),
+            Err(error @ crate::CaError::Unusable { part: "key", .. }) => {
+                Err(self.dir.corrupt(ROOT_KEY, error))
+            }
+            Err(error) => Err(self.dir.corrupt(ROOT, error)),
+        }
+    }
+
+    /// Keeps a new CA. Refuses to replace one: every edge would be lost.
+    pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        if self.dir.read(ROOT)?.is_some() {
+            return Err(StoreError::Exists {
+                path: self.root_path(),
+            });
+        }
+        // The certificate last: a key without one is what an interrupted call leaves, no CA.
+        self.dir.write(ROOT_KEY, ca.key_pem().expose())?;
+        self.dir.write(ROOT, &ca.root_pem())
+    }
+
+    /// The join tokens of this directory's CA.
+    pub fn tokens(&self) -> Result<TokenBook, StoreError> {
+        let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
+            path: self.root_path(),
+        })?;
+        Ok(TokenBook::new(self.dir.clone(), ca.fingerprint()))
+    }
+
+    /// The enrolled nodes.
+    pub fn nodes(&self) -> Nodes {
+        Nodes {
+            dir: self.dir.clone(),
+        }
+    }
+
+    /// The edge's identity, if this edge has enrolled.
+    pub fn edge(&self) -> Result<Option<EdgeIdentity>, StoreError> {
+        let Some(file) = self.dir.read_json::<EdgeFile>(EDGE)? else {
+            return Ok(None);
+        };
+        EdgeIdentity::from_file(file)
+            .map(Some)
+            .map_err(|error| self.dir.corrupt(EDGE, error))
+    }
+
+    /// Keeps an edge's identity in place of the one before, all of it at once.
+    pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.write_json(EDGE, &edge.to_file())
+    }
+
+    /// Notes a small fact about the running process, such as its admin address.
+    pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
+        self.dir.write(&runtime(name), text)
+    }
+
+    /// Reads such a fact.
+    pub fn read_runtime(&self, name: &str) -> Result<Option<String>, StoreError> {
+        self.dir.read(&runtime(name))
+    }
+
+    /// Forgets such a fact, as a process does that ends.
+    pub fn remove_runtime(&self, name: &str) -> Result<(), StoreError> {
+        self.dir.remove(&runtime(name))
+    }
+}
+
+/// `name` is a word of ours; whatever it holds, it stays in the directory.
+fn runtime(name: &str) -> String {
+    let safe: String = name
+        .chars()
+        .map(|char| {
+            if char.is_ascii_alphanumeric() {
+                char
+            } else {
+                '-'
+            }
+        })
+        .collect();
+    format!("run-{safe}")
+}
+
+/// What enrolment has confirmed of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeRecord {
+    /// The node.
+    pub node: NodeName,
+    /// Its confirmed addresses.
+    pub addresses: Vec<IpAddr>,
+    /// Its confirmed pool.
+    pub pool: Option<String>,
+    /// When it enrolled, in Unix seconds.
+    pub enrolled_at: u64,
+    /// Serial number of its certificate, in hexadecimal.
+    pub serial: String,
+}
+
+/// The enrolled nodes of one data directory.
+#[derive(Debug, Clone)]
+pub struct Nodes {
+    dir: Dir,
+}
+
+impl Nodes {
+    /// Notes a node in place of what was known of it.
+    pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                nodes.insert(record.node.clone(), record);
+                Ok(())
+            })
+    }
+
+    /// Forgets a node; whether it was known.
+    pub fn remove(&self, node: &NodeName) -> Result<bool, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                Ok(nodes.remove(node).is_some())
+            })
+    }
+
+    /// All nodes, by name.
+    pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
+        let nodes = self
+            .dir
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        Ok(nodes.unwrap_or_default().into_values().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,200 @@
+//! Files of the data directory: whole, private, and old or new but never half.
+//!
+//! A file is written beside its place, brought to the disk, renamed, and the rename brought to the
+//! disk too; whatever fails before the rename leaves the old file as it was. What several
+//! processes change goes through `update`, under an advisory lock on `.lock`, which the kernel
+//! frees when its holder dies.
+
+use std::fmt::Display;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+const LOCK: &str = ".lock";
+
+/// Why the data directory cannot be used.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// The system refused: no permission, disk full, and so on. The old file is intact.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// A verb: `read`, `write`, …
+        doing: &'static str,
+        /// Which file or directory.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A file does not read. It is left as it is.
+    #[error("{} is damaged: {why}", path.display())]
+    Corrupt {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Something that must be there is not.
+    #[error("{} is missing", path.display())]
+    Missing {
+        /// Which file or directory.
+        path: PathBuf,
+    },
+    /// Something that must not be replaced is there already.
+    #[error("{} exists already and is not overwritten", path.display())]
+    Exists {
+        /// Which file.
+        path: PathBuf,
+    },
+}
+
+/// A directory of small files. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Dir(Arc<Path>);
+
+/// Held while a file is changed; dropping it lets the next one in.
+#[derive(Debug)]
+pub(crate) struct Lock(#[expect(dead_code, reason = "closing the file frees the lock")] File);
+
+impl Dir {
+    /// Makes the directory, 0700, where there is none.
+    pub(crate) fn create(path: &Path) -> Result<Self, StoreError> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path)
+            .map_err(failed("make", path))?;
+        Ok(Self(path.into()))
+    }
+
+    pub(crate) fn existing(path: &Path) -> Result<Self, StoreError> {
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => Ok(Self(path.into())),
+            Ok(_) => Err(StoreError::Corrupt {
+                path: path.into(),
+                why: "not a directory".into(),
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(StoreError::Missing { path: path.into() })
+            }
+            Err(error) => Err(failed("open", path)(error)),
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub(crate) fn corrupt(&self, name: &str, why: impl Display) -> StoreError {
+        StoreError::Corrupt {
+            path: self.path(name),
+            why: why.to_string(),
+        }
+    }
+
+    /// A file's text, or `None` where there is none.
+    pub(crate) fn read(&self, name: &str) -> Result<Option<String>, StoreError> {
+        let path = self.path(name);
+        match fs::read_to_string(&path) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                Err(self.corrupt(name, "not UTF-8 text"))
+            }
+            Err(error) => Err(failed("read", &path)(error)),
+        }
+    }
+
+    /// Puts a file in place of the old one: after this returns `Ok` it is on the disk.
+    pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        self.replace(&path, text).map_err(failed("write", &path))
+    }
+
+    fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
+        // tempfile makes it 0600, and removes it where a later step fails.
+        let mut file = tempfile::Builder::new()
+            .prefix(".new-")
+            .tempfile_in(&self.0)?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        File::open(&self.0)?.sync_all()
+    }
+
+    pub(crate) fn remove(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed("remove", &path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn read_json<T: DeserializeOwned>(
+        &self,
+        name: &str,
+    ) -> Result<Option<T>, StoreError> {
+        let Some(text) = self.read(name)? else {
+            return Ok(None);
+        };
+        serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|error| self.corrupt(name, error))
+    }
+
+    pub(crate) fn write_json(&self, name: &str, value: &impl Serialize) -> Result<(), StoreError> {
+        let text = serde_json::to_string_pretty(value)
+            .map_err(|error| failed("write", &self.path(name))(error.into()))?;
+        self.write(name, &(text + "\n"))
+    }
+
+    /// Waits until no other process or thread changes files here.
+    pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
+        let path = self.path(LOCK);
+        let open = || {
+            let mut options = OpenOptions::new();
+            let file = options
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(&path)?;
+            file.lock()?;
+            Ok(file)
+        };
+        open().map(Lock).map_err(failed("lock", &path))
+    }
+
+    /// Reads a file, changes its value and writes it, all under the lock. An error from `change`
+    /// leaves the file untouched.
+    pub(crate) fn update<T, R, E>(
+        &self,
+        name: &str,
+        change: impl FnOnce(&mut T) -> Result<R, E>,
+    ) -> Result<R, E>
+    where
+        T: Default + Serialize + DeserializeOwned,
+        E: From<StoreError>,
+    {
+        let _lock = self.lock()?;
+        let mut value = self.read_json::<T>(name)?.unwrap_or_default();
+        let outcome = change(&mut value)?;
+        self.write_json(name, &value)?;
+        Ok(outcome)
+    }
+}
+
+fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    move |source| StoreError::Io {
+        doing,
+        path: path.into(),
+        source,
+    }
+}

@@ -1,0 +1,216 @@
+use super::*;
+use crate::{CsrKey, EdgeKey, TrustDomain};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+fn open() -> (tempfile::TempDir, Store) {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
+    (dir, store)
+}
+
+fn ca() -> Ca {
+    Ca::create(&TrustDomain::parse("td").unwrap()).unwrap()
+}
+
+fn edge(ca: &Ca, node: &str) -> EdgeIdentity {
+    let key = EdgeKey::generate().unwrap();
+    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let node = NodeName::parse(node).unwrap();
+    let issued = ca.issue_edge(&csr, &node, Duration::from_mins(1)).unwrap();
+    EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+fn names(path: &Path) -> Vec<String> {
+    let entries = fs::read_dir(path).unwrap();
+    entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+#[test]
+fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
+    let (dir, store) = open();
+    assert!(store.ca().unwrap().is_none());
+    let first = ca();
+    store.save_ca(&first).unwrap();
+    assert!(matches!(
+        store.save_ca(&ca()),
+        Err(StoreError::Exists { .. })
+    ));
+    let again = Store::open(dir.path().join("data"), Access::Existing).unwrap();
+    assert_eq!(
+        again.ca().unwrap().unwrap().fingerprint(),
+        first.fingerprint()
+    );
+}
+
+#[test]
+fn the_directory_and_its_files_are_the_owners_alone() {
+    let (dir, store) = open();
+    store.save_ca(&ca()).unwrap();
+    store.save_edge(&edge(&ca(), "edge-1")).unwrap();
+    let data = dir.path().join("data");
+    assert_eq!(mode(&data), 0o700);
+    for name in names(&data) {
+        assert_eq!(mode(&data.join(&name)), 0o600, "{name}");
+    }
+}
+
+#[test]
+fn an_edge_comes_back_with_the_gateways_it_learned() {
+    let (_dir, store) = open();
+    assert!(store.edge().unwrap().is_none());
+    let gateways = vec!["gw:10262".to_owned()];
+    let saved = EdgeIdentity {
+        gateways,
+        ..edge(&ca(), "edge-1")
+    };
+    store.save_edge(&saved).unwrap();
+    let found = store.edge().unwrap().unwrap();
+    assert_eq!(
+        (found.node.as_str(), &found.gateways),
+        ("edge-1", &saved.gateways)
+    );
+    assert_eq!(
+        (found.root, found.leaf.chain()),
+        (saved.root, saved.leaf.chain())
+    );
+}
+
+#[test]
+fn a_damaged_file_names_itself_and_stays() {
+    let (dir, store) = open();
+    store.save_ca(&ca()).unwrap();
+    let data = dir.path().join("data");
+    for name in ["ca.key", "ca.pem", "tokens.json", "nodes.json", "edge.json"] {
+        fs::write(data.join(name), "{ \"half\": ").unwrap();
+    }
+    let root = store.ca().unwrap_err().to_string();
+    assert!(root.contains("ca.pem is damaged"), "{root}");
+    assert!(
+        store
+            .edge()
+            .unwrap_err()
+            .to_string()
+            .contains("edge.json is damaged")
+    );
+    assert!(
+        store
+            .nodes()
+            .all()
+            .unwrap_err()
+            .to_string()
+            .contains("nodes.json is damaged")
+    );
+    assert!(
+        store
+            .nodes()
+            .remove(&NodeName::parse("a").unwrap())
+            .is_err()
+    );
+    assert_eq!(
+        fs::read_to_string(data.join("nodes.json")).unwrap(),
+        "{ \"half\": "
+    );
+}
+
+#[test]
+fn a_key_of_another_ca_is_named() {
+    let (dir, store) = open();
+    store.save_ca(&ca()).unwrap();
+    fs::write(dir.path().join("data/ca.key"), ca().key_pem().expose()).unwrap();
+    assert!(
+        store
+            .ca()
+            .unwrap_err()
+            .to_string()
+            .contains("ca.key is damaged")
+    );
+}
+
+#[test]
+fn what_is_missing_or_of_another_version_is_refused() {
+    let (dir, _store) = open();
+    let nowhere = Store::open(dir.path().join("other"), Access::Existing);
+    assert!(matches!(nowhere, Err(StoreError::Missing { .. })));
+    let empty = Store::open(dir.path(), Access::Existing);
+    assert!(matches!(empty, Err(StoreError::Missing { .. })));
+    fs::write(dir.path().join("data/version"), "2").unwrap();
+    let newer = Store::open(dir.path().join("data"), Access::Create)
+        .unwrap_err()
+        .to_string();
+    assert!(newer.contains("version '2'"), "{newer}");
+}
+
+#[test]
+fn a_directory_that_cannot_be_made_is_named() {
+    let (dir, _store) = open();
+    fs::write(dir.path().join("file"), "").unwrap();
+    let refused = Store::open(dir.path().join("file/data"), Access::Create).unwrap_err();
+    assert!(refused.to_string().contains("file/data"), "{refused}");
+}
+
+#[test]
+fn a_failed_write_names_the_file_and_leaves_nothing_behind() {
+    let (dir, store) = open();
+    let data = dir.path().join("data");
+    fs::create_dir_all(data.join("edge.json/x")).unwrap();
+    let before = names(&data).len();
+    let refused = store.save_edge(&edge(&ca(), "edge-1")).unwrap_err();
+    assert!(
+        matches!(refused, StoreError::Io { doing: "write", .. }),
+        "{refused}"
+    );
+    // The lock file is new, the unfinished file is gone.
+    assert_eq!(names(&data).len(), before + 1);
+}
+
+#[test]
+fn a_write_that_fails_leaves_the_old_file() {
+    let (dir, store) = open();
+    store.save_edge(&edge(&ca(), "edge-1")).unwrap();
+    let data = dir.path().join("data");
+    let aside = dir.path().join("aside");
+    fs::rename(&data, &aside).unwrap();
+    assert!(store.save_edge(&edge(&ca(), "edge-2")).is_err());
+    fs::rename(&aside, &data).unwrap();
+    assert_eq!(store.edge().unwrap().unwrap().node.as_str(), "edge-1");
+}
+
+#[test]
+fn nodes_are_kept_by_name() {
+    let (_dir, store) = open();
+    let record = |node: &str, serial: &str| NodeRecord {
+        node: NodeName::parse(node).unwrap(),
+        addresses: vec![[10, 0, 0, 1].into()],
+        pool: None,
+        enrolled_at: 1,
+        serial: serial.into(),
+    };
+    let nodes = store.nodes();
+    nodes.put(record("b", "1")).unwrap();
+    nodes.put(record("a", "2")).unwrap();
+    nodes.put(record("b", "3")).unwrap();
+    assert_eq!(nodes.all().unwrap(), [record("a", "2"), record("b", "3")]);
+    assert!(nodes.remove(&NodeName::parse("a").unwrap()).unwrap());
+}
+
+#[test]
+fn runtime_facts_stay_in_the_directory() {
+    let (dir, store) = open();
+    store.write_runtime("../admin", "127.0.0.1:1").unwrap();
+    assert_eq!(
+        store.read_runtime("../admin").unwrap().as_deref(),
+        Some("127.0.0.1:1")
+    );
+    assert_eq!(names(dir.path()), ["data"]);
+    store.remove_runtime("../admin").unwrap();
+    store.remove_runtime("../admin").unwrap();
+    assert_eq!(store.read_runtime("../admin").unwrap(), None);
+}

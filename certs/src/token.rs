@@ -1,0 +1,159 @@
+//! Join tokens: how a new edge shows that it may enrol, once, as one node.
+//!
+//! `JoinToken` is what the operator hands over, `cwj1.<id>.<secret>.<sha256 of the CA>`: the last
+//! part lets the edge recognise the gateway before it has any root. `TokenBook` keeps the other
+//! half, with a hash instead of the secret.
+//! The one rule: a token is spent on disk before anyone is told that it was good.
+
+mod book;
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use book::{TokenBook, TokenRefused};
+
+use crate::name::NodeName;
+use crate::secret::{self, Fingerprint, Secret};
+
+/// What each token begins with: its kind and version.
+const PREFIX: &str = "cwj1";
+/// Bytes of an id: enough never to meet twice in one data directory.
+const ID_BYTES: usize = 9;
+/// Bytes of a secret.
+const SECRET_BYTES: usize = 32;
+
+/// Why a text is no join token.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum TokenError {
+    /// Nothing there.
+    #[error("the join token is empty")]
+    Empty,
+    /// Something else, or a token of another version.
+    #[error("this is not a join token: it should begin with '{PREFIX}.'")]
+    Prefix,
+    /// A part is missing, as after copying half of it.
+    #[error("the join token is cut off: it has {found} of its 4 parts")]
+    Truncated {
+        /// How many parts it has.
+        found: usize,
+    },
+    /// More than a token.
+    #[error("the join token has more than its 4 parts")]
+    TooLong,
+    /// A part is not what it should be.
+    #[error("the join token's {part} is damaged: copy the whole token again")]
+    Damaged {
+        /// `id`, `secret` or `CA hash`.
+        part: &'static str,
+    },
+}
+
+/// A join token as the edge holds it. `Debug` does not show the secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JoinToken {
+    /// Which token; not secret.
+    pub id: String,
+    /// Proof of holding it.
+    pub secret: Secret,
+    /// The gateway's root.
+    pub root: Fingerprint,
+}
+
+impl JoinToken {
+    /// A new token for a gateway with this root.
+    pub(crate) fn generate(root: Fingerprint) -> Self {
+        let id = secret::base64url(&secret::random::<ID_BYTES>());
+        Self {
+            id,
+            secret: Secret::random(),
+            root,
+        }
+    }
+
+    /// Reads a token; white space around it is ignored.
+    pub fn parse(text: &str) -> Result<Self, TokenError> {
+        let text = text.trim();
+        if text.is_empty() {
+            return Err(TokenError::Empty);
+        }
+        let mut parts = text.split('.');
+        if parts.next() != Some(PREFIX) {
+            return Err(TokenError::Prefix);
+        }
+        let (id, secret, root) = match (parts.next(), parts.next(), parts.next(), parts.next()) {
+            (Some(id), Some(secret), Some(root), None) => (id, secret, root),
+            (_, _, _, Some(_)) => return Err(TokenError::TooLong),
+            (id, secret, _, _) => {
+                let found = 1 + usize::from(id.is_some()) + usize::from(secret.is_some());
+                return Err(TokenError::Truncated { found });
+            }
+        };
+        decode::<ID_BYTES>(id, "id")?;
+        decode::<SECRET_BYTES>(secret, "secret")?;
+        let root = Fingerprint::from_bytes(decode(root, "CA hash")?);
+        Ok(Self {
+            id: id.to_owned(),
+            secret: Secret::new(secret),
+            root,
+        })
+    }
+
+    /// The text to hand to the edge. The only way to print the secret.
+    pub fn text(&self) -> Secret {
+        let root = secret::base64url(self.root.as_bytes());
+        Secret::new(format!(
+            "{PREFIX}.{}.{}.{root}",
+            self.id,
+            self.secret.expose()
+        ))
+    }
+}
+
+impl FromStr for JoinToken {
+    type Err = TokenError;
+    fn from_str(text: &str) -> Result<Self, TokenError> {
+        Self::parse(text)
+    }
+}
+
+impl fmt::Display for JoinToken {
+    /// Names the token without its secret.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "join token {}", self.id)
+    }
+}
+
+fn decode<const N: usize>(text: &str, part: &'static str) -> Result<[u8; N], TokenError> {
+    secret::from_base64url(text)
+        .and_then(|bytes| bytes.try_into().ok())
+        .ok_or(TokenError::Damaged { part })
+}
+
+/// What the gateway keeps of a join token. Times are in Unix seconds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenRecord {
+    /// Which token.
+    pub id: String,
+    /// SHA-256 of the secret.
+    pub hash: Fingerprint,
+    /// The node that may join with it.
+    pub node: NodeName,
+    /// Addresses that the node may serve.
+    pub addresses: Vec<IpAddr>,
+    /// The pool that the node belongs to.
+    pub pool: Option<String>,
+    /// When it was made.
+    pub created: u64,
+    /// From when on it is no longer accepted.
+    pub expires: u64,
+    /// When it was spent.
+    pub used: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,168 @@
+use super::*;
+use crate::{Access, Ca, Store, TrustDomain};
+use rustls_pki_types::UnixTime;
+use std::time::Duration;
+
+struct World {
+    store: Store,
+    _dir: tempfile::TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), Access::Create).unwrap();
+        store
+            .save_ca(&Ca::create(&TrustDomain::parse("td").unwrap()).unwrap())
+            .unwrap();
+        Self { store, _dir: dir }
+    }
+
+    /// A book as another process would see it.
+    fn book(&self) -> TokenBook {
+        self.store.tokens().unwrap()
+    }
+
+    fn token(&self) -> JoinToken {
+        let addresses = vec![[10, 0, 0, 7].into()];
+        self.book()
+            .create(&node(), Duration::from_mins(1), addresses, Some("p".into()))
+            .unwrap()
+    }
+}
+
+fn node() -> NodeName {
+    NodeName::parse("edge-1").unwrap()
+}
+
+fn later(seconds: u64) -> UnixTime {
+    UnixTime::since_unix_epoch(Duration::from_secs(UnixTime::now().as_secs() + seconds))
+}
+
+fn sample() -> String {
+    JoinToken::generate(Fingerprint::digest(b"root"))
+        .text()
+        .expose()
+        .to_owned()
+}
+
+#[test]
+fn a_token_reads_as_it_was_written() {
+    let text = sample();
+    let token = JoinToken::parse(&format!(" {text}\n")).unwrap();
+    assert_eq!(token.text().expose(), text);
+    assert_eq!(token.root, Fingerprint::digest(b"root"));
+    assert!(text.starts_with("cwj1.") && !format!("{token:?} {token}").contains(&text[20..40]));
+}
+
+#[test]
+fn a_bad_token_says_what_is_wrong() {
+    let text = sample();
+    let parts: Vec<_> = text.split('.').collect();
+    let refused = |text: &str| JoinToken::parse(text).unwrap_err();
+    assert_eq!(refused(" "), TokenError::Empty);
+    assert_eq!(refused("hello"), TokenError::Prefix);
+    assert_eq!(refused(&text.replace("cwj1", "cwj2")), TokenError::Prefix);
+    assert_eq!(refused("cwj1"), TokenError::Truncated { found: 1 });
+    assert_eq!(
+        refused(&parts[..3].join(".")),
+        TokenError::Truncated { found: 3 }
+    );
+    assert_eq!(
+        refused(&text[..text.len() - 5]),
+        TokenError::Damaged { part: "CA hash" }
+    );
+    assert_eq!(
+        refused(&text.replace(parts[2], "x")),
+        TokenError::Damaged { part: "secret" }
+    );
+    assert_eq!(
+        refused(&text.replace(parts[1], "é")),
+        TokenError::Damaged { part: "id" }
+    );
+    assert_eq!(refused(&format!("{text}.x")), TokenError::TooLong);
+}
+
+#[test]
+fn a_token_is_good_once_even_for_another_process() {
+    let world = World::new();
+    let token = world.token();
+    let record = world.book().redeem(&token, &node(), later(0)).unwrap();
+    assert_eq!(record.pool.as_deref(), Some("p"));
+    assert_eq!(record.addresses, [std::net::IpAddr::from([10, 0, 0, 7])]);
+    let again = world.book().redeem(&token, &node(), later(1));
+    assert!(matches!(again, Err(TokenRefused::Used { .. })));
+    assert!(world.book().all().unwrap()[0].used.is_some());
+}
+
+#[test]
+fn of_many_racing_redeems_one_wins() {
+    let world = World::new();
+    let token = world.token();
+    let wins = std::thread::scope(|scope| {
+        let redeem = || world.book().redeem(&token, &node(), later(0)).is_ok();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(redeem)).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .filter(|won| *won)
+            .count()
+    });
+    assert_eq!(wins, 1);
+}
+
+#[test]
+fn racing_creates_lose_no_token() {
+    let world = World::new();
+    std::thread::scope(|scope| (0..8).for_each(|_| drop(scope.spawn(|| world.token()))));
+    assert_eq!(world.book().all().unwrap().len(), 8);
+}
+
+#[test]
+fn each_refusal_has_its_word_and_spends_nothing() {
+    let world = World::new();
+    let token = world.token();
+    let other = NodeName::parse("edge-2").unwrap();
+    let refused = |token: &JoinToken, node: &NodeName, when| {
+        world.book().redeem(token, node, when).unwrap_err()
+    };
+    let wrong_node = refused(&token, &other, later(0));
+    assert!(matches!(wrong_node, TokenRefused::OtherNode { bound_to } if bound_to == node()));
+    assert!(matches!(
+        refused(&token, &node(), later(61)),
+        TokenRefused::Expired { .. }
+    ));
+    let wrong_ca = JoinToken {
+        root: Fingerprint::digest(b"x"),
+        ..token.clone()
+    };
+    assert!(matches!(
+        refused(&wrong_ca, &node(), later(0)),
+        TokenRefused::WrongCa
+    ));
+    let wrong_secret = JoinToken {
+        secret: Secret::random(),
+        ..token.clone()
+    };
+    assert!(matches!(
+        refused(&wrong_secret, &node(), later(0)),
+        TokenRefused::Unknown
+    ));
+    let unheard = JoinToken::generate(token.root);
+    assert!(matches!(
+        refused(&unheard, &node(), later(0)),
+        TokenRefused::Unknown
+    ));
+    world.book().redeem(&token, &node(), later(0)).unwrap();
+}
+
+#[test]
+fn the_book_keeps_no_secret_and_a_removed_token_is_unknown() {
+    let world = World::new();
+    let token = world.token();
+    assert!(!format!("{:?}", world.book().all().unwrap()).contains(token.secret.expose()));
+    assert!(world.book().remove(&token.id).unwrap());
+    assert!(!world.book().remove(&token.id).unwrap());
+    let refused = world.book().redeem(&token, &node(), later(0));
+    assert!(matches!(refused, Err(TokenRefused::Unknown)));
+}

@@ -1,0 +1,150 @@
+//! Who is let in: rustls' configurations and the check after every handshake.
+//!
+//! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and
+//! `check_peer`. Each configuration has ticket keys and sessions of its own: a session made where
+//! a client certificate is optional can never resume where one is required.
+//! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
+//! peer is, by our own root's signature or by a foreign root's, which are never confused.
+
+mod client;
+mod peer;
+mod server;
+
+use std::sync::{Arc, LazyLock};
+
+use rustls::RootCertStore;
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls_pki_types::CertificateDer;
+use thiserror::Error;
+
+pub use client::{WrongCa, control_client, join_client, pinned_root, tunnel_client};
+pub use peer::{PeerRefused, Purpose, Revoked, check_peer, none_revoked};
+pub use server::{front_server, join_server, tunnel_server};
+
+use crate::name::TrustDomain;
+
+/// ALPN of the tunnel (draft-thomson-ptth-potato).
+const ALPN_TUNNEL: &[u8] = b"rh2";
+/// ALPN of joining and of the edge's other requests.
+const ALPN_CONTROL: [&[u8]; 2] = [b"h2", b"http/1.1"];
+
+/// Why a configuration could not be built.
+#[derive(Debug, Error)]
+pub enum TrustError {
+    /// A root certificate is unusable.
+    #[error("unusable root certificate: {0}")]
+    Root(String),
+    /// Certificates are required, but nobody is trusted to issue one.
+    #[error("a client certificate is required but no CA is trusted to issue one")]
+    NobodyTrusted,
+    /// rustls refused.
+    #[error(transparent)]
+    Tls(#[from] rustls::Error),
+}
+
+/// aws-lc-rs with AES-GCM first: with AES in the processor it is the fastest by far.
+pub fn provider() -> Arc<CryptoProvider> {
+    static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+        use aws_lc_rs::cipher_suite as suite;
+        let cipher_suites = vec![
+            suite::TLS13_AES_128_GCM_SHA256,
+            suite::TLS13_AES_256_GCM_SHA384,
+            suite::TLS13_CHACHA20_POLY1305_SHA256,
+            suite::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,
+            suite::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
+            suite::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,
+            suite::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
+            suite::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256,
+            suite::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
+        ];
+        Arc::new(CryptoProvider {
+            cipher_suites,
+            ..aws_lc_rs::default_provider()
+        })
+    });
+    Arc::clone(&PROVIDER)
+}
+
+/// Makes `provider` the process's default, for libraries that ask for one. Later calls change
+/// nothing, so that each test may call it.
+pub fn install_provider() {
+    // Fails only where a default is installed already.
+    let _ = CryptoProvider::clone(&provider()).install_default();
+}
+
+/// Whose client certificates a front accepts.
+#[derive(Debug, Clone, Default)]
+pub struct FrontTrust {
+    /// Callers whose certificates our own CA issued.
+    pub own: bool,
+    /// Further roots, from the front's configuration.
+    pub client_roots: Vec<CertificateDer<'static>>,
+    /// Whether the handshake fails without a certificate.
+    pub require: bool,
+}
+
+/// Whom an acceptor believes: our own root, foreign roots, or both.
+#[derive(Debug, Clone)]
+pub struct Trust {
+    domain: TrustDomain,
+    roots: Arc<RootCertStore>,
+    own: Option<Arc<dyn ClientCertVerifier>>,
+    foreign: Option<Arc<dyn ClientCertVerifier>>,
+}
+
+impl Trust {
+    /// Our own root alone: tunnels, joining, gateways.
+    pub fn new(root: &CertificateDer<'static>, domain: &TrustDomain) -> Result<Self, TrustError> {
+        let roots = store([root])?;
+        let own = Some(verifier(&roots)?);
+        Ok(Self {
+            domain: domain.clone(),
+            roots,
+            own,
+            foreign: None,
+        })
+    }
+
+    /// Whom a front's configuration names. Our root among its foreign ones counts as our own.
+    pub fn front(
+        root: &CertificateDer<'static>,
+        domain: &TrustDomain,
+        front: &FrontTrust,
+    ) -> Result<Self, TrustError> {
+        let foreign: Vec<_> = front
+            .client_roots
+            .iter()
+            .filter(|other| *other != root)
+            .collect();
+        let own = front.own || foreign.len() < front.client_roots.len();
+        let mut trust = Self::new(root, domain)?;
+        trust.own = trust.own.filter(|_| own);
+        if !foreign.is_empty() {
+            trust.foreign = Some(verifier(&store(foreign)?)?);
+        }
+        Ok(trust)
+    }
+}
+
+fn store<'a>(
+    roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
+) -> Result<Arc<RootCertStore>, TrustError> {
+    let mut store = RootCertStore::empty();
+    for root in roots {
+        store
+            .add(root.clone())
+            .map_err(|error| TrustError::Root(error.to_string()))?;
+    }
+    Ok(Arc::new(store))
+}
+
+fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
+        .build()
+        .map_err(|error| TrustError::Root(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! The dialling ends: an edge's tunnel, its other requests, and joining by a token.
+//!
+//! A gateway is recognised by its certificate alone: signed by our private root, for servers, with
+//! the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: the root gives that
+//! URI to gateways only, and an edge may dial any address, a load balancer's or one learned from
+//! the hello, that no certificate lists. While joining, the root is the certificate in the
+//! server's own chain whose SHA-256 the token carries.
+
+use std::error::Error as StdError;
+use std::io;
+use std::sync::Arc;
+
+use rustls::client::ClientConfig;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::{
+    CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme, version,
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use thiserror::Error as ThisError;
+
+use super::{ALPN_CONTROL, ALPN_TUNNEL, Purpose, Trust, TrustError, check_peer, none_revoked};
+use super::{PeerRefused, provider};
+use crate::certificate::Certificate;
+use crate::edge::EdgeIdentity;
+use crate::identity;
+use crate::secret::Fingerprint;
+
+/// The gateway belongs to another CA than the token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
+#[error(
+    "the gateway's CA is {presented}, the token expects {expected}: \
+     the token is of another gateway, or somebody stands in between"
+)]
+pub struct WrongCa {
+    /// The last certificate of the chain that the server presented.
+    pub presented: Fingerprint,
+    /// What the token carries.
+    pub expected: Fingerprint,
+}
+
+impl WrongCa {
+    /// Finds it in what a handshake failed with, `io::Error` and `rustls::Error` included.
+    pub fn find<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a Self> {
+        if let Some(found) = error.downcast_ref::<Self>() {
+            return Some(found);
+        }
+        // Neither hands out the error inside as its `source`.
+        let inner: Option<&'a (dyn StdError + 'static)> = if let Some(error) =
+            error.downcast_ref::<io::Error>()
+        {
+            error.get_ref().map(|inner| inner as _)
+        } else if let Some(Error::InvalidCertificate(CertificateError::Other(OtherError(inner)))) =
+            error.downcast_ref::<Error>()
+        {
+            Some(&**inner)
+        } else {
+            error.source()
+        };
+        inner.and_then(Self::find)
+    }
+}
+
+/// The edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
+pub fn tunnel_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
+    enrolled(edge, &[ALPN_TUNNEL])
+}
+
+/// The edge's other requests (renewal and so on): as the tunnel, but `h2` or `http/1.1`.
+pub fn control_client(edge: &EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError> {
+    enrolled(edge, &ALPN_CONTROL)
+}
+
+/// Joining: no certificate yet, the gateway recognised by the token's fingerprint. A failure is
+/// recognisable by `WrongCa::find`.
+pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
+    let anchor = Anchor::Pinned(root);
+    let mut config = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
+        .with_no_client_auth();
+    config.alpn_protocols = owned(&ALPN_CONTROL);
+    Ok(Arc::new(config))
+}
+
+/// The certificate of a chain that has this fingerprint: after joining, the root to keep.
+pub fn pinned_root(
+    chain: &[CertificateDer<'_>],
+    root: Fingerprint,
+) -> Option<CertificateDer<'static>> {
+    let found = chain
+        .iter()
+        .find(|certificate| Fingerprint::of(certificate) == root)?;
+    Some(found.clone().into_owned())
+}
+
+fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, TrustError> {
+    let anchor = Anchor::Root(Trust::new(&edge.root, &edge.trust_domain)?);
+    let mut config = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
+        .with_client_auth_cert(edge.leaf.chain().to_vec(), edge.leaf.key())?;
+    config.alpn_protocols = owned(alpn);
+    Ok(Arc::new(config))
+}
+
+fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
+    alpn.iter().map(|protocol| protocol.to_vec()).collect()
+}
+
+/// How the root is known.
+#[derive(Debug)]
+enum Anchor {
+    Root(Trust),
+    Pinned(Fingerprint),
+}
+
+/// Accepts gateways of one root, under whatever name they were dialled.
+#[derive(Debug)]
+struct GatewayVerifier {
+    anchor: Anchor,
+    provider: Arc<CryptoProvider>,
+}
+
+impl GatewayVerifier {
+    fn new(anchor: Anchor) -> Self {
+        Self {
+            anchor,
+            provider: provider(),
+        }
+    }
+}
+
+impl ServerCertVerifier for GatewayVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let pinned;
+        let trust = match &self.anchor {
+            Anchor::Root(trust) => trust,
+            Anchor::Pinned(expected) => {
+                pinned = pin(end_entity, intermediates, *expected)?;
+                &pinned
+            }
+        };
+        let mut chain = vec![end_entity.clone()];
+        chain.extend_from_slice(intermediates);
+        check_peer(Some(&chain), Purpose::Gateway, now, trust, &none_revoked).map_err(alert)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, cert, dss, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, cert, dss, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider
+            .signature_verification_algorithms
+            .supported_schemes()
+    }
+}
+
+/// The trust in the certificate that the token means. It must be an authority of its own: were a
+/// leaf pinned, it would vouch for itself.
+fn pin(
+    end_entity: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    expected: Fingerprint,
+) -> Result<Trust, Error> {
+    let Some(root) = pinned_root(intermediates, expected) else {
+        let presented = Fingerprint::of(intermediates.last().unwrap_or(end_entity));
+        return Err(other(WrongCa {
+            presented,
+            expected,
+        }));
+    };
+    let facts = Certificate::read(&root).map_err(other)?;
+    let domain = identity::domain_of_root(&facts).map_err(other)?;
+    Trust::new(&root, &domain).map_err(other)
+}
+
+/// The words of a refusal, with the TLS alert that fits.
+fn alert(refused: PeerRefused) -> Error {
+    match refused {
+        PeerRefused::UnknownIssuer => CertificateError::UnknownIssuer.into(),
+        PeerRefused::Expired { .. } => CertificateError::Expired.into(),
+        PeerRefused::NotYetValid { .. } => CertificateError::NotValidYet.into(),
+        refused => other(refused),
+    }
+}
+
+fn other(error: impl StdError + Send + Sync + 'static) -> Error {
+    CertificateError::Other(OtherError(Arc::new(error))).into()
+}

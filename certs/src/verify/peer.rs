@@ -1,0 +1,238 @@
+//! The check that every acceptor makes after every handshake, resumed or not.
+//!
+//! 1. A certificate is there, and valid now: a resumed session carries that of the first one.
+//! 2. Our own root has signed it, or else a foreign root that this acceptor trusts.
+//! 3. Its purpose and its kind are those of this port, and it is not revoked.
+//!
+//! Costs one signature to verify: a resumed handshake has verified none.
+
+use std::fmt;
+
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::server::ParsedCertificate;
+use rustls::{CertificateError as TlsCertificateError, Error as TlsError};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use thiserror::Error;
+
+use super::{Trust, provider};
+use crate::certificate::{Certificate, CertificateError};
+use crate::identity::Identity;
+use crate::name::NameError;
+
+/// As what a peer comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// An edge on the tunnel port.
+    Edge,
+    /// A caller on a front.
+    Caller,
+    /// A gateway, as the server that an edge dialled.
+    Gateway,
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Edge => "edge",
+            Self::Caller => "caller",
+            Self::Gateway => "gateway",
+        })
+    }
+}
+
+/// Asked with the serial number (as in the certificate) and the identity: is it revoked?
+pub type Revoked<'a> = &'a dyn Fn(&[u8], &Identity) -> bool;
+
+/// The answer of whoever keeps no list of revoked certificates.
+pub fn none_revoked(_serial: &[u8], _identity: &Identity) -> bool {
+    false
+}
+
+/// Why a peer is not let in.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum PeerRefused {
+    /// No certificate; a caller may authenticate otherwise.
+    #[error("no certificate presented")]
+    Missing,
+    /// No root that this port trusts has signed it.
+    #[error("the certificate is not issued by a CA that is trusted here")]
+    UnknownIssuer,
+    /// Ended.
+    #[error("the certificate expired at Unix time {not_after}")]
+    Expired {
+        /// Its last second.
+        not_after: u64,
+    },
+    /// Not begun: one of the two clocks is wrong.
+    #[error("the certificate is not valid before Unix time {not_before}; check the clocks")]
+    NotYetValid {
+        /// Its first second.
+        not_before: u64,
+    },
+    /// The extended key usage does not permit this.
+    #[error("the certificate's purpose does not permit to come as {wanted}")]
+    WrongPurpose {
+        /// As what the peer came.
+        wanted: Purpose,
+    },
+    /// Genuine, but of another kind.
+    #[error("a certificate of kind {found} cannot come as {wanted}")]
+    Kind {
+        /// As what the peer came.
+        wanted: Purpose,
+        /// Of which kind the certificate is.
+        found: &'static str,
+    },
+    /// Genuine, but no longer welcome.
+    #[error("the certificate of {0} is revoked")]
+    Revoked(String),
+    /// Signed by a trusted root, but it carries no usable identity.
+    #[error(transparent)]
+    Identity(#[from] NameError),
+    /// Any other fault of the certificate.
+    #[error("the certificate is invalid: {0}")]
+    Invalid(String),
+}
+
+/// Says who the peer of a finished handshake is, or why it may not stay.
+pub fn check_peer(
+    chain: Option<&[CertificateDer<'_>]>,
+    purpose: Purpose,
+    now: UnixTime,
+    trust: &Trust,
+    revoked: Revoked<'_>,
+) -> Result<Identity, PeerRefused> {
+    let (leaf, issuers) = chain
+        .and_then(<[_]>::split_first)
+        .ok_or(PeerRefused::Missing)?;
+    let facts = Certificate::read(leaf).map_err(unreadable)?;
+    if now.as_secs() > facts.not_after {
+        return Err(PeerRefused::Expired {
+            not_after: facts.not_after,
+        });
+    }
+    if now.as_secs() < facts.not_before {
+        return Err(PeerRefused::NotYetValid {
+            not_before: facts.not_before,
+        });
+    }
+    let signed = Signed {
+        leaf,
+        issuers,
+        now,
+        purpose,
+    };
+    let serial = facts.serial.clone();
+    let identity = if signed.by_us(trust)? {
+        let identity = Identity::ours(&facts, &trust.domain)?;
+        check_kind(&identity, &facts, purpose)?;
+        identity
+    } else if signed.by_a_foreign_root(trust)? {
+        Identity::foreign(facts)
+    } else {
+        return Err(PeerRefused::UnknownIssuer);
+    };
+    if revoked(&serial, &identity) {
+        return Err(PeerRefused::Revoked(identity.to_string()));
+    }
+    Ok(identity)
+}
+
+/// A chain whose signatures are being checked.
+struct Signed<'a> {
+    leaf: &'a CertificateDer<'a>,
+    issuers: &'a [CertificateDer<'a>],
+    now: UnixTime,
+    purpose: Purpose,
+}
+
+impl Signed<'_> {
+    fn by_us(&self, trust: &Trust) -> Result<bool, PeerRefused> {
+        let Some(own) = &trust.own else {
+            return Ok(false);
+        };
+        let outcome = match self.purpose {
+            Purpose::Gateway => self.as_server(trust),
+            Purpose::Edge | Purpose::Caller => own
+                .verify_client_cert(self.leaf, self.issuers, self.now)
+                .map(|_| ()),
+        };
+        self.judge(outcome)
+    }
+
+    /// Only callers may come with a foreign certificate.
+    fn by_a_foreign_root(&self, trust: &Trust) -> Result<bool, PeerRefused> {
+        match (&trust.foreign, self.purpose) {
+            (Some(foreign), Purpose::Caller) => self.judge(
+                foreign
+                    .verify_client_cert(self.leaf, self.issuers, self.now)
+                    .map(|_| ()),
+            ),
+            _ => Ok(false),
+        }
+    }
+
+    fn as_server(&self, trust: &Trust) -> Result<(), TlsError> {
+        verify_server_cert_signed_by_trust_anchor(
+            &ParsedCertificate::try_from(self.leaf)?,
+            &trust.roots,
+            self.issuers,
+            self.now,
+            provider().signature_verification_algorithms.all,
+        )
+    }
+
+    /// Whether these roots have signed. A bad signature under a root's name is "no": another root
+    /// may bear the same name.
+    fn judge(&self, outcome: Result<(), TlsError>) -> Result<bool, PeerRefused> {
+        match outcome {
+            Ok(()) => Ok(true),
+            Err(TlsError::InvalidCertificate(
+                TlsCertificateError::UnknownIssuer
+                | TlsCertificateError::BadSignature
+                | TlsCertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. },
+            )) => Ok(false),
+            Err(TlsError::InvalidCertificate(
+                TlsCertificateError::InvalidPurpose
+                | TlsCertificateError::InvalidPurposeContext { .. },
+            )) => Err(PeerRefused::WrongPurpose {
+                wanted: self.purpose,
+            }),
+            Err(error) => Err(PeerRefused::Invalid(error.to_string())),
+        }
+    }
+}
+
+/// Our own certificates always name their purpose, so a missing extension is refused too.
+fn check_kind(
+    identity: &Identity,
+    facts: &Certificate,
+    purpose: Purpose,
+) -> Result<(), PeerRefused> {
+    let usage = match purpose {
+        Purpose::Edge | Purpose::Caller => facts.client_auth,
+        Purpose::Gateway => facts.server_auth,
+    };
+    match (purpose, identity) {
+        (Purpose::Edge, Identity::Edge(_))
+        | (Purpose::Caller, Identity::Caller { .. })
+        | (Purpose::Gateway, Identity::Gateway)
+            if usage =>
+        {
+            Ok(())
+        }
+        (Purpose::Edge, Identity::Edge(_))
+        | (Purpose::Caller, Identity::Caller { .. })
+        | (Purpose::Gateway, Identity::Gateway) => {
+            Err(PeerRefused::WrongPurpose { wanted: purpose })
+        }
+        _ => Err(PeerRefused::Kind {
+            wanted: purpose,
+            found: identity.kind(),
+        }),
+    }
+}
+
+fn unreadable(error: CertificateError) -> PeerRefused {
+    PeerRefused::Identity(NameError::Certificate(error))
+}

@@ -1,0 +1,603 @@
+use super::*;
+use crate::{
+    Ca, Certificate, CsrKey, EdgeIdentity, EdgeKey, Fingerprint, FrontName, Identity, Leaf,
+    NodeName, PeerRefused,
+};
+use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
+use rustls::client::ClientConfig;
+use rustls::server::ServerConfig;
+use rustls::time_provider::TimeProvider;
+use rustls::{ClientConnection, HandshakeKind, ServerConnection};
+use rustls_pki_types::{ServerName, UnixTime};
+use std::io;
+use std::time::Duration;
+
+const HOUR: Duration = Duration::from_hours(1);
+
+struct World {
+    ca: Ca,
+    trust: Trust,
+}
+
+impl World {
+    fn new() -> Self {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
+        Self { ca, trust }
+    }
+
+    fn gateway(&self) -> Leaf {
+        self.ca
+            .issue_gateway(&[FrontName::parse("gw.example").unwrap()], HOUR)
+            .unwrap()
+    }
+
+    fn edge(&self) -> EdgeIdentity {
+        let key = EdgeKey::generate().unwrap();
+        let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+        let issued = self
+            .ca
+            .issue_edge(&csr, &NodeName::parse("edge-1").unwrap(), HOUR)
+            .unwrap();
+        EdgeIdentity::new(&self.ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+    }
+
+    fn caller(&self) -> Leaf {
+        self.ca.issue_caller("ann", &["ops".into()], HOUR).unwrap()
+    }
+
+    fn tunnel(&self) -> Arc<ServerConfig> {
+        tunnel_server(self.gateway().resolver(), &self.trust).unwrap()
+    }
+
+    fn join(&self) -> Arc<ServerConfig> {
+        join_server(self.gateway().resolver(), &self.trust).unwrap()
+    }
+
+    fn check(
+        &self,
+        chain: &[CertificateDer<'_>],
+        purpose: Purpose,
+    ) -> Result<Identity, PeerRefused> {
+        check_peer(
+            Some(chain),
+            purpose,
+            UnixTime::now(),
+            &self.trust,
+            &none_revoked,
+        )
+    }
+
+    /// Trust of a front that accepts our callers and those of `other`.
+    fn front(&self, other: &Ca) -> (FrontTrust, Trust) {
+        let client_roots = vec![other.root().clone()];
+        let front = FrontTrust {
+            own: true,
+            client_roots,
+            require: true,
+        };
+        let trust = Trust::front(self.ca.root(), self.ca.trust_domain(), &front).unwrap();
+        (front, trust)
+    }
+}
+
+fn edge_1() -> Identity {
+    Identity::Edge(NodeName::parse("edge-1").unwrap())
+}
+
+/// A client with a certificate that trusts `ca` for `edge-1`, as curl would.
+fn curl(ca: &Ca, leaf: Option<&Leaf>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
+    let builder = ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(store([ca.root()]).unwrap());
+    let mut config = match leaf {
+        Some(leaf) => builder
+            .with_client_auth_cert(leaf.chain().to_vec(), leaf.key())
+            .unwrap(),
+        None => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
+    Arc::new(config)
+}
+
+fn dial(
+    client: &Arc<ClientConfig>,
+    server: &Arc<ServerConfig>,
+    name: &'static str,
+) -> Result<(ClientConnection, ServerConnection), rustls::Error> {
+    let name = ServerName::try_from(name).unwrap();
+    let mut client = ClientConnection::new(Arc::clone(client), name).unwrap();
+    let mut server = ServerConnection::new(Arc::clone(server)).unwrap();
+    // Also after both have finished: the client's certificate is judged, and tickets sent, last.
+    for _ in 0..6 {
+        pump(&mut client, &mut server)?;
+        pump(&mut server, &mut client)?;
+    }
+    assert!(!client.is_handshaking() && !server.is_handshaking());
+    Ok((client, server))
+}
+
+fn pump<A, B, C, D>(from: &mut A, to: &mut B) -> Result<(), rustls::Error>
+where
+    A: std::ops::DerefMut<Target = rustls::ConnectionCommon<C>>,
+    B: std::ops::DerefMut<Target = rustls::ConnectionCommon<D>>,
+    C: rustls::SideData,
+    D: rustls::SideData,
+{
+    let mut wire = Vec::new();
+    while from.wants_write() {
+        from.write_tls(&mut wire).unwrap();
+    }
+    let mut wire = wire.as_slice();
+    while !wire.is_empty() {
+        to.read_tls(&mut wire).unwrap();
+        to.process_new_packets()?;
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+struct Later(Duration);
+
+impl TimeProvider for Later {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(later(self.0))
+    }
+}
+
+fn later(by: Duration) -> UnixTime {
+    UnixTime::since_unix_epoch(Duration::from_secs(UnixTime::now().as_secs()) + by)
+}
+
+#[test]
+fn an_edge_and_a_gateway_meet_under_any_name() {
+    let world = World::new();
+    let (client, server) = dial(
+        &tunnel_client(&world.edge()).unwrap(),
+        &world.tunnel(),
+        "192.0.2.1",
+    )
+    .unwrap();
+    assert_eq!(server.alpn_protocol(), Some(&b"rh2"[..]));
+    assert_eq!(
+        world
+            .check(server.peer_certificates().unwrap(), Purpose::Edge)
+            .unwrap(),
+        edge_1()
+    );
+    let gateway = world.check(client.peer_certificates().unwrap(), Purpose::Gateway);
+    assert_eq!(gateway.unwrap(), Identity::Gateway);
+    let suite = client.negotiated_cipher_suite().unwrap().suite();
+    assert_eq!(suite, rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
+}
+
+#[test]
+fn an_edge_of_another_root_does_not_get_in() {
+    let (world, other) = (World::new(), World::new());
+    let mut edge = other.edge();
+    edge.root = world.ca.root().clone();
+    assert!(dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").is_err());
+    let chain = other.edge();
+    let refused = world.check(chain.leaf.chain(), Purpose::Edge);
+    assert_eq!(refused, Err(PeerRefused::UnknownIssuer));
+}
+
+#[test]
+fn a_gateway_of_another_root_is_refused_by_the_edge() {
+    let (world, other) = (World::new(), World::new());
+    let failed = dial(
+        &tunnel_client(&world.edge()).unwrap(),
+        &other.tunnel(),
+        "gw",
+    )
+    .unwrap_err();
+    assert_eq!(failed, rustls::CertificateError::UnknownIssuer.into());
+}
+
+#[test]
+fn the_tunnel_wants_a_certificate_and_rh2() {
+    let world = World::new();
+    let nobody = ClientConfig::clone(&join_client(world.ca.fingerprint()).unwrap());
+    let mut with_rh2 = nobody.clone();
+    with_rh2.alpn_protocols = vec![b"rh2".to_vec()];
+    let refused = dial(&Arc::new(with_rh2), &world.tunnel(), "gw").unwrap_err();
+    assert_eq!(refused, rustls::Error::NoCertificatesPresented);
+    assert!(dial(&Arc::new(nobody), &world.tunnel(), "gw").is_err());
+    let missing = check_peer(
+        None,
+        Purpose::Edge,
+        UnixTime::now(),
+        &world.trust,
+        &none_revoked,
+    );
+    assert_eq!(missing, Err(PeerRefused::Missing));
+    assert_eq!(world.check(&[], Purpose::Edge), Err(PeerRefused::Missing));
+}
+
+#[test]
+fn an_edge_cannot_pose_as_a_gateway_nor_can_a_front() {
+    let world = World::new();
+    let front = world
+        .ca
+        .mint_front(&[FrontName::parse("gw").unwrap()], HOUR)
+        .unwrap();
+    for leaf in [world.edge().leaf, world.caller(), front] {
+        let server = tunnel_server(leaf.resolver(), &world.trust).unwrap();
+        assert!(dial(&tunnel_client(&world.edge()).unwrap(), &server, "gw").is_err());
+    }
+}
+
+#[test]
+fn a_token_recognises_its_gateway_and_yields_the_root() {
+    let world = World::new();
+    let client = join_client(world.ca.fingerprint()).unwrap();
+    let (client, server) = dial(&client, &world.join(), "gw").unwrap();
+    assert_eq!(server.alpn_protocol(), Some(&b"h2"[..]));
+    assert!(server.peer_certificates().is_none());
+    let root = pinned_root(client.peer_certificates().unwrap(), world.ca.fingerprint());
+    assert_eq!(root.as_ref(), Some(world.ca.root()));
+}
+
+#[test]
+fn a_token_of_another_ca_says_which_two_differ() {
+    let (world, other) = (World::new(), World::new());
+    let client = join_client(other.ca.fingerprint()).unwrap();
+    let failed = dial(&client, &world.join(), "gw").unwrap_err();
+    let wrong = *WrongCa::find(&failed).unwrap();
+    let expected = WrongCa {
+        presented: world.ca.fingerprint(),
+        expected: other.ca.fingerprint(),
+    };
+    assert_eq!(wrong, expected);
+    let text = wrong.to_string();
+    assert!(text.contains(&world.ca.fingerprint().to_string()), "{text}");
+    let wrapped = io::Error::new(io::ErrorKind::InvalidData, failed);
+    assert_eq!(WrongCa::find(&wrapped), Some(&expected));
+    assert_eq!(WrongCa::find(&io::Error::other("x")), None);
+}
+
+#[test]
+fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
+    let (world, stranger) = (World::new(), World::new());
+    let leaf = stranger.gateway();
+    let key = leaf.key_pem();
+    let chain = pem_chain(&[leaf.chain()[0].clone(), world.ca.root().clone()]);
+    let forged = Leaf::load(&chain, key.expose()).unwrap();
+    let server = join_server(forged.resolver(), &stranger.trust).unwrap();
+    let client = join_client(world.ca.fingerprint()).unwrap();
+    assert_eq!(
+        dial(&client, &server, "gw").unwrap_err(),
+        rustls::CertificateError::UnknownIssuer.into()
+    );
+}
+
+#[test]
+fn a_token_that_pins_a_leaf_does_not_make_it_a_root() {
+    let world = World::new();
+    let client = join_client(Fingerprint::of(&world.gateway().chain()[0])).unwrap();
+    let failed = dial(&client, &world.join(), "gw").unwrap_err();
+    assert!(WrongCa::find(&failed).is_some());
+}
+
+fn pem_chain(chain: &[CertificateDer<'_>]) -> String {
+    crate::pem::encode_chain(chain)
+}
+
+#[test]
+fn an_expired_edge_is_refused_in_the_handshake_and_after() {
+    let world = World::new();
+    let mut server = ServerConfig::clone(&world.tunnel());
+    server.time_provider = Arc::new(Later(HOUR * 2));
+    let edge = world.edge();
+    let failed = dial(&tunnel_client(&edge).unwrap(), &Arc::new(server), "gw").unwrap_err();
+    assert!(failed.to_string().contains("expired"), "{failed}");
+    let at = |now| {
+        check_peer(
+            Some(edge.leaf.chain()),
+            Purpose::Edge,
+            now,
+            &world.trust,
+            &none_revoked,
+        )
+    };
+    assert!(matches!(
+        at(later(HOUR * 2)),
+        Err(PeerRefused::Expired { .. })
+    ));
+    let before = UnixTime::since_unix_epoch(HOUR);
+    assert!(matches!(at(before), Err(PeerRefused::NotYetValid { .. })));
+    assert!(at(later(Duration::ZERO)).is_ok());
+}
+
+#[test]
+fn a_renewing_edge_is_known_on_the_control_port() {
+    let world = World::new();
+    let client = control_client(&world.edge()).unwrap();
+    let (_client, server) = dial(&client, &world.join(), "gw").unwrap();
+    assert_eq!(
+        world
+            .check(server.peer_certificates().unwrap(), Purpose::Edge)
+            .unwrap(),
+        edge_1()
+    );
+}
+
+#[test]
+fn trap_10_a_resumed_session_is_checked_again() {
+    let world = World::new();
+    let (client, server) = (tunnel_client(&world.edge()).unwrap(), world.tunnel());
+    dial(&client, &server, "gw").unwrap();
+    let (client, server) = dial(&client, &server, "gw").unwrap();
+    assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
+    let chain = server.peer_certificates().unwrap();
+    let serial = Certificate::read(&chain[0]).unwrap().serial;
+    let revoked = |found: &[u8], who: &Identity| found == serial && *who == edge_1();
+    let check = |now, revoked| check_peer(Some(chain), Purpose::Edge, now, &world.trust, revoked);
+    assert!(check(UnixTime::now(), &none_revoked).is_ok());
+    assert!(matches!(
+        check(UnixTime::now(), &revoked),
+        Err(PeerRefused::Revoked(_))
+    ));
+    assert!(matches!(
+        check(later(HOUR * 2), &none_revoked),
+        Err(PeerRefused::Expired { .. })
+    ));
+    assert!(
+        world
+            .check(client.peer_certificates().unwrap(), Purpose::Gateway)
+            .is_ok()
+    );
+}
+
+/// A client without a certificate that offers its tickets of the joining port to the tunnel's.
+fn crossing(world: &World) -> Arc<ClientConfig> {
+    let mut config = ClientConfig::clone(&join_client(world.ca.fingerprint()).unwrap());
+    config.alpn_protocols = vec![b"h2".to_vec(), b"rh2".to_vec()];
+    Arc::new(config)
+}
+
+#[test]
+fn a_session_made_without_a_certificate_does_not_resume_into_the_tunnel() {
+    let world = World::new();
+    let (client, join) = (crossing(&world), world.join());
+    dial(&client, &join, "gw").unwrap();
+    let refused = dial(&client, &world.tunnel(), "gw").unwrap_err();
+    assert_eq!(refused, rustls::Error::NoCertificatesPresented);
+    // The client did hold tickets: where they were made, the next one resumes.
+    let (_client, server) = dial(&client, &join, "gw").unwrap();
+    assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
+}
+
+#[test]
+fn even_with_shared_ticket_keys_the_check_refuses_a_session_without_a_certificate() {
+    let world = World::new();
+    let (client, join) = (crossing(&world), world.join());
+    let mut tunnel = ServerConfig::clone(&world.tunnel());
+    tunnel.ticketer = Arc::clone(&join.ticketer);
+    dial(&client, &join, "gw").unwrap();
+    let (_client, server) = dial(&client, &Arc::new(tunnel), "gw").unwrap();
+    let chain = server.peer_certificates();
+    let now = UnixTime::now();
+    let refused = check_peer(chain, Purpose::Edge, now, &world.trust, &none_revoked);
+    assert_eq!(refused, Err(PeerRefused::Missing));
+}
+
+#[test]
+fn a_front_knows_our_callers_and_foreign_ones_apart() {
+    let (world, other) = (World::new(), World::new());
+    let (front, trust) = world.front(&other.ca);
+    let leaf = world
+        .ca
+        .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+        .unwrap();
+    let server = front_server(leaf.resolver(), world.ca.root(), &front, &[b"http/1.1"]).unwrap();
+    let identity = |caller: &Leaf| {
+        let client = curl(&world.ca, Some(caller), &[b"http/1.1"]);
+        let (_client, server) = dial(&client, &server, "edge-1").unwrap();
+        let chain = server.peer_certificates();
+        check_peer(
+            chain,
+            Purpose::Caller,
+            UnixTime::now(),
+            &trust,
+            &none_revoked,
+        )
+        .unwrap()
+    };
+    let ann = Identity::Caller {
+        name: "ann".into(),
+        groups: vec!["ops".into()],
+    };
+    assert_eq!(identity(&world.caller()), ann);
+    let foreign = Identity::Foreign {
+        common_name: Some("ann".into()),
+        organizations: vec!["ops".into()],
+        uris: vec!["spiffe://td/caller/ann".into()],
+    };
+    assert_eq!(identity(&other.caller()), foreign);
+    assert!(dial(&curl(&world.ca, None, &[]), &server, "edge-1").is_err());
+}
+
+#[test]
+fn an_edge_is_no_caller_and_a_caller_no_edge() {
+    let world = World::new();
+    let (edge, caller, gateway) = (world.edge().leaf, world.caller(), world.gateway());
+    let kind = |leaf: &Leaf, purpose| match world.check(leaf.chain(), purpose) {
+        Err(PeerRefused::Kind { found, .. }) => found,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(kind(&edge, Purpose::Caller), "edge");
+    assert_eq!(kind(&caller, Purpose::Edge), "caller");
+    let wrong = |leaf: &Leaf, purpose| world.check(leaf.chain(), purpose).unwrap_err();
+    assert_eq!(
+        wrong(&gateway, Purpose::Caller),
+        PeerRefused::WrongPurpose {
+            wanted: Purpose::Caller
+        }
+    );
+    assert_eq!(
+        wrong(&edge, Purpose::Gateway),
+        PeerRefused::WrongPurpose {
+            wanted: Purpose::Gateway
+        }
+    );
+    let text = world
+        .check(edge.chain(), Purpose::Caller)
+        .unwrap_err()
+        .to_string();
+    assert_eq!(text, "a certificate of kind edge cannot come as caller");
+}
+
+#[test]
+fn a_foreign_ca_cannot_mint_an_edge() {
+    let (world, other) = (World::new(), World::new());
+    let (_, trust) = world.front(&other.ca);
+    let check = |leaf: &Leaf, purpose| {
+        check_peer(
+            Some(leaf.chain()),
+            purpose,
+            UnixTime::now(),
+            &trust,
+            &none_revoked,
+        )
+    };
+    let (edge, gateway) = (other.edge().leaf, other.gateway());
+    assert_eq!(check(&edge, Purpose::Edge), Err(PeerRefused::UnknownIssuer));
+    assert_eq!(check(&edge, Purpose::Caller).unwrap().kind(), "foreign");
+    assert_eq!(
+        check(&gateway, Purpose::Gateway),
+        Err(PeerRefused::UnknownIssuer)
+    );
+}
+
+#[test]
+fn a_front_that_does_not_trust_our_ca_takes_no_callers_of_it() {
+    let (world, other) = (World::new(), World::new());
+    let front = FrontTrust {
+        client_roots: vec![other.ca.root().clone()],
+        ..FrontTrust::default()
+    };
+    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let check = |leaf: &Leaf| {
+        check_peer(
+            Some(leaf.chain()),
+            Purpose::Caller,
+            UnixTime::now(),
+            &trust,
+            &none_revoked,
+        )
+    };
+    assert_eq!(check(&world.caller()), Err(PeerRefused::UnknownIssuer));
+    assert_eq!(check(&other.caller()).unwrap().kind(), "foreign");
+}
+
+#[test]
+fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
+    let world = World::new();
+    let front = FrontTrust {
+        client_roots: vec![world.ca.root().clone()],
+        ..FrontTrust::default()
+    };
+    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let now = UnixTime::now();
+    let check = |leaf: &Leaf| {
+        check_peer(
+            Some(leaf.chain()),
+            Purpose::Caller,
+            now,
+            &trust,
+            &none_revoked,
+        )
+    };
+    assert_eq!(check(&world.caller()).unwrap().kind(), "caller");
+    assert!(matches!(
+        check(&world.edge().leaf),
+        Err(PeerRefused::Kind { .. })
+    ));
+}
+
+#[test]
+fn a_front_without_trust_asks_for_no_certificate_and_cannot_require_one() {
+    let world = World::new();
+    let leaf = world
+        .ca
+        .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+        .unwrap();
+    let front = FrontTrust::default();
+    let server = front_server(leaf.resolver(), world.ca.root(), &front, &[]).unwrap();
+    let client = curl(&world.ca, Some(&world.caller()), &[]);
+    let (_client, server) = dial(&client, &server, "edge-1").unwrap();
+    assert!(server.peer_certificates().is_none());
+    let required = FrontTrust {
+        require: true,
+        ..front
+    };
+    let refused = front_server(leaf.resolver(), world.ca.root(), &required, &[]);
+    assert!(matches!(refused, Err(TrustError::NobodyTrusted)));
+}
+
+/// A root with our root's subject, but its own key.
+fn namesake(world: &World) -> (Ca, CertificateDer<'static>) {
+    let ca = Ca::create(world.ca.trust_domain()).unwrap();
+    let root = ca.root().clone();
+    (ca, root)
+}
+
+#[test]
+fn a_foreign_root_of_the_same_name_stays_foreign() {
+    let world = World::new();
+    let (twin, root) = namesake(&world);
+    let front = FrontTrust {
+        own: true,
+        client_roots: vec![root],
+        require: true,
+    };
+    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let caller = twin.issue_caller("ann", &[], HOUR).unwrap();
+    let now = UnixTime::now();
+    let found = check_peer(
+        Some(caller.chain()),
+        Purpose::Caller,
+        now,
+        &trust,
+        &none_revoked,
+    );
+    assert_eq!(found.unwrap().kind(), "foreign");
+}
+
+#[test]
+fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
+    let world = World::new();
+    let key = KeyPair::from_pem(world.ca.key_pem().expose()).unwrap();
+    let issuer = Issuer::from_ca_cert_der(world.ca.root(), key).unwrap();
+    let uri = |text: &str| SanType::URI(text.try_into().unwrap());
+    let signed = |params: CertificateParams| {
+        let own = KeyPair::generate().unwrap();
+        vec![params.signed_by(&own, &issuer).unwrap().der().clone()]
+    };
+    let mut params = CertificateParams::default();
+    params.subject_alt_names = vec![uri("spiffe://td/edge/edge-1")];
+    let refused = world.check(&signed(params.clone()), Purpose::Edge);
+    assert_eq!(
+        refused,
+        Err(PeerRefused::WrongPurpose {
+            wanted: Purpose::Edge
+        })
+    );
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    assert_eq!(
+        world.check(&signed(params.clone()), Purpose::Edge),
+        Ok(edge_1())
+    );
+    params.subject_alt_names.push(uri("spiffe://td/gateway"));
+    let refused = world.check(&signed(params), Purpose::Edge);
+    assert!(matches!(refused, Err(PeerRefused::Identity(_))));
+}
+
+#[test]
+fn trap_14_the_provider_installs_more_than_once_and_is_aws_lc() {
+    install_provider();
+    install_provider();
+    assert!(rustls::crypto::CryptoProvider::get_default().is_some());
+}

@@ -1,0 +1,204 @@
+//! The edge's configuration: typed, with a default and a reason for each number.
+//!
+//! Doc comments here are what a user reads: they become the help of flags and the
+//! reference in the README. Neither files nor the environment are read here (the binary
+//! does that); `validate` finds what no type can express, all of it at once.
+
+mod allow;
+mod validate;
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+pub use allow::{Allow, AllowedHost, Port, Scheme};
+pub use causeway_config::{Fault, Log, LogFormat, Secret, Validate};
+use causeway_config::{HumanAddress, HumanDuration, HumanSize};
+
+/// The configuration of `causeway edge`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Directory of the key, the certificate and the learnt gateways; made with mode 0700.
+    pub data_dir: PathBuf,
+    /// Name of this node, to be held against the certificate's, which is the one that counts.
+    pub node: Option<String>,
+    /// `host:port` of the gateways.
+    pub gateways: Vec<String>,
+    /// Token of `causeway token create`; needed once.
+    pub join: Option<Secret>,
+    /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
+    pub proxy: Option<Secret>,
+    /// Hosts, domains and networks that are dialled without the proxy; `NO_PROXY` if absent.
+    pub no_proxy: Vec<String>,
+    /// Health and metrics.
+    pub admin: Admin,
+    /// What the gateway may reach through this node.
+    pub allow: Allow,
+    /// The node's ports that are served, and where each leads. No other port is.
+    pub ports: BTreeMap<u16, Port>,
+    /// Labels told to the gateway.
+    pub labels: BTreeMap<String, String>,
+    /// The node's addresses told to the gateway, which confirms them before it routes by them.
+    pub addresses: Vec<IpAddr>,
+    /// The group of nodes on one site network, told to the gateway, which confirms it.
+    pub pool: Option<String>,
+    /// The tunnels to the gateway.
+    pub tunnels: Tunnels,
+    /// How long is waited at most.
+    pub timeouts: Timeouts,
+    /// How long is waited before a gateway is dialled anew.
+    pub backoff: Backoff,
+    /// The log.
+    pub log: Log,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            data_dir: "/var/lib/causeway-edge".into(),
+            node: None,
+            gateways: Vec::new(),
+            join: None,
+            proxy: None,
+            no_proxy: Vec::new(),
+            admin: Admin::default(),
+            allow: Allow::default(),
+            ports: BTreeMap::new(),
+            labels: BTreeMap::new(),
+            addresses: Vec::new(),
+            pool: None,
+            tunnels: Tunnels::default(),
+            timeouts: Timeouts::default(),
+            backoff: Backoff::default(),
+            log: Log::default(),
+        }
+    }
+}
+
+impl AsRef<Log> for Config {
+    fn as_ref(&self) -> &Log {
+        &self.log
+    }
+}
+
+/// The admin listener.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Admin {
+    /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+}
+
+impl Default for Admin {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 10266)),
+        }
+    }
+}
+
+/// The tunnels that an edge keeps.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Tunnels {
+    /// Tunnels at most.
+    pub max: usize,
+    /// A further tunnel is dialled once a stream has moved this much.
+    #[serde(with = "HumanSize")]
+    pub bulk_after: usize,
+    /// It is closed when no stream has moved that much for this long.
+    #[serde(with = "HumanDuration")]
+    pub bulk_idle: Duration,
+}
+
+impl Default for Tunnels {
+    fn default() -> Self {
+        Self {
+            // One for bulk beside one for small requests; more measured no faster.
+            max: 2,
+            // Above any log page or metrics scrape, below any image or backup.
+            bulk_after: 1 << 20,
+            bulk_idle: Duration::from_mins(1),
+        }
+    }
+}
+
+/// How long is waited at most.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Timeouts {
+    /// A gateway's TCP handshake.
+    #[serde(with = "HumanDuration")]
+    pub tcp: Duration,
+    /// A gateway's TLS handshake.
+    #[serde(with = "HumanDuration")]
+    pub tls: Duration,
+    /// The gateway's hello.
+    #[serde(with = "HumanDuration")]
+    pub hello: Duration,
+    /// A tunnel on which nothing was read for this long is closed and dialled anew.
+    #[serde(with = "HumanDuration")]
+    pub silence: Duration,
+    /// An app's TCP and TLS handshake.
+    #[serde(with = "HumanDuration")]
+    pub dial: Duration,
+    /// An app's answer to an upgrade.
+    #[serde(with = "HumanDuration")]
+    pub upgrade: Duration,
+    /// An idle connection to an app is kept for this long.
+    #[serde(with = "HumanDuration")]
+    pub app_idle: Duration,
+    /// What open streams get to end when the edge stops.
+    #[serde(with = "HumanDuration")]
+    pub drain: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            // A returned network is noticed by the next attempt, so attempts are short.
+            tcp: Duration::from_secs(2),
+            // Two round trips on the slowest usable link, and a busy gateway in a storm.
+            tls: Duration::from_secs(5),
+            hello: Duration::from_secs(5),
+            // The gateway PINGs an idle tunnel every 5 s: three of them are missing.
+            silence: Duration::from_secs(15),
+            // Below the gateway's bound of 10 s, so that the caller gets the edge's reason.
+            dial: Duration::from_secs(5),
+            upgrade: Duration::from_secs(30),
+            // Below the 75 s after which nginx, and the 90 s after which Go, close theirs.
+            app_idle: Duration::from_mins(1),
+            // Kubernetes' default grace before it kills.
+            drain: Duration::from_secs(30),
+        }
+    }
+}
+
+/// How long is waited, at random up to this, before a gateway is dialled anew.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Backoff {
+    /// At most, where the network is silent.
+    #[serde(with = "HumanDuration")]
+    pub silent_max: Duration,
+    /// At most, where the gateway refused.
+    #[serde(with = "HumanDuration")]
+    pub refused_max: Duration,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self {
+            // A silent network costs nobody anything, and waiting keeps the edge away.
+            silent_max: Duration::from_secs(2),
+            // A refusal costs the gateway a handshake: 19,000 edges make 630 a second at most.
+            refused_max: Duration::from_mins(1),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! What the gateway may reach through a node: the node's owner has the last word.
+//!
+//! Two lists that must both agree: the node's ports that are served at all, each with
+//! its target, and the hosts that may be dialled. By default the hosts are loopback and
+//! the ports none. TLS to a target is verified unless `verify: false` says otherwise.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// What may be dialled, and how.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Allow {
+    /// Networks, addresses and host names that may be dialled.
+    pub hosts: Vec<AllowedHost>,
+    /// Whether upgrades (websocket, SPDY) are served.
+    pub upgrades: bool,
+}
+
+impl Default for Allow {
+    fn default() -> Self {
+        Self {
+            // The node's own services only: a gateway is no way into the site's network.
+            hosts: vec![
+                AllowedHost::Net(IpNet::V4(Ipv4Net::new_assert(
+                    Ipv4Addr::new(127, 0, 0, 0),
+                    8,
+                ))),
+                AllowedHost::Net(IpNet::V6(Ipv6Net::new_assert(
+                    std::net::Ipv6Addr::LOCALHOST,
+                    128,
+                ))),
+            ],
+            upgrades: true,
+        }
+    }
+}
+
+impl Allow {
+    /// Whether this address may be dialled, whatever name led to it.
+    pub fn permits(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.hosts.iter().any(|host| match host {
+            AllowedHost::Net(net) => net.contains(&address),
+            AllowedHost::Name(_) => false,
+        })
+    }
+
+    /// Whether this name may be dialled, whatever address it leads to.
+    pub fn permits_name(&self, name: &str) -> bool {
+        self.hosts.iter().any(|host| match host {
+            AllowedHost::Name(allowed) => allowed.eq_ignore_ascii_case(name),
+            AllowedHost::Net(_) => false,
+        })
+    }
+}
+
+/// A network, an address or a host name that may be dialled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AllowedHost {
+    /// `10.0.0.0/8`, or one address.
+    Net(IpNet),
+    /// A host name, whatever address it resolves to.
+    Name(String),
+}
+
+impl FromStr for AllowedHost {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(net) = text.parse::<IpNet>() {
+            return Ok(Self::Net(net.trunc()));
+        }
+        if let Ok(address) = text.parse::<IpAddr>() {
+            return Ok(Self::Net(address.to_canonical().into()));
+        }
+        let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        let digits = text.chars().all(|c| c.is_ascii_digit() || c == '.');
+        if digits || !text.chars().all(letters) {
+            return Err(format!(
+                "\"{text}\" is neither a network, an address nor a host name; write 10.0.0.0/8, \
+                 192.168.1.7 or printer.local, without a port"
+            ));
+        }
+        Ok(Self::Name(text.to_ascii_lowercase()))
+    }
+}
+
+impl fmt::Display for AllowedHost {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Net(net) => net.fmt(out),
+            Self::Name(name) => name.fmt(out),
+        }
+    }
+}
+
+impl Serialize for AllowedHost {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for AllowedHost {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?
+            .parse()
+            .map_err(de::Error::custom)
+    }
+}
+
+impl JsonSchema for AllowedHost {
+    fn schema_name() -> Cow<'static, str> {
+        "AllowedHost".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "string" })
+    }
+}
+
+/// One of the node's ports, and where it leads.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Port {
+    /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
+    pub target: Option<String>,
+    /// What the app speaks: `http`, `h2c` (HTTP/2 in the clear, as gRPC apps do), `https` or `tcp` (bytes only).
+    pub scheme: Scheme,
+    /// PEM file of the CAs that may have signed the app's certificate (`https`).
+    pub ca: Option<PathBuf>,
+    /// Name that the app's certificate must have (`https`); the target's host if absent.
+    pub server_name: Option<String>,
+    /// PEM file of the client certificate shown to the app (`https`).
+    pub certificate: Option<PathBuf>,
+    /// PEM file of its key.
+    pub key: Option<PathBuf>,
+    /// Whether the app's certificate is verified (`https`). `false` accepts any.
+    pub verify: bool,
+}
+
+impl Default for Port {
+    fn default() -> Self {
+        Self {
+            target: None,
+            scheme: Scheme::Http,
+            ca: None,
+            server_name: None,
+            certificate: None,
+            key: None,
+            // Never silently unverified.
+            verify: true,
+        }
+    }
+}
+
+impl Port {
+    /// The `host:port` that is dialled for the node's port `number`.
+    pub fn target(&self, number: u16) -> Cow<'_, str> {
+        match &self.target {
+            Some(target) => target.into(),
+            None => format!("127.0.0.1:{number}").into(),
+        }
+    }
+}
+
+/// What an app speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Scheme {
+    /// HTTP/1.1 in the clear; raw bytes by CONNECT as well.
+    Http,
+    /// HTTP/2 in the clear, known beforehand; upgrades go by HTTP/1.1.
+    H2c,
+    /// HTTP/1.1 or HTTP/2 over TLS, as the app chooses.
+    Https,
+    /// Bytes only, by CONNECT.
+    Tcp,
+}
+
+impl Scheme {
+    /// The word used in configuration and messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Http => "http",
+            Self::H2c => "h2c",
+            Self::Https => "https",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_loopback_may_be_dialled_by_default() {
+        let allow = Allow::default();
+        for address in ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"] {
+            assert!(allow.permits(address.parse().unwrap()), "{address}");
+        }
+        for address in [
+            "10.0.0.1",
+            "0.0.0.0",
+            "::",
+            "169.254.169.254",
+            "::ffff:10.0.0.1",
+        ] {
+            assert!(!allow.permits(address.parse().unwrap()), "{address}");
+        }
+        assert!(!allow.permits_name("localhost"));
+    }
+
+    #[test]
+    fn a_host_is_a_network_an_address_or_a_name() {
+        for (text, written) in [
+            ("10.1.2.3/8", "10.0.0.0/8"),
+            ("192.168.1.7", "192.168.1.7/32"),
+            ("::1", "::1/128"),
+            ("Printer.local", "printer.local"),
+        ] {
+            assert_eq!(text.parse::<AllowedHost>().unwrap().to_string(), written);
+        }
+        for bad in ["", "10.0.0", "10.0.0.0/33", "host:80", "a b"] {
+            assert!(
+                bad.parse::<AllowedHost>()
+                    .unwrap_err()
+                    .contains("10.0.0.0/8"),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_port_leads_to_itself_on_loopback_unless_told_otherwise() {
+        assert_eq!(Port::default().target(9100), "127.0.0.1:9100");
+        let port = Port {
+            target: Some("[::1]:80".into()),
+            ..Port::default()
+        };
+        assert_eq!(port.target(9100), "[::1]:80");
+    }
+}

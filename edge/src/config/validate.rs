@@ -1,0 +1,286 @@
+//! What no type can express about an edge's configuration.
+//!
+//! Every check adds to one list, so a user sees all faults at once. The rule for apps is
+//! that TLS is never silently unverified: `https` names its CA or says `verify: false`.
+//! Whether a gateway is known is not asked here: the data directory may hold one.
+
+use std::net::IpAddr;
+
+use causeway_certs::NodeName;
+use causeway_config::{Fault, Faults, Secret, Validate, host_port};
+
+use super::{Allow, Config, Port, Scheme};
+
+impl Validate for Config {
+    fn validate(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        for (index, text) in self.gateways.iter().enumerate() {
+            if let Err(message) = host_port(text) {
+                faults.add(format!("gateways[{index}]"), message);
+            }
+        }
+        if let Some(node) = &self.node
+            && let Err(error) = NodeName::parse(node)
+        {
+            faults.add("node", error.to_string());
+        }
+        if let Some(proxy) = &self.proxy
+            && let Err(message) = proxy_address(proxy)
+        {
+            faults.add("proxy", message);
+        }
+        self.numbers(&mut faults);
+        for (number, port) in &self.ports {
+            let path = format!("ports.{number}");
+            if *number == 0 {
+                faults.add(
+                    path.as_str(),
+                    "0 is no node port; ports run from 1 to 65535",
+                );
+                continue;
+            }
+            PortCheck {
+                port,
+                path,
+                faults: &mut faults,
+            }
+            .run(*number, &self.allow);
+        }
+        faults.into_vec()
+    }
+}
+
+impl Config {
+    fn numbers(&self, faults: &mut Faults) {
+        let timeouts = &self.timeouts;
+        faults.not_zero("tunnels", &[("bulk_idle", self.tunnels.bulk_idle)]);
+        faults.not_zero(
+            "timeouts",
+            &[
+                ("tcp", timeouts.tcp),
+                ("tls", timeouts.tls),
+                ("hello", timeouts.hello),
+                ("silence", timeouts.silence),
+                ("dial", timeouts.dial),
+                ("upgrade", timeouts.upgrade),
+                ("app_idle", timeouts.app_idle),
+                ("drain", timeouts.drain),
+            ],
+        );
+        let backoff = &self.backoff;
+        faults.not_zero(
+            "backoff",
+            &[
+                ("silent_max", backoff.silent_max),
+                ("refused_max", backoff.refused_max),
+            ],
+        );
+        let tunnels = &self.tunnels;
+        faults.at_least_one(
+            "tunnels",
+            &[("max", tunnels.max), ("bulk_after", tunnels.bulk_after)],
+        );
+    }
+}
+
+/// The checks of one port.
+struct PortCheck<'a> {
+    port: &'a Port,
+    path: String,
+    faults: &'a mut Faults,
+}
+
+impl PortCheck<'_> {
+    fn run(mut self, number: u16, allow: &Allow) {
+        self.target(number, allow);
+        if self.port.scheme == Scheme::Https {
+            self.https();
+        } else {
+            self.without_tls();
+        }
+    }
+
+    fn add(&mut self, key: &str, message: impl Into<String>) {
+        self.faults.add(format!("{}.{key}", self.path), message);
+    }
+
+    fn target(&mut self, number: u16, allow: &Allow) {
+        let target = self.port.target(number);
+        match host_port(&target).map(|(host, _)| host.parse::<IpAddr>()) {
+            Err(message) => self.add("target", message),
+            Ok(Ok(address)) if !allow.permits(address) => {
+                let message = format!("{address} may not be dialled; add it to allow.hosts");
+                self.faults
+                    .add_against(format!("{}.target", self.path), "allow.hosts", message);
+            }
+            Ok(_) => {}
+        }
+    }
+
+    fn https(&mut self) {
+        let port = self.port;
+        match (&port.ca, port.verify) {
+            (None, true) => self.faults.add(
+                self.path.as_str(),
+                "https needs \"ca\", the file of the CA that signed the app's certificate; to accept any \
+                 certificate say verify: false",
+            ),
+            (Some(_), false) => {
+                self.add("verify", "false accepts any certificate, yet \"ca\" names who signs; remove one of them");
+            }
+            _ => {}
+        }
+        match (&port.certificate, &port.key) {
+            (Some(_), None) => self.add("certificate", "needs \"key\", the file of its key"),
+            (None, Some(_)) => {
+                self.add("key", "needs \"certificate\", the file of its certificate");
+            }
+            _ => {}
+        }
+        let files = [
+            ("ca", &port.ca),
+            ("certificate", &port.certificate),
+            ("key", &port.key),
+        ];
+        for (key, file) in files {
+            if let Some(file) = file {
+                self.faults.file(format!("{}.{key}", self.path), file);
+            }
+        }
+    }
+
+    fn without_tls(&mut self) {
+        let port = self.port;
+        let message = format!(
+            "is for scheme https, and this port has {}; set scheme: https or remove this key",
+            port.scheme.as_str()
+        );
+        for (key, given) in [
+            ("ca", port.ca.is_some()),
+            ("server_name", port.server_name.is_some()),
+            ("certificate", port.certificate.is_some()),
+            ("key", port.key.is_some()),
+            ("verify", !port.verify),
+        ] {
+            if given {
+                self.add(key, message.as_str());
+            }
+        }
+    }
+}
+
+/// The text is never repeated: it may hold a password.
+fn proxy_address(proxy: &Secret) -> Result<(), String> {
+    let form = "write http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ before the host if it wants them";
+    let (scheme, rest) = proxy
+        .expose()
+        .split_once("://")
+        .ok_or_else(|| format!("no scheme; {form}"))?;
+    if !matches!(scheme, "http" | "socks5" | "socks5h") {
+        return Err(format!("a proxy by \"{scheme}\" is not supported; {form}"));
+    }
+    let address = rest.rsplit_once('@').map_or(rest, |(_, address)| address);
+    host_port(address.trim_end_matches('/'))
+        .map(drop)
+        .map_err(|_| form.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn faults(config: Value) -> Vec<String> {
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate();
+        faults
+            .into_iter()
+            .map(|fault| format!("{}: {}", fault.path, fault.message))
+            .collect()
+    }
+
+    fn one_fault(config: Value, path: &str, part: &str) {
+        let faults = faults(config);
+        assert_eq!(faults.len(), 1, "{faults:#?}");
+        assert!(
+            faults[0].starts_with(&format!("{path}: ")) && faults[0].contains(part),
+            "{faults:#?}"
+        );
+    }
+
+    #[test]
+    fn the_default_is_sound_and_reads_back() {
+        assert_eq!(Config::default().validate(), []);
+        let text = serde_json::to_value(Config::default()).unwrap();
+        assert_eq!(
+            serde_json::from_value::<Config>(text).unwrap(),
+            Config::default()
+        );
+    }
+
+    #[test]
+    fn tls_to_an_app_is_never_silently_unverified() {
+        let port = |port: Value| json!({ "ports": { "10250": port } });
+        one_fault(
+            port(json!({ "scheme": "https" })),
+            "ports.10250",
+            "verify: false",
+        );
+        one_fault(
+            port(json!({ "verify": false })),
+            "ports.10250.verify",
+            "scheme: https",
+        );
+        let said = port(json!({ "scheme": "https", "verify": false }));
+        assert_eq!(faults(said), Vec::<String>::new());
+        let absent = json!({ "scheme": "https", "ca": "/nowhere/ca.pem" });
+        one_fault(port(absent), "ports.10250.ca", "cannot read");
+    }
+
+    #[test]
+    fn a_target_off_the_allow_list_is_found_before_it_is_dialled() {
+        let config = json!({ "ports": { "80": { "target": "10.0.0.7:80" } } });
+        one_fault(config, "ports.80.target", "allow.hosts");
+        let config = json!({
+            "allow": { "hosts": ["10.0.0.0/8"] },
+            "ports": { "80": { "target": "10.0.0.7:80" } },
+        });
+        assert_eq!(faults(config), Vec::<String>::new());
+        one_fault(
+            json!({ "ports": { "80": { "target": "10" } } }),
+            "ports.80.target",
+            "HOST:PORT",
+        );
+    }
+
+    #[test]
+    fn a_proxys_password_is_in_no_message() {
+        for bad in ["ftp://u:hunter2@p:1", "http://u:hunter2@p", "u:hunter2@p:1"] {
+            let faults = faults(json!({ "proxy": bad }));
+            assert_eq!(faults.len(), 1);
+            assert!(
+                faults[0].contains("socks5://") && !faults[0].contains("hunter2"),
+                "{faults:?}"
+            );
+        }
+        for good in [
+            "http://u:p@proxy:3128",
+            "http://proxy:3128/",
+            "socks5://[::1]:1080",
+        ] {
+            assert_eq!(faults(json!({ "proxy": good })), Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn zero_waits_and_bad_gateways_come_together() {
+        let config = json!({
+            "gateways": ["gateway.example"],
+            "node": "edge_1",
+            "timeouts": { "dial": "0s" },
+            "backoff": { "silent_max": "0s" },
+            "tunnels": { "max": 0 },
+        });
+        assert_eq!(faults(config).len(), 5);
+    }
+}

@@ -1,0 +1,93 @@
+//! Where gateways can be had: the configured addresses, and those that a gateway told.
+//!
+//! What was told is kept in the data directory, so that an edge whose configured gateway is gone still finds
+//! the others after a restart. The newest list replaces the older; the one that stood last is tried first.
+
+use crate::state::Writer;
+use causeway_certs::{EdgeIdentity, Store};
+use causeway_config::host_port;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tracing::{info, warn};
+
+/// More addresses than this are no gateways but a mistake.
+const MOST: usize = 64;
+
+/// The addresses at which gateways are looked for.
+#[derive(Debug)]
+pub(crate) struct Gateways {
+    configured: Vec<String>,
+    identity: Mutex<EdgeIdentity>,
+    store: Store,
+    last: Mutex<Option<String>>,
+    state: Arc<Writer>,
+}
+
+impl Gateways {
+    pub(crate) fn new(
+        configured: Vec<String>,
+        identity: EdgeIdentity,
+        store: Store,
+        state: Arc<Writer>,
+    ) -> Self {
+        let gateways = Self {
+            configured,
+            identity: Mutex::new(identity),
+            store,
+            last: Mutex::default(),
+            state,
+        };
+        gateways.state.gateways(gateways.all());
+        gateways
+    }
+
+    /// All of them, each once; the one that stood last comes first.
+    pub(crate) fn all(&self) -> Vec<String> {
+        let last = locked(&self.last).clone();
+        let told = locked(&self.identity).gateways.clone();
+        let mut all: Vec<String> = Vec::new();
+        for gateway in last
+            .into_iter()
+            .chain(self.configured.iter().cloned())
+            .chain(told)
+        {
+            if !all.contains(&gateway) {
+                all.push(gateway);
+            }
+        }
+        all
+    }
+
+    /// This one stands.
+    pub(crate) fn stood(&self, gateway: &str) {
+        *locked(&self.last) = Some(gateway.to_owned());
+    }
+
+    /// A gateway told where gateways can be had.
+    pub(crate) async fn learn(&self, told: Vec<String>) {
+        let mut sound: Vec<String> = told
+            .into_iter()
+            .filter(|each| host_port(each).is_ok())
+            .take(MOST)
+            .collect();
+        sound.dedup();
+        let identity = {
+            let mut identity = locked(&self.identity);
+            if identity.gateways == sound || sound.is_empty() {
+                return;
+            }
+            identity.gateways.clone_from(&sound);
+            identity.clone()
+        };
+        info!(gateways = ?sound, "the gateway told its addresses");
+        self.state.gateways(self.all());
+        let store = self.store.clone();
+        let saved = tokio::task::spawn_blocking(move || store.save_edge(&identity)).await;
+        if let Ok(Err(error)) = saved {
+            warn!(%error, "the gateway's addresses could not be stored; they are known until the next restart");
+        }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,252 @@
+//! The tunnels of an edge: dialled, kept, replaced, and left in order.
+//!
+//! Each slot is one task that goes through the states of a tunnel:
+//! 1. dial the gateways in turn; on trouble wait (`trouble`, `changes`) and dial again;
+//! 2. say hello (`session`); what the gateway refuses is trouble like any other;
+//! 3. serve streams until the tunnel ends, which is trouble, or the gateway drains;
+//! 4. on a drain, first go back to 1 for another gateway, and leave the old one when the new one stands.
+//!
+//! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
+
+mod bulk;
+mod heard;
+mod session;
+
+use super::{
+    changes::Changes,
+    dial::{Dialler, Place},
+    gateways::Gateways,
+    trouble::Trouble,
+};
+use crate::{config::Config, metrics::Metrics, proxy::Way, state::Writer};
+pub(crate) use bulk::Bulk;
+use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use session::{Finish, Session};
+use std::{sync::Arc, time::Duration};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, info_span, warn};
+
+/// How much longer than its streams a tunnel may take to leave.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// What all tunnels of an edge share.
+pub(crate) struct Links {
+    pub(crate) config: Config,
+    pub(crate) node: String,
+    pub(crate) instance: String,
+    pub(crate) ports: Vec<u16>,
+    pub(crate) dialler: Dialler,
+    pub(crate) gateways: Gateways,
+    pub(crate) way: Arc<Way>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) state: Arc<Writer>,
+    pub(crate) bulk: Bulk,
+}
+
+/// A tunnel that is served by a task of its own.
+struct Served {
+    place: Place,
+    /// Asks it to leave.
+    leave: CancellationToken,
+    /// It is over.
+    over: CancellationToken,
+}
+
+/// Why a slot looks at its tunnel again.
+enum Event {
+    Ended(Trouble),
+    Draining,
+    Stopped,
+}
+
+impl Links {
+    /// Keeps the tunnels until `stop`, then leaves in order.
+    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken, changes: Changes) {
+        let tasks = Arc::new(Tasks::default());
+        let slots = Tasks::default();
+        let most = u32::try_from(self.config.tunnels.max).unwrap_or(u32::MAX);
+        for slot in 0..most {
+            let (links, stop, changes, tasks) =
+                (self.clone(), stop.clone(), changes.clone(), tasks.clone());
+            slots.spawn(info_span!("tunnel", slot), async move {
+                match slot {
+                    0 => Box::pin(links.hold(0, &stop, changes, &tasks)).await,
+                    _ => Box::pin(links.hold_while_bulky(slot, &stop, changes, &tasks)).await,
+                }
+            });
+        }
+        stop.cancelled().await;
+        let grace = self.config.timeouts.drain + LEAVING;
+        slots.drain(grace).await;
+        if let Some(tasks) = Arc::into_inner(tasks) {
+            let left = tasks.drain(grace).await;
+            if left > 0 {
+                info!(
+                    left,
+                    "tunnels were closed with streams that had not ended in time"
+                );
+            }
+        }
+    }
+
+    /// A further tunnel, for as long as there is bulk.
+    async fn hold_while_bulky(
+        self: &Arc<Self>,
+        slot: u32,
+        stop: &CancellationToken,
+        changes: Changes,
+        tasks: &Arc<Tasks>,
+    ) {
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.bulk.wait(slot - 1) => {}
+            }
+            let enough = stop.child_token();
+            let idle = async {
+                self.bulk.idle(self.config.tunnels.bulk_idle).await;
+                info!("no bulk any more: the further tunnel leaves");
+                enough.cancel();
+            };
+            tokio::join!(
+                enough.run_until_cancelled(idle),
+                self.hold(slot, &enough, changes.clone(), tasks),
+            );
+        }
+    }
+
+    /// Keeps one slot's tunnel until `stop`.
+    async fn hold(
+        self: &Arc<Self>,
+        slot: u32,
+        stop: &CancellationToken,
+        mut changes: Changes,
+        tasks: &Arc<Tasks>,
+    ) {
+        let bounds = &self.config.backoff;
+        let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let mut old: Option<Served> = None;
+        loop {
+            let avoid = old.as_ref().map(|old| &old.place);
+            let Some(connected) = stop.run_until_cancelled(self.connect(slot, avoid)).await else {
+                break;
+            };
+            let trouble = match connected {
+                Err(trouble) => trouble,
+                Ok(session) => {
+                    backoff.reset();
+                    if let Some(old) = old.take() {
+                        old.leave.cancel();
+                    }
+                    let (served, ended) = self.serve(session, tasks);
+                    match watch(&served, ended, stop).await {
+                        Event::Ended(trouble) => trouble,
+                        Event::Stopped => {
+                            served.leave.cancel();
+                            return;
+                        }
+                        Event::Draining => {
+                            info!(
+                                gateway = served.place.gateway,
+                                "the gateway drains: connecting elsewhere"
+                            );
+                            old = Some(served);
+                            continue;
+                        }
+                    }
+                }
+            };
+            self.pause(&trouble, &mut backoff, (&mut changes, stop, old.as_ref()))
+                .await;
+            old = old.filter(|old| !old.over.is_cancelled());
+        }
+        if let Some(old) = old {
+            old.leave.cancel();
+        }
+    }
+
+    /// Dials, and says hello.
+    async fn connect(
+        self: &Arc<Self>,
+        slot: u32,
+        avoid: Option<&Place>,
+    ) -> Result<Session, Trouble> {
+        let gateways = self.gateways.all();
+        let attempt = async {
+            let dialled = self.dialler.dial(&gateways, avoid).await?;
+            Session::register(self, dialled, slot).await
+        };
+        let attempted = attempt.await;
+        let outcome = attempted
+            .as_ref()
+            .map_or_else(Trouble::word, |_| "registered");
+        self.metrics.attempted(outcome);
+        attempted
+    }
+
+    /// Serves a tunnel with a task of its own: it may outlive its slot's interest in it.
+    fn serve(&self, session: Session, tasks: &Arc<Tasks>) -> (Served, oneshot::Receiver<Finish>) {
+        let served = Served {
+            place: session.place().clone(),
+            leave: CancellationToken::new(),
+            over: CancellationToken::new(),
+        };
+        self.gateways.stood(&served.place.gateway);
+        let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
+        let (told, ended) = oneshot::channel();
+        tasks.spawn(info_span!("session"), async move {
+            session.serve(leave, told).await;
+            drop(over);
+        });
+        (served, ended)
+    }
+
+    /// Waits as long as the trouble asks for.
+    async fn pause(
+        &self,
+        trouble: &Trouble,
+        backoff: &mut Backoff,
+        (changes, stop, old): (&mut Changes, &CancellationToken, Option<&Served>),
+    ) {
+        let delay = trouble.delay(backoff, rand::random());
+        warn!(reason = trouble.word(), what = trouble.what(), retry_in = ?delay, "no tunnel");
+        self.state.trouble(trouble.what(), trouble.is_refusal());
+        let wait = async {
+            if trouble.may_be_the_network() {
+                changes.wait(delay).await;
+            } else {
+                tokio::time::sleep(delay).await;
+            }
+        };
+        let old_is_over = async {
+            match old {
+                Some(old) => old.over.cancelled().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = wait => {}
+            () = stop.cancelled() => {}
+            () = old_is_over => {}
+        }
+    }
+}
+
+async fn watch(
+    served: &Served,
+    ended: oneshot::Receiver<Finish>,
+    stop: &CancellationToken,
+) -> Event {
+    tokio::select! {
+        () = stop.cancelled() => Event::Stopped,
+        finish = ended => match finish {
+            Ok(Finish::Draining) => Event::Draining,
+            Ok(Finish::Ended(trouble)) => Event::Ended(trouble),
+            Err(_) => Event::Ended(Trouble::silent(format!("the tunnel to {} ended", served.place.gateway))),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests;

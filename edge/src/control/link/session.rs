@@ -1,0 +1,369 @@
+//! One tunnel: its hello, its streams, its end.
+//!
+//! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are
+//! tasks of the session: when the tunnel is lost each ends by itself, and passes the reset on to its app.
+//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11).
+
+use super::{
+    super::{
+        dial::{Dialled, Place},
+        trouble::Trouble,
+    },
+    Links,
+    heard::{Fault, Heard},
+};
+use crate::{metrics::Standing, proxy::Way, state::Row};
+use causeway_tunnel::{
+    Ended, Refusal,
+    hello::{Control, ControlError, Hello, ToEdge, ToGateway, Welcome},
+    load::Load,
+    server::{self, Asked, Incoming, Server, Settings},
+    socket::Counted,
+    task::Tasks,
+    wire,
+};
+use std::{
+    future::Future,
+    io,
+    pin::{Pin, pin},
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    sync::oneshot,
+    time::{Instant, interval, timeout},
+};
+use tokio_rustls::client::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, info_span};
+
+/// How long streams get to pass the loss of their tunnel on to their apps.
+const LOSS: Duration = Duration::from_secs(5);
+/// After its last stream a leaving tunnel waits this long for the gateway to close it: a stream may have
+/// been opened while the word was on its way.
+const LINGER: Duration = Duration::from_secs(1);
+/// How often a leaving tunnel looks whether its streams are over.
+const LOOK: Duration = Duration::from_millis(50);
+
+type Io = Heard<TlsStream<Counted<TcpStream>>>;
+
+/// A registered tunnel.
+pub(super) struct Session {
+    server: Server<Io>,
+    control: Control,
+    place: Place,
+    slot: u32,
+    early: Vec<Asked>,
+    fault: Fault,
+    load: Arc<Load>,
+    links: Arc<Links>,
+    row: Row,
+    _standing: Standing,
+}
+
+/// What a slot hears of its session, once.
+pub(super) enum Finish {
+    /// It is over.
+    Ended(Trouble),
+    /// The gateway wants this edge to connect elsewhere; the session goes on.
+    Draining,
+}
+
+/// A tunnel before it is registered.
+struct Greeting {
+    server: Server<Io>,
+    /// Streams that came with the registration, before it was read.
+    early: Vec<Asked>,
+    fault: Fault,
+}
+
+impl Greeting {
+    /// Waits for `future`, while the tunnel moves.
+    async fn drive<T>(
+        &mut self,
+        future: impl Future<Output = Result<T, ControlError>>,
+    ) -> Result<T, Trouble> {
+        let mut future = pin!(future);
+        loop {
+            tokio::select! {
+                done = &mut future => return done.map_err(|error| self.trouble(&error)),
+                next = self.server.next() => match next {
+                    Ok(Incoming::Stream(asked)) => self.early.push(*asked),
+                    Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
+                    Err(ended) => return Err(self.fault.trouble(&ended)),
+                },
+            }
+        }
+    }
+
+    async fn control(&mut self) -> Result<Control, Trouble> {
+        loop {
+            match self.server.next().await {
+                Ok(Incoming::Control(control)) => return Ok(control),
+                Ok(Incoming::Stream(asked)) => {
+                    let refused = Refusal::Malformed.because("a stream before the hello");
+                    asked.reply.refuse(&refused);
+                }
+                Err(ended) => return Err(self.fault.trouble(&ended)),
+            }
+        }
+    }
+
+    fn trouble(&self, error: &ControlError) -> Trouble {
+        match error {
+            // The tunnel's own end says more than the stream's.
+            ControlError::Stream(_) | ControlError::Closed => self.fault.trouble(&Ended::Failed(
+                format!("the tunnel ended during the hello: {error}"),
+            )),
+            _ => Trouble::refused(error.to_string()),
+        }
+    }
+
+    async fn greet(&mut self, links: &Links, slot: u32) -> Result<Control, Trouble> {
+        let mut control = self.control().await?;
+        let hello = match self.drive(control.hear()).await? {
+            ToEdge::Hello(hello) => hello,
+            other => return Err(unexpected(&other)),
+        };
+        check(&hello, links)?;
+        info!(
+            gateway = hello.gateway,
+            version = hello.version,
+            "the gateway said hello"
+        );
+        let welcome = ToGateway::Welcome(welcome(links, slot));
+        self.drive(control.tell(&welcome)).await?;
+        loop {
+            match self.drive(control.hear()).await? {
+                ToEdge::Registered => break,
+                ToEdge::Gateways { gateways } => links.gateways.learn(gateways).await,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        links.gateways.learn(hello.gateways).await;
+        Ok(control)
+    }
+}
+
+impl Session {
+    /// Begins HTTP/2 and says hello; both within `timeouts.hello`.
+    ///
+    /// # Errors
+    /// If the gateway does not answer in time, or sends this edge away.
+    pub(super) async fn register(
+        links: &Arc<Links>,
+        dialled: Dialled,
+        slot: u32,
+    ) -> Result<Self, Trouble> {
+        let Dialled {
+            io,
+            place,
+            round_trip,
+        } = dialled;
+        let traffic = io.get_ref().0.traffic();
+        let fault = Fault::default();
+        let settings = Settings {
+            silence: links.config.timeouts.silence,
+            round_trip,
+            ..Settings::default()
+        };
+        let bound = links.config.timeouts.hello;
+        let greeting = async {
+            let io = Heard::new(io, fault.clone());
+            let server = server::accept(io, traffic, settings)
+                .await
+                .map_err(|ended| fault.trouble(&ended))?;
+            let mut greeting = Greeting {
+                server,
+                early: Vec::new(),
+                fault: fault.clone(),
+            };
+            let control = greeting.greet(links, slot).await?;
+            Ok((greeting, control))
+        };
+        let (greeting, control) = timeout(bound, greeting).await.unwrap_or_else(|_| {
+            Err(Trouble::silent(format!(
+                "{} said no hello in time",
+                place.gateway
+            )))
+        })?;
+        let load = greeting.server.load();
+        info!(gateway = place.gateway, round_trip = ?round_trip, "tunnel registered");
+        Ok(Self {
+            server: greeting.server,
+            control,
+            row: links
+                .state
+                .stands(slot, &place.gateway, round_trip, load.clone()),
+            place,
+            slot,
+            early: greeting.early,
+            fault: greeting.fault,
+            load,
+            links: links.clone(),
+            _standing: links.metrics.standing(),
+        })
+    }
+
+    /// Where it leads.
+    pub(super) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Serves until the tunnel ends, or `leave` and the last stream is over.
+    pub(super) async fn serve(mut self, leave: CancellationToken, told: oneshot::Sender<Finish>) {
+        let streams = Tasks::default();
+        for asked in std::mem::take(&mut self.early) {
+            self.take(asked, &streams);
+        }
+        let mut told = Some(told);
+        let ended = self.run(&leave, &mut told, &streams).await;
+        info!(
+            gateway = self.place.gateway,
+            reason = ended.what(),
+            "tunnel ended"
+        );
+        if let Some(told) = told {
+            // A slot that stopped does not listen.
+            let _ = told.send(Finish::Ended(ended));
+        }
+        let Self { server, row, .. } = self;
+        drop((server, row));
+        streams.drain(LOSS).await;
+    }
+
+    async fn run(
+        &mut self,
+        leave: &CancellationToken,
+        told: &mut Option<oneshot::Sender<Finish>>,
+        streams: &Tasks,
+    ) -> Trouble {
+        let mut look = interval(LOOK);
+        let (mut heard, mut leaving) = (true, None);
+        loop {
+            tokio::select! {
+                next = self.server.next() => match next {
+                    Ok(Incoming::Stream(asked)) => self.take(*asked, streams),
+                    Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
+                    Err(ended) => return self.fault.trouble(&ended),
+                },
+                line = self.control.hear(), if heard => match line {
+                    Ok(ToEdge::Drain { .. }) => {
+                        self.row.leaves();
+                        if let Some(told) = told.take() {
+                            // A slot that stopped does not listen.
+                            let _ = told.send(Finish::Draining);
+                        }
+                    }
+                    Ok(line) => if let Err(trouble) = self.hear(line).await {
+                        return trouble;
+                    },
+                    Err(error) => {
+                        debug!(%error, "the control stream ended");
+                        heard = false;
+                    }
+                },
+                () = self.load.bulk() => self.links.bulk.mark(self.slot),
+                () = leave.cancelled(), if leaving.is_none() => {
+                    self.row.leaves();
+                    leaving = Some(Instant::now());
+                    if let Err(ended) = self.tell_leave(streams).await {
+                        return self.fault.trouble(&ended);
+                    }
+                }
+                _ = look.tick(), if leaving.is_some() => {
+                    if !streams.is_empty() {
+                        leaving = Some(Instant::now());
+                    } else if leaving.is_some_and(|quiet: Instant| quiet.elapsed() >= LINGER) {
+                        return Trouble::silent("this edge left");
+                    }
+                }
+            }
+        }
+    }
+
+    fn take(&self, asked: Asked, streams: &Tasks) {
+        let way: Arc<Way> = self.links.way.clone();
+        let span = info_span!("stream", target = %asked.target);
+        streams.spawn(span, async move { way.serve(asked).await });
+    }
+
+    /// What the gateway says while the tunnel stands.
+    async fn hear(&self, line: ToEdge) -> Result<(), Trouble> {
+        match line {
+            ToEdge::Gateways { gateways } => self.links.gateways.learn(gateways).await,
+            ToEdge::Dismiss { .. } => return Err(unexpected(&line)),
+            ToEdge::Hello(_) | ToEdge::Registered | ToEdge::Drain { .. } => {}
+        }
+        Ok(())
+    }
+
+    async fn tell_leave(&mut self, streams: &Tasks) -> Result<(), Ended> {
+        let way = self.links.way.clone();
+        let message = ToGateway::Leave {
+            detail: "this edge leaves".into(),
+        };
+        let mut telling = pin!(self.control.tell(&message));
+        loop {
+            tokio::select! {
+                // A gateway that does not hear it sees the tunnel close.
+                _ = &mut telling => return Ok(()),
+                next = self.server.next() => if let Incoming::Stream(asked) = next? {
+                    let way = way.clone();
+                    streams.spawn(info_span!("stream"), async move { way.serve(*asked).await });
+                },
+            }
+        }
+    }
+}
+
+fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {
+    if hello.protocol != wire::VERSION {
+        return Err(Trouble::unwelcome(format!(
+            "the gateway {} (version {}) speaks protocol {}, this edge {}",
+            hello.gateway,
+            hello.version,
+            hello.protocol,
+            wire::VERSION,
+        )));
+    }
+    if hello.node != links.node {
+        return Err(Trouble::unwelcome(format!(
+            "the gateway takes this edge for {}, its certificate is for {}",
+            hello.node, links.node,
+        )));
+    }
+    Ok(())
+}
+
+fn welcome(links: &Links, slot: u32) -> Welcome {
+    let config = &links.config;
+    Welcome {
+        protocol: wire::VERSION,
+        version: env!("CARGO_PKG_VERSION").into(),
+        instance: links.instance.clone(),
+        started: links.state.started(),
+        slot,
+        addresses: config.addresses.clone(),
+        labels: config.labels.clone(),
+        pool: config.pool.clone(),
+        ports: links.ports.clone(),
+        elsewhere: links.gateways.all().len() > 1,
+    }
+}
+
+/// A dismissal, or what has no place here.
+fn unexpected(line: &ToEdge) -> Trouble {
+    match line {
+        ToEdge::Dismiss {
+            why,
+            detail,
+            retry_after_ms,
+        } => Trouble::dismissed(*why, detail, Duration::from_millis(*retry_after_ms)),
+        ToEdge::Drain { .. } => Trouble::silent("the gateway drains"),
+        _ => Trouble::refused("the gateway said something that has no place in a hello"),
+    }
+}

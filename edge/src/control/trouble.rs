@@ -1,0 +1,235 @@
+//! What went wrong between an edge and a gateway, and what that means for the next attempt.
+//!
+//! A silent network is tried again soon; a refusal backs off; a refusal that time alone does not mend (another
+//! process with the same certificate, an unknown certificate) backs off at the maximum. A clock that is
+//! wrong looks like a bad certificate, so the clock is named.
+
+use causeway_certs::WrongCa;
+use causeway_tunnel::{Ended, backoff::Backoff, hello::Dismissal};
+use rustls::{AlertDescription as Alert, CertificateError, Error as TlsError};
+use std::{
+    io,
+    time::{Duration, SystemTime},
+};
+
+/// What went wrong.
+#[derive(Clone, Debug)]
+pub(crate) struct Trouble {
+    kind: Kind,
+    what: String,
+    wrong_ca: Option<WrongCa>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Nobody answered.
+    Silent,
+    /// The other end refused; it may have said for how long.
+    Refused(Option<Duration>),
+    /// The other end refused, and will again.
+    Unwelcome(Duration),
+}
+
+impl Trouble {
+    /// Nobody answered.
+    pub(crate) fn silent(what: impl Into<String>) -> Self {
+        Self {
+            kind: Kind::Silent,
+            what: what.into(),
+            wrong_ca: None,
+        }
+    }
+
+    /// The other end refused.
+    pub(crate) fn refused(what: impl Into<String>) -> Self {
+        Self {
+            kind: Kind::Refused(None),
+            what: what.into(),
+            wrong_ca: None,
+        }
+    }
+
+    /// The other end refused, and will again.
+    pub(crate) fn unwelcome(what: impl Into<String>) -> Self {
+        Self {
+            kind: Kind::Unwelcome(Duration::ZERO),
+            what: what.into(),
+            wrong_ca: None,
+        }
+    }
+
+    /// The gateway sent the tunnel away.
+    pub(crate) fn dismissed(why: Dismissal, detail: &str, retry_after: Duration) -> Self {
+        let what = format!("the gateway sent this edge away ({}): {detail}", why.word());
+        let kind = match why {
+            Dismissal::Superseded | Dismissal::Unwelcome => Kind::Unwelcome(retry_after),
+            Dismissal::Malformed | Dismissal::Full => Kind::Refused(Some(retry_after)),
+        };
+        Self {
+            kind,
+            what,
+            wrong_ca: None,
+        }
+    }
+
+    /// A connection failed; `tls` is TLS's own error if it had one.
+    pub(crate) fn ended(ended: &Ended, tls: Option<&TlsError>) -> Self {
+        match tls {
+            Some(error) => Self::tls(error),
+            None => Self::silent(ended.to_string()),
+        }
+    }
+
+    /// A TLS handshake failed.
+    pub(crate) fn handshake(error: &io::Error) -> Self {
+        if let Some(wrong) = WrongCa::find(error) {
+            return Self {
+                wrong_ca: Some(*wrong),
+                ..Self::unwelcome(wrong.to_string())
+            };
+        }
+        match inner(error) {
+            Some(error) => Self::tls(error),
+            None => Self::silent(format!("the TLS handshake broke off: {error}")),
+        }
+    }
+
+    fn tls(error: &TlsError) -> Self {
+        match error {
+            TlsError::InvalidCertificate(why) if is_about_time(why) => Self::refused(format!(
+                "the gateway's certificate does not hold at this machine's time, {}; is its clock right? ({error})",
+                humantime::format_rfc3339_seconds(SystemTime::now()),
+            )),
+            TlsError::AlertReceived(alert) if is_about_certificate(*alert) => {
+                Self::unwelcome(format!(
+                    "the gateway does not accept this node's certificate ({alert:?}): revoked, expired, or of another \
+                 gateway's CA"
+                ))
+            }
+            _ => Self::refused(format!("TLS with the gateway failed: {error}")),
+        }
+    }
+
+    /// How long to wait before the next attempt.
+    pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
+        match self.kind {
+            Kind::Silent => backoff.silent(random),
+            Kind::Refused(asked) => backoff.refused(asked, random),
+            Kind::Unwelcome(asked) => backoff.most(random).max(asked),
+        }
+    }
+
+    /// Whether the other end refused.
+    pub(crate) fn is_refusal(&self) -> bool {
+        self.kind != Kind::Silent
+    }
+
+    /// Whether a change of the network may mend it.
+    pub(crate) fn may_be_the_network(&self) -> bool {
+        !matches!(self.kind, Kind::Unwelcome(_))
+    }
+
+    /// What went wrong, for people.
+    pub(crate) fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The gateway is of another CA than the token that was to be used.
+    pub(crate) fn wrong_ca(&self) -> Option<WrongCa> {
+        self.wrong_ca
+    }
+
+    /// One word, for metric labels.
+    pub(crate) fn word(&self) -> &'static str {
+        match self.kind {
+            Kind::Silent => "silent",
+            Kind::Refused(_) => "refused",
+            Kind::Unwelcome(_) => "unwelcome",
+        }
+    }
+
+    /// The one of two that says more: a refusal was somebody's word.
+    pub(crate) fn or_worse(self, other: Option<Self>) -> Self {
+        match other {
+            Some(other) if other.rank() > self.rank() => other,
+            _ => self,
+        }
+    }
+
+    fn rank(&self) -> u8 {
+        match self.kind {
+            Kind::Silent => 0,
+            Kind::Refused(_) => 1,
+            Kind::Unwelcome(_) => 2,
+        }
+    }
+}
+
+/// TLS's own error inside an I/O error.
+pub(crate) fn inner(error: &io::Error) -> Option<&TlsError> {
+    error.get_ref()?.downcast_ref()
+}
+
+fn is_about_time(why: &CertificateError) -> bool {
+    matches!(
+        why,
+        CertificateError::Expired
+            | CertificateError::ExpiredContext { .. }
+            | CertificateError::NotValidYet
+            | CertificateError::NotValidYetContext { .. }
+    )
+}
+
+fn is_about_certificate(alert: Alert) -> bool {
+    matches!(
+        alert,
+        Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateRevoked
+            | Alert::CertificateExpired
+            | Alert::CertificateUnknown
+            | Alert::UnknownCA
+            // What a signature by a CA of the same name, but with another key, comes to.
+            | Alert::DecryptError
+            | Alert::AccessDenied
+            | Alert::CertificateRequired
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn backoff() -> Backoff {
+        Backoff::new(Duration::from_secs(2), Duration::from_mins(1))
+    }
+
+    #[test]
+    fn a_dismissal_backs_off_at_the_maximum_or_longer_if_asked() {
+        let asked = |seconds| {
+            let trouble = Trouble::dismissed(
+                Dismissal::Superseded,
+                "by another",
+                Duration::from_secs(seconds),
+            );
+            trouble.delay(&mut backoff(), 0.0)
+        };
+        assert_eq!(asked(0), Duration::from_secs(30));
+        assert_eq!(asked(90), Duration::from_secs(90));
+        let full = Trouble::dismissed(Dismissal::Full, "full", Duration::from_secs(5));
+        assert_eq!(full.delay(&mut backoff(), 0.0), Duration::from_secs(5));
+    }
+
+    #[test]
+    fn an_unknown_certificate_backs_off_at_the_maximum_and_a_wrong_clock_is_named() {
+        let alert = io::Error::other(TlsError::AlertReceived(Alert::UnknownCA));
+        let trouble = Trouble::handshake(&alert);
+        assert_eq!(trouble.delay(&mut backoff(), 1.0), Duration::from_mins(1));
+        let early = io::Error::other(TlsError::InvalidCertificate(CertificateError::NotValidYet));
+        let trouble = Trouble::handshake(&early);
+        assert!(trouble.what().contains("clock"), "{}", trouble.what());
+        assert!(
+            trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
+        );
+    }
+}

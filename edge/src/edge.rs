@@ -1,0 +1,295 @@
+//! An edge: identity, policy and admin listener put together, then run.
+//!
+//! The three steps fail for reasons of their own and in this order: no identity, no port, nothing. Once an edge
+//! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
+
+use crate::{
+    config::Config,
+    control::{
+        admin,
+        changes::Changes,
+        dial::Dialler,
+        enrol::{self, EnrolError},
+        gateways::Gateways,
+        link::{Bulk, Links},
+    },
+    metrics::Metrics,
+    proxy::{Policy, TlsError, Way},
+    state::{self, Reader, Status},
+};
+use causeway_certs::{
+    EdgeIdentity, JoinToken, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
+};
+use causeway_tunnel::{listener, task::Tasks};
+use std::{
+    io,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+use tokio::{
+    net::TcpListener,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, info_span, warn};
+
+/// How often kept connections to apps are looked through.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// Why an edge cannot start. None of these mends itself.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is neither an identity nor a token to get one.
+    #[error("no identity in {0}; join with a token of `causeway token create`")]
+    NoIdentity(String),
+    /// Neither configuration nor an earlier hello names a gateway.
+    #[error("no gateway is known; name one as HOST:PORT")]
+    NoGateway,
+    /// The certificate is another node's than the configured one.
+    #[error("the certificate is for node {certificate}, the configuration says {configured}")]
+    OtherNode {
+        /// The configured name.
+        configured: String,
+        /// The certificate's.
+        certificate: String,
+    },
+    /// The token is none.
+    #[error(transparent)]
+    Token(#[from] TokenError),
+    /// The gateway did not let this node join.
+    #[error(transparent)]
+    Enrol(#[from] EnrolError),
+    /// The data directory cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// TLS to an app cannot be set up.
+    #[error(transparent)]
+    App(#[from] TlsError),
+    /// TLS to gateways cannot be set up.
+    #[error("cannot set up TLS to gateways: {0}")]
+    Tls(#[from] causeway_certs::verify::TrustError),
+    /// The admin address cannot be bound.
+    #[error("cannot listen on {address} (admin.listen): {source}")]
+    Bind {
+        /// The address.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// The edge was stopped before it had joined.
+    #[error("stopped before this node had joined")]
+    Stopped,
+}
+
+/// An edge that knows who it is.
+pub struct Edge {
+    config: Config,
+    store: Store,
+    identity: EdgeIdentity,
+    policy: Policy,
+}
+
+/// An edge that has its admin port.
+pub struct Bound {
+    edge: Edge,
+    admin: std::net::TcpListener,
+    address: SocketAddr,
+    table: (state::Writer, Reader),
+    instance: String,
+}
+
+impl Edge {
+    /// Opens the data directory and takes up the identity in it; joins with the configured token if there is none.
+    /// Joining goes on until a gateway answers or `stop`.
+    ///
+    /// # Errors
+    /// If the edge cannot be who it should be, or its configuration does not hold.
+    pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
+        let store = Store::open(&config.data_dir, Access::Create)?;
+        let identity = if let Some(identity) = store.edge()? {
+            identity
+        } else {
+            let joined = stop.run_until_cancelled(join(&config, &store)).await;
+            joined.ok_or(Error::Stopped)??
+        };
+        let certificate = identity.node.as_str();
+        if let Some(configured) = &config.node
+            && !configured.eq_ignore_ascii_case(certificate)
+        {
+            return Err(Error::OtherNode {
+                configured: configured.clone(),
+                certificate: certificate.to_owned(),
+            });
+        }
+        if config.gateways.is_empty() && identity.gateways.is_empty() {
+            return Err(Error::NoGateway);
+        }
+        let policy = Policy::new(certificate, &config)?;
+        Ok(Self {
+            config,
+            store,
+            identity,
+            policy,
+        })
+    }
+
+    /// The node, as the certificate says.
+    pub fn node(&self) -> &str {
+        self.identity.node.as_str()
+    }
+
+    /// Binds the admin listener.
+    ///
+    /// # Errors
+    /// If its address cannot be had.
+    pub fn bind(self) -> Result<Bound, Error> {
+        let address = self.config.admin.listen;
+        let fault = |source| Error::Bind { address, source };
+        let admin = match listener::Bound::tcp(address).map_err(fault)? {
+            listener::Bound::Tcp(admin) => admin,
+            listener::Bound::Unix(..) => return Err(fault(io::ErrorKind::Unsupported.into())),
+        };
+        let address = admin.local_addr().map_err(fault)?;
+        let instance = format!("{:032x}", rand::random::<u128>());
+        Ok(Bound {
+            table: state::table(self.identity.node.as_str(), &instance),
+            edge: self,
+            admin,
+            address,
+            instance,
+        })
+    }
+}
+
+async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
+    let Some(token) = &config.join else {
+        return Err(Error::NoIdentity(config.data_dir.display().to_string()));
+    };
+    let token = JoinToken::parse(token.expose())?;
+    if config.gateways.is_empty() {
+        return Err(Error::NoGateway);
+    }
+    let identity = enrol::join(&token, config).await?;
+    store.save_edge(&identity)?;
+    Ok(identity)
+}
+
+impl Bound {
+    /// Where the admin listener listens.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The node, as the certificate says.
+    pub fn node(&self) -> &str {
+        self.edge.node()
+    }
+
+    /// What the edge is doing, at any time from now on.
+    pub fn reader(&self) -> Reader {
+        self.table.1.clone()
+    }
+
+    /// What the edge is doing now.
+    pub fn status(&self) -> Status {
+        self.table.1.status()
+    }
+
+    /// Runs until `stop`, then leaves the gateways and gives open streams `timeouts.drain` to end.
+    ///
+    /// # Errors
+    /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
+    pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
+        let Self {
+            edge,
+            admin,
+            address,
+            table: (writer, reader),
+            instance,
+        } = self;
+        let fault = |source| Error::Bind { address, source };
+        let admin = TcpListener::from_std(admin).map_err(fault)?;
+        let tls = tunnel_client(&edge.identity)?;
+        warn_of_expiry(&edge.identity);
+        let metrics = Arc::new(Metrics::default());
+        // Apps and admin are served to the end of the drain.
+        let done = CancellationToken::new();
+        let tasks = Arc::new(Tasks::new(&done));
+        let writer = Arc::new(writer);
+        let ports = edge.policy.ports();
+        let way = Arc::new(Way::new(
+            edge.policy,
+            edge.config.timeouts.clone(),
+            metrics.clone(),
+            tasks.clone(),
+        ));
+        info!(node = edge.identity.node.as_str(), admin = %address, ?ports, "edge runs");
+        let links = Arc::new(Links {
+            node: edge.identity.node.as_str().to_owned(),
+            instance,
+            ports,
+            dialler: Dialler::new(tls, &edge.config),
+            gateways: Gateways::new(
+                edge.config.gateways.clone(),
+                edge.identity,
+                edge.store,
+                writer.clone(),
+            ),
+            way: way.clone(),
+            metrics: metrics.clone(),
+            state: writer,
+            bulk: Bulk::default(),
+            config: edge.config,
+        });
+        tasks.spawn(
+            info_span!("admin"),
+            admin::run(admin, reader, metrics, done.clone()),
+        );
+        tasks.spawn(info_span!("sweep"), sweep(way));
+        let changes = Changes::listen(&tasks);
+        links.run(stop, changes).await;
+        done.cancel();
+        Ok(())
+    }
+}
+
+/// Closes what apps keep idle for too long.
+async fn sweep(way: Arc<Way>) {
+    let mut each = interval(SWEEP);
+    each.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        each.tick().await;
+        way.sweep();
+    }
+}
+
+/// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
+fn warn_of_expiry(identity: &EdgeIdentity) {
+    let end = SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs());
+    let now = SystemTime::now();
+    if now > end {
+        warn!(
+            expired = %humantime::format_rfc3339_seconds(end),
+            now = %humantime::format_rfc3339_seconds(now),
+            "this node's certificate has expired, unless this machine's clock is wrong; join again with a new token",
+        );
+    }
+}
+
+impl std::fmt::Debug for Edge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Edge")
+            .field("node", &self.node())
+            .finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for Bound {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bound")
+            .field("node", &self.node())
+            .field("admin", &self.address)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,227 @@
+//! Every metric of the edge, declared once.
+//!
+//! The way touches them through guards and single calls; no label is made anywhere else. A field that nothing
+//! touches is dead code and fails the build.
+
+use causeway_tunnel::{Refusal, server::Kind};
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::{Registry, Unit},
+};
+use std::{fmt, time::Duration};
+
+/// How a stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// In order.
+    Done,
+    /// The edge refused it, or its app could not be asked.
+    Refused(Refusal),
+    /// The caller went away.
+    CallerGone,
+    /// The app broke off.
+    AppBroke,
+    /// The tunnel was lost.
+    TunnelLost,
+}
+
+impl Ending {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::Refused(refusal) => refusal.word(),
+            Self::CallerGone => "caller-gone",
+            Self::AppBroke => "app-broke",
+            Self::TunnelLost => "tunnel-lost",
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StreamLabels {
+    kind: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabel {
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabel {
+    outcome: &'static str,
+}
+
+/// The metrics of one edge.
+pub(crate) struct Metrics {
+    registry: Registry,
+    streams: Family<StreamLabels, Counter>,
+    open: Family<KindLabel, Gauge>,
+    dials: Family<OutcomeLabel, Counter>,
+    dial_seconds: Histogram,
+    connections: Family<OutcomeLabel, Counter>,
+    retries: Counter,
+    tunnels: Gauge,
+    attempts: Family<OutcomeLabel, Counter>,
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut metrics = Self {
+            registry: Registry::with_prefix("causeway_edge"),
+            streams: Family::default(),
+            open: Family::default(),
+            dials: Family::default(),
+            // From a loopback connection's 50 µs to the dial's bound of seconds.
+            dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
+            connections: Family::default(),
+            retries: Counter::default(),
+            tunnels: Gauge::default(),
+            attempts: Family::default(),
+        };
+        metrics.register();
+        metrics
+    }
+}
+
+impl Metrics {
+    fn register(&mut self) {
+        let registry = &mut self.registry;
+        let streams = self.streams.clone();
+        registry.register("streams", "Streams that ended, by kind and how", streams);
+        let open = self.open.clone();
+        registry.register("open_streams", "Streams that are open, by kind", open);
+        let dials = self.dials.clone();
+        registry.register(
+            "app_dials",
+            "TCP connections to apps that were tried, by outcome",
+            dials,
+        );
+        registry.register_with_unit(
+            "app_dial",
+            "Time that a TCP connection to an app took, with its name's resolution",
+            Unit::Seconds,
+            self.dial_seconds.clone(),
+        );
+        let connections = self.connections.clone();
+        registry.register(
+            "app_connections",
+            "Connections that requests went by: new or reused",
+            connections,
+        );
+        let retries = self.retries.clone();
+        registry.register(
+            "app_retries",
+            "Requests sent again because a kept connection was closed",
+            retries,
+        );
+        let tunnels = self.tunnels.clone();
+        registry.register("tunnels", "Tunnels that stand", tunnels);
+        let attempts = self.attempts.clone();
+        registry.register(
+            "tunnel_attempts",
+            "Attempts at a tunnel, by outcome",
+            attempts,
+        );
+    }
+
+    /// All of them, in the text format of Prometheus.
+    pub(crate) fn text(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+
+    /// A dial ended.
+    pub(crate) fn dialled(&self, worked: bool, took: Duration) {
+        let outcome = if worked { "connected" } else { "failed" };
+        self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.dial_seconds.observe(took.as_secs_f64());
+    }
+
+    /// A request goes by a connection that was kept, or by a new one.
+    pub(crate) fn connection(&self, reused: bool) {
+        let outcome = if reused { "reused" } else { "new" };
+        self.connections
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
+    }
+
+    /// A request was sent again.
+    pub(crate) fn retried(&self) {
+        self.retries.inc();
+    }
+
+    /// An attempt at a tunnel ended: `registered`, or why not.
+    pub(crate) fn attempted(&self, outcome: &'static str) {
+        self.attempts.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// A tunnel stands as long as the guard lives.
+    pub(crate) fn standing(&self) -> Standing {
+        self.tunnels.inc();
+        Standing(self.tunnels.clone())
+    }
+}
+
+/// A tunnel that stands.
+#[derive(Debug)]
+pub(crate) struct Standing(Gauge);
+
+impl Drop for Standing {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// A stream that is served; what became of it is counted when the guard goes.
+pub(crate) struct Served<'a> {
+    metrics: &'a Metrics,
+    kind: &'static str,
+    ending: Ending,
+}
+
+impl<'a> Served<'a> {
+    pub(crate) fn new(metrics: &'a Metrics, kind: &Kind) -> Self {
+        let kind = match kind {
+            Kind::Request => "request",
+            Kind::Upgrade(_) => "upgrade",
+            Kind::Tcp => "tcp",
+        };
+        metrics.open.get_or_create(&KindLabel { kind }).inc();
+        Self {
+            metrics,
+            kind,
+            // A stream whose task ends with the edge is dropped without a word.
+            ending: Ending::TunnelLost,
+        }
+    }
+
+    pub(crate) fn end(&mut self, ending: Ending) {
+        self.ending = ending;
+    }
+}
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        let (kind, outcome) = (self.kind, self.ending.word());
+        self.metrics.open.get_or_create(&KindLabel { kind }).dec();
+        self.metrics
+            .streams
+            .get_or_create(&StreamLabels { kind, outcome })
+            .inc();
+    }
+}

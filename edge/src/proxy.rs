@@ -1,0 +1,213 @@
+//! THE WAY on the node: stream → policy → target → app. Read `Way::serve` first.
+//!
+//! 1. `policy` decides whether this edge serves what the stream asks for, and which app that is.
+//! 2. `target` resolves it, checks each address, and dials exactly the address that was checked.
+//! 3. `forward`, `upgrade` or `relay` asks the app; interim answers pass while it thinks.
+//! 4. The answer's head goes back, then bytes until both ends are done.
+//!
+//! Nothing here knows how tunnels are kept. A caller that goes away ends the stream's future, and with it
+//! the app's connection: there is no other cancellation.
+
+pub(crate) mod policy;
+
+pub(crate) mod target;
+
+mod app;
+mod tls;
+
+mod interim;
+mod kept;
+
+mod forward;
+mod upgrade;
+
+mod relay;
+
+pub(crate) use policy::Policy;
+pub use tls::TlsError;
+
+use crate::{
+    config::Timeouts,
+    metrics::{Ending, Metrics, Served},
+};
+use app::App;
+use causeway_tunnel::{
+    Receive, Refusal, StreamError,
+    body::{PumpError, pump},
+    copy::Outcome,
+    error::Refused,
+    server::{Asked, Kind},
+    task::Tasks,
+};
+use http::{Request, Response};
+use interim::Interim;
+use kept::Kept;
+use std::{pin::pin, sync::Arc};
+use tracing::debug;
+
+/// What serves the streams of all tunnels.
+pub(crate) struct Way {
+    policy: Policy,
+    kept: Kept,
+    timeouts: Timeouts,
+    metrics: Arc<Metrics>,
+    /// Owns what drives HTTP/2 connections to apps.
+    tasks: Arc<Tasks>,
+}
+
+/// An app's answer.
+struct Answer {
+    head: Response<()>,
+    then: Then,
+}
+
+/// What follows the head.
+enum Then {
+    /// A body.
+    Body(Box<forward::Body>),
+    /// Bytes both ways.
+    Bytes(Box<app::Replayed>, Receive),
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+enum Failed {
+    /// The caller is told why.
+    Refused(Refused),
+    /// The caller's own side failed: there is nobody to tell.
+    Caller,
+}
+
+impl From<Refused> for Failed {
+    fn from(refused: Refused) -> Self {
+        Self::Refused(refused)
+    }
+}
+
+impl Way {
+    pub(crate) fn new(
+        policy: Policy,
+        timeouts: Timeouts,
+        metrics: Arc<Metrics>,
+        tasks: Arc<Tasks>,
+    ) -> Self {
+        Self {
+            policy,
+            kept: Kept::new(timeouts.app_idle),
+            timeouts,
+            metrics,
+            tasks,
+        }
+    }
+
+    /// From a stream to an app and back.
+    pub(crate) async fn serve(&self, asked: Asked) {
+        let mut served = Served::new(&self.metrics, &asked.kind);
+        let Asked {
+            kind,
+            target,
+            head,
+            body,
+            mut reply,
+        } = asked;
+        let interim = Interim::default();
+        let answer = {
+            let app = self.policy.decide(&target, &kind);
+            let mut asking = pin!(self.ask(app, kind, (head, body), &interim));
+            loop {
+                tokio::select! {
+                    biased;
+                    // The future that holds the app's connection is dropped here.
+                    _ = reply.reset() => return served.end(Ending::CallerGone),
+                    head = interim.next() => drop(reply.interim(head)),
+                    answer = &mut asking => break answer,
+                }
+            }
+        };
+        while let Some(head) = interim.pop() {
+            // A stream that was reset says so below.
+            let _ = reply.interim(head);
+        }
+        match answer {
+            Err(Failed::Caller) => served.end(Ending::CallerGone),
+            Err(Failed::Refused(refused)) => {
+                debug!(%target, reason = refused.refusal.word(), detail = %refused.detail, "stream refused");
+                served.end(Ending::Refused(refused.refusal));
+                reply.refuse(&refused);
+            }
+            Ok(Answer { head, then }) => {
+                let end = matches!(&then, Then::Body(body) if body.is_end());
+                let Ok(send) = reply.send(head, end) else {
+                    return served.end(Ending::CallerGone);
+                };
+                served.end(self.pass(then, send, end).await);
+            }
+        }
+    }
+
+    /// Asks the app, as the stream's kind wants it.
+    async fn ask(
+        &self,
+        app: Result<Arc<App>, Refused>,
+        kind: Kind,
+        (head, body): (Request<()>, Receive),
+        interim: &Interim,
+    ) -> Result<Answer, Failed> {
+        let app = app?;
+        match kind {
+            Kind::Request => forward::ask(self, &app, (head, body), interim).await,
+            Kind::Upgrade(token) => upgrade::ask(self, &app, &token, (head, body)).await,
+            Kind::Tcp => relay::ask(self, &app, body).await,
+        }
+    }
+
+    /// Passes what follows the head, until both ends are done.
+    async fn pass(&self, then: Then, mut send: causeway_tunnel::Send, ended: bool) -> Ending {
+        match then {
+            Then::Bytes(socket, receive) => relay::pass(*socket, send, receive).await,
+            Then::Body(mut body) => {
+                if !ended && let Err(error) = pump(&mut *body, &mut send).await {
+                    return ending(&error);
+                }
+                // What holds the stream open must not wait for the app's connection to come to rest.
+                drop(send);
+                body.keep(&self.kept).await;
+                Ending::Done
+            }
+        }
+    }
+
+    /// Closes idle connections to apps that have had their time.
+    pub(crate) fn sweep(&self) {
+        self.kept.sweep();
+    }
+}
+
+fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> Ending {
+    match error {
+        PumpError::Body(error) => {
+            debug!(%error, "an app broke off its answer");
+            Ending::AppBroke
+        }
+        PumpError::Stream(StreamError::Lost { .. }) => Ending::TunnelLost,
+        PumpError::Stream(_) => Ending::CallerGone,
+    }
+}
+
+fn relayed(outcome: &Outcome) -> Ending {
+    match outcome {
+        Outcome::Clean => Ending::Done,
+        Outcome::Near(_) => Ending::AppBroke,
+        Outcome::Far(StreamError::Lost { .. }) => Ending::TunnelLost,
+        Outcome::Far(_) => Ending::CallerGone,
+    }
+}
+
+/// The app answered, but not as it should.
+fn broken(app: &App, what: &str) -> Failed {
+    let detail = format!("{} {what}", app.sentence());
+    Refusal::TargetBroken.because(detail).into()
+}
+
+#[cfg(test)]
+mod tests;

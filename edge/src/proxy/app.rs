@@ -1,0 +1,233 @@
+//! An app: what a port leads to, and a connection to it.
+//!
+//! A connection is TCP, or TLS over TCP as the port's configuration wants it; either way its close can be made
+//! a reset. [`Replayed`] puts back in front of a connection what was read from it too early: the
+//! bytes behind a 101 may share its segment (design trap 9).
+
+use super::{Way, target, tls::AppTls};
+use crate::config::Scheme;
+use bytes::{Buf, Bytes};
+use causeway_tunnel::{Refusal, Target, error::Refused, socket::Abort};
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    time::{Instant, timeout_at},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// Which app: connections are kept by it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum AppId {
+    /// What a port of the node leads to.
+    Port(u16),
+    /// Something else that the allow-list permits.
+    Other(Target),
+}
+
+/// What a port leads to, or another permitted target.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub(super) id: AppId,
+    pub(super) node: Arc<str>,
+    pub(super) target: Target,
+    pub(super) scheme: Scheme,
+    pub(super) tls: Option<AppTls>,
+}
+
+/// A connection to an app.
+#[derive(Debug)]
+pub(super) enum Connection {
+    /// In the clear.
+    Plain(TcpStream),
+    /// Over TLS.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// Which HTTP versions a new connection may come to speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Offer {
+    /// HTTP/2 or HTTP/1.1, as the app chooses.
+    Any,
+    /// HTTP/1.1 only: upgrades.
+    Http1,
+}
+
+impl App {
+    /// How a sentence about the app begins: "127.0.0.1:9100 on edge-1".
+    pub(super) fn sentence(&self) -> String {
+        format!("{} on {}", self.target, self.node)
+    }
+
+    /// A new connection that is ready for HTTP, within `timeouts.dial`.
+    pub(super) async fn connect(&self, way: &Way, offer: Offer) -> Result<Connection, Refused> {
+        let deadline = target::deadline(way.timeouts.dial);
+        let tcp = self.dial(way, deadline).await?;
+        match &self.tls {
+            None => Ok(Connection::Plain(tcp)),
+            Some(tls) => self.secure(tls, tcp, (offer, deadline)).await,
+        }
+    }
+
+    /// A new TCP connection, counted.
+    pub(super) async fn dial(&self, way: &Way, deadline: Instant) -> Result<TcpStream, Refused> {
+        let began = Instant::now();
+        let dialled = target::dial(&way.policy, self, deadline).await;
+        way.metrics.dialled(dialled.is_ok(), began.elapsed());
+        dialled
+    }
+
+    async fn secure(
+        &self,
+        tls: &AppTls,
+        tcp: TcpStream,
+        (offer, deadline): (Offer, Instant),
+    ) -> Result<Connection, Refused> {
+        let connector = TlsConnector::from(tls.config(offer));
+        match timeout_at(deadline, connector.connect(tls.server_name(), tcp)).await {
+            Ok(Ok(stream)) => Ok(Connection::Tls(Box::new(stream))),
+            Ok(Err(error)) => {
+                let why = target::reason(&error);
+                let detail = format!("{} failed TLS with {}: {why}", self.node, self.target);
+                Err(Refusal::TargetBroken.because(detail))
+            }
+            Err(_) => Err(target::slow(self, "did not finish TLS in time")),
+        }
+    }
+}
+
+impl Connection {
+    /// Whether the app chose HTTP/2.
+    pub(super) fn chose_http2(&self) -> bool {
+        match self {
+            Self::Plain(_) => false,
+            Self::Tls(tls) => tls.get_ref().1.alpn_protocol() == Some(b"h2"),
+        }
+    }
+}
+
+impl Abort for Connection {
+    fn abort(&self) {
+        match self {
+            Self::Plain(tcp) => tcp.abort(),
+            Self::Tls(tls) => tls.get_ref().0.abort(),
+        }
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(tcp) => Pin::new(tcp).poll_read(cx, buf),
+            Self::Tls(tls) => Pin::new(tls).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(tcp) => Pin::new(tcp).poll_write(cx, buf),
+            Self::Tls(tls) => Pin::new(tls).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(tcp) => Pin::new(tcp).poll_flush(cx),
+            Self::Tls(tls) => Pin::new(tls).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(tcp) => Pin::new(tcp).poll_shutdown(cx),
+            Self::Tls(tls) => Pin::new(tls).poll_shutdown(cx),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
+            Self::Tls(tls) => Pin::new(tls).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(tcp) => tcp.is_write_vectored(),
+            Self::Tls(tls) => tls.is_write_vectored(),
+        }
+    }
+}
+
+/// A connection, behind bytes that were read from it already.
+#[derive(Debug)]
+pub(super) struct Replayed {
+    early: Bytes,
+    connection: Connection,
+}
+
+impl Replayed {
+    pub(super) fn new(early: Bytes, connection: Connection) -> Self {
+        Self { early, connection }
+    }
+}
+
+impl Abort for Replayed {
+    fn abort(&self) {
+        self.connection.abort();
+    }
+}
+
+impl AsyncRead for Replayed {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.early.is_empty() {
+            return Pin::new(&mut this.connection).poll_read(cx, buf);
+        }
+        let part = this.early.len().min(buf.remaining());
+        buf.put_slice(&this.early[..part]);
+        this.early.advance(part);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Replayed {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().connection).poll_write(cx, buf)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().connection).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().connection).poll_shutdown(cx)
+    }
+}

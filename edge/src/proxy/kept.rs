@@ -1,0 +1,273 @@
+//! Connections to apps that are kept for the next request.
+//!
+//! HTTP/1.1: idle ones lie in a stack for each app, the last used on top, and belong to nobody's task. The
+//! stream that takes one drives it ([`Line`]), so a stream that ends takes its connection with it and no
+//! request changes tasks. HTTP/2: one connection for each app, driven by a task, shared by all streams;
+//! whoever comes first dials and the others wait for it.
+
+use super::{
+    app::{AppId, Connection},
+    forward::Outgoing,
+};
+use bytes::Bytes;
+use causeway_tunnel::task::Tasks;
+use http_body::{Body as _, Frame};
+use hyper::{
+    Request, Response,
+    body::Incoming,
+    client::conn::{TrySendError, http1, http2},
+};
+use hyper_util::rt::TokioIo;
+use std::{
+    collections::HashMap,
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+use tokio::time::{Instant, timeout};
+use tracing::info_span;
+
+/// Idle connections for each app at most: more callers at once than this are not ordinary on a node.
+const MOST_IDLE: usize = 256;
+/// What an app may send ahead on one HTTP/2 stream. The window of the whole connection is the largest that
+/// there is, so that readers that stall do not hold up the others.
+const STREAM_WINDOW: u32 = 1 << 20;
+const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+
+/// One HTTP/1.1 connection, driven by whoever holds it.
+pub(super) struct Line {
+    driven: Driven,
+    sender: http1::SendRequest<Outgoing>,
+    since: Instant,
+}
+
+/// What is known of an app's HTTP/2.
+#[derive(Default)]
+pub(super) enum Shared {
+    /// Nothing yet, or the connection is over.
+    #[default]
+    Unknown,
+    /// It chose HTTP/1.1.
+    Http1,
+    /// The connection.
+    Http2(http2::SendRequest<Outgoing>),
+}
+
+pub(super) type Slot = Arc<tokio::sync::Mutex<Shared>>;
+
+/// What is kept, by app.
+pub(super) struct Kept {
+    idle: Mutex<HashMap<AppId, Vec<Line>>>,
+    shared: Mutex<HashMap<AppId, Slot>>,
+    bound: Duration,
+}
+
+impl Kept {
+    /// Keeps what is idle for `bound` at most.
+    pub(super) fn new(bound: Duration) -> Self {
+        Self {
+            idle: Mutex::default(),
+            shared: Mutex::default(),
+            bound,
+        }
+    }
+
+    /// The idle connection that was used last, if one is alive.
+    pub(super) fn take(&self, app: &AppId) -> Option<Line> {
+        loop {
+            let mut line = locked(&self.idle).get_mut(app)?.pop()?;
+            if line.is_alive(self.bound) {
+                return Some(line);
+            }
+        }
+    }
+
+    /// Keeps a connection, once it has come to rest.
+    pub(super) async fn put(&self, app: AppId, mut line: Line) {
+        // A request body that the app does not read keeps its connection from resting.
+        if !matches!(timeout(self.bound, line.rest()).await, Ok(true)) {
+            return;
+        }
+        line.since = Instant::now();
+        let mut idle = locked(&self.idle);
+        let lines = idle.entry(app).or_default();
+        if lines.len() < MOST_IDLE {
+            lines.push(line);
+        }
+    }
+
+    /// The app's place for a shared connection.
+    pub(super) fn shared(&self, app: &AppId) -> Slot {
+        let mut shared = locked(&self.shared);
+        if let Some(slot) = shared.get(app) {
+            return slot.clone();
+        }
+        shared.entry(app.clone()).or_default().clone()
+    }
+
+    /// Closes what was idle for too long, or was closed by its app.
+    pub(super) fn sweep(&self) {
+        locked(&self.idle).retain(|_, lines| {
+            lines.retain_mut(|line| line.is_alive(self.bound));
+            !lines.is_empty()
+        });
+        locked(&self.shared).retain(|_, slot| match slot.try_lock() {
+            Ok(shared) => !matches!(&*shared, Shared::Http2(sender) if sender.is_closed()),
+            Err(_) => true,
+        });
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The engine's half of a line.
+struct Driven {
+    /// `None` once it was given up.
+    connection: Option<http1::Connection<TokioIo<Connection>, Outgoing>>,
+    /// It must not be polled again, but may still hold bytes behind a 101.
+    over: bool,
+}
+
+impl Driven {
+    /// Moves bytes. An error is how it ended.
+    fn drive(&mut self, cx: &mut Context<'_>) -> hyper::Result<()> {
+        match &mut self.connection {
+            Some(connection) if !self.over => match connection.poll_without_shutdown(cx) {
+                Poll::Pending => Ok(()),
+                Poll::Ready(ended) => {
+                    self.over = true;
+                    ended
+                }
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Polls what the engine feeds. A connection that is over is given up before anybody waits for it.
+    fn feed<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        mut fed: impl FnMut(&mut Context<'_>) -> Poll<T>,
+    ) -> Poll<T> {
+        let polled = fed(cx);
+        if polled.is_pending() && self.over && self.connection.take().is_some() {
+            return fed(cx);
+        }
+        polled
+    }
+}
+
+impl Line {
+    /// Begins HTTP/1.1 on a connection.
+    pub(super) async fn begin(connection: Connection) -> hyper::Result<Self> {
+        let (sender, connection) = http1::Builder::new()
+            .title_case_headers(true)
+            .handshake(TokioIo::new(connection))
+            .await?;
+        Ok(Self {
+            driven: Driven {
+                connection: Some(connection),
+                over: false,
+            },
+            sender,
+            since: Instant::now(),
+        })
+    }
+
+    /// Asks, and waits for the answer's head.
+    pub(super) async fn ask(
+        &mut self,
+        request: Request<Outgoing>,
+    ) -> Result<Response<Incoming>, TrySendError<Request<Outgoing>>> {
+        let mut answer = pin!(self.sender.try_send_request(request));
+        let driven = &mut self.driven;
+        poll_fn(|cx| {
+            // How it ended reaches `answer` too.
+            let _ = driven.drive(cx);
+            driven.feed(cx, |cx| answer.as_mut().poll(cx))
+        })
+        .await
+    }
+
+    /// The next frame of the answer's body.
+    pub(super) fn poll_frame(
+        &mut self,
+        incoming: &mut Incoming,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let ended = self.driven.drive(cx);
+        match self
+            .driven
+            .feed(cx, |cx| Pin::new(&mut *incoming).poll_frame(cx))
+        {
+            // Never the clean end that the engine makes of a body whose connection failed.
+            Poll::Ready(None) => Poll::Ready(ended.err().map(Err)),
+            polled => polled,
+        }
+    }
+
+    /// What was switched by a 101: the bytes behind it, and the connection.
+    pub(super) async fn into_bytes(self) -> hyper::Result<Option<(Bytes, Connection)>> {
+        let Some(connection) = self.driven.connection else {
+            return Ok(None);
+        };
+        let parts = if self.driven.over {
+            connection.into_parts()
+        } else {
+            connection.without_shutdown().await?
+        };
+        Ok(Some((parts.read_buf, parts.io.into_inner())))
+    }
+
+    /// Waits until the next request can be sent. False if the connection ended instead.
+    async fn rest(&mut self) -> bool {
+        poll_fn(|cx| {
+            if self.driven.drive(cx).is_err() || self.driven.over {
+                return Poll::Ready(false);
+            }
+            self.sender.poll_ready(cx).map(|ready| ready.is_ok())
+        })
+        .await
+    }
+
+    /// Whether an idle connection can be used: not too old, and not closed by the app.
+    fn is_alive(&mut self, bound: Duration) -> bool {
+        let mut unwatched = Context::from_waker(Waker::noop());
+        let sound = self.driven.drive(&mut unwatched).is_ok() && !self.driven.over;
+        sound && self.since.elapsed() < bound && self.sender.is_ready()
+    }
+}
+
+/// Begins HTTP/2 on a connection; a task of `tasks` drives it.
+pub(super) async fn begin_http2(
+    connection: Connection,
+    tasks: &Arc<Tasks>,
+) -> hyper::Result<http2::SendRequest<Outgoing>> {
+    let (sender, connection) = http2::Builder::new(On(tasks.clone()))
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .handshake(TokioIo::new(connection))
+        .await?;
+    tasks.spawn(info_span!("app"), async move {
+        // How it ended reaches each of its streams.
+        let _ = connection.await;
+    });
+    Ok(sender)
+}
+
+/// The engine's way to spawn.
+#[derive(Clone)]
+struct On(Arc<Tasks>);
+
+impl<F> hyper::rt::Executor<F> for On
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        self.0.spawn(info_span!("app"), task);
+    }
+}

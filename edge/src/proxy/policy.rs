@@ -1,0 +1,240 @@
+//! What this edge serves: the node's owner has the last word.
+//!
+//! Two lists must both agree: the node's ports that are served, each with its app, and the addresses that may
+//! be dialled. The second is asked once more with the very address that is about to be dialled, after
+//! the name was resolved, so no name leads where its address may not.
+//! A target that is not this node needs its host in `allow.hosts`; one that turns out to be this machine
+//! (loopback) is served only as one of the node's ports, or every local port would be open.
+
+use super::{
+    app::{App, AppId},
+    tls::{self, TlsError},
+};
+use crate::config::{Allow, Config, Scheme};
+use causeway_tunnel::{Refusal, Target, error::Refused, server::Kind};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+/// The compiled allow-list.
+pub(crate) struct Policy {
+    node: Arc<str>,
+    addresses: Vec<IpAddr>,
+    allow: Allow,
+    ports: BTreeMap<u16, Arc<App>>,
+}
+
+impl Policy {
+    /// Compiles the configuration for `node`; reads the files of TLS to apps.
+    pub(crate) fn new(node: &str, config: &Config) -> Result<Self, TlsError> {
+        let node: Arc<str> = node.into();
+        let mut ports = BTreeMap::new();
+        for (number, port) in &config.ports {
+            let text = port.target(*number).into_owned();
+            let Ok(target) = text.parse::<Target>() else {
+                return Err(TlsError::Target(*number, text));
+            };
+            let app = App {
+                id: AppId::Port(*number),
+                node: node.clone(),
+                tls: tls::load(*number, port, &target)?,
+                target,
+                scheme: port.scheme,
+            };
+            ports.insert(*number, Arc::new(app));
+        }
+        Ok(Self {
+            node,
+            addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
+            allow: config.allow.clone(),
+            ports,
+        })
+    }
+
+    /// The app that a stream asks for, if this edge serves it that way.
+    pub(crate) fn decide(&self, target: &Target, kind: &Kind) -> Result<Arc<App>, Refused> {
+        let app = if self.is_self(target) {
+            self.ports.get(&target.port).cloned().ok_or_else(|| {
+                let detail = format!("{} does not serve port {}", self.node, target.port);
+                Refusal::Policy.because(detail)
+            })?
+        } else {
+            self.elsewhere(target)?
+        };
+        match kind {
+            Kind::Upgrade(_) if !self.allow.upgrades => Err(self.refuse("does not serve upgrades")),
+            Kind::Upgrade(_) | Kind::Request if app.scheme == Scheme::Tcp => {
+                Err(self.refuse(&format!("serves {target} as tcp only, by CONNECT")))
+            }
+            _ => Ok(app),
+        }
+    }
+
+    /// The address to dial for an app that resolved to `address`, if that may be dialled.
+    pub(crate) fn check(&self, app: &App, address: SocketAddr) -> Option<SocketAddr> {
+        let ip = address.ip().to_canonical();
+        let named = self.allow.permits_name(&app.target.host);
+        let local = ip.is_loopback() || ip.is_unspecified();
+        let permitted = match app.id {
+            // A name that leads back to this machine is no way around the list of ports.
+            AppId::Other(_) if local => named,
+            _ => named || self.allow.permits(ip),
+        };
+        permitted.then(|| SocketAddr::new(ip, address.port()))
+    }
+
+    /// The node ports that are served.
+    pub(crate) fn ports(&self) -> Vec<u16> {
+        self.ports.keys().copied().collect()
+    }
+
+    /// The refusal of a target none of whose addresses may be dialled.
+    pub(crate) fn forbidden(&self, target: &Target) -> Refused {
+        self.refuse(&format!(
+            "does not allow {target}; see allow.hosts and ports on the node"
+        ))
+    }
+
+    fn is_self(&self, target: &Target) -> bool {
+        match target.ip() {
+            Some(ip) => self.addresses.contains(&ip.to_canonical()),
+            None => target.host.eq_ignore_ascii_case(&self.node),
+        }
+    }
+
+    fn elsewhere(&self, target: &Target) -> Result<Arc<App>, Refused> {
+        let ip = target.ip().map(|ip| ip.to_canonical());
+        let leads_there = |app: &&Arc<App>| {
+            let same_host = match app.target.ip() {
+                Some(own) => Some(own.to_canonical()) == ip,
+                None => app.target.host.eq_ignore_ascii_case(&target.host),
+            };
+            same_host && app.target.port == target.port
+        };
+        if let Some(app) = self.ports.values().find(leads_there) {
+            return Ok(app.clone());
+        }
+        let app = App {
+            id: AppId::Other(target.clone()),
+            node: self.node.clone(),
+            target: target.clone(),
+            scheme: Scheme::Http,
+            tls: None,
+        };
+        match ip {
+            // What a name leads to is checked when it is resolved.
+            Some(ip) if self.check(&app, SocketAddr::new(ip, target.port)).is_none() => {
+                Err(self.forbidden(target))
+            }
+            _ => Ok(Arc::new(app)),
+        }
+    }
+
+    fn refuse(&self, what: &str) -> Refused {
+        Refusal::Policy.because(format!("{} {what}", self.node))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn policy(config: serde_json::Value) -> Policy {
+        let config: Config = serde_json::from_value(config).unwrap();
+        Policy::new("edge-1", &config).unwrap()
+    }
+
+    fn decide(policy: &Policy, target: &str) -> Result<String, Refusal> {
+        decide_as(policy, target, &Kind::Request)
+    }
+
+    fn decide_as(policy: &Policy, target: &str, kind: &Kind) -> Result<String, Refusal> {
+        match policy.decide(&target.parse().unwrap(), kind) {
+            Ok(app) => Ok(app.target.to_string()),
+            Err(refused) => Err(refused.refusal),
+        }
+    }
+
+    #[test]
+    fn only_the_ports_named_are_served_and_each_leads_where_its_configuration_says() {
+        let policy = policy(json!({
+            "ports": { "9100": { "target": "127.0.0.1:45123" }, "80": {} },
+            "addresses": ["10.0.0.5"],
+        }));
+        assert_eq!(decide(&policy, "edge-1:9100").unwrap(), "127.0.0.1:45123");
+        assert_eq!(decide(&policy, "EDGE-1:80").unwrap(), "127.0.0.1:80");
+        assert_eq!(decide(&policy, "10.0.0.5:80").unwrap(), "127.0.0.1:80");
+        assert_eq!(decide(&policy, "edge-1:22"), Err(Refusal::Policy));
+        let refused = policy
+            .decide(&"edge-1:22".parse().unwrap(), &Kind::Tcp)
+            .err();
+        assert_eq!(refused.unwrap().detail, "edge-1 does not serve port 22");
+    }
+
+    #[test]
+    fn this_machine_is_no_way_around_the_list_of_ports() {
+        let policy = policy(json!({ "ports": { "9100": { "target": "127.0.0.1:45123" } } }));
+        assert_eq!(
+            decide(&policy, "127.0.0.1:45123").unwrap(),
+            "127.0.0.1:45123"
+        );
+        for target in [
+            "127.0.0.1:22",
+            "[::1]:22",
+            "[::ffff:127.0.0.1]:22",
+            "0.0.0.0:22",
+            "127.9.9.9:45123",
+        ] {
+            assert_eq!(decide(&policy, target), Err(Refusal::Policy), "{target}");
+        }
+        let name = policy
+            .decide(&"localhost:22".parse().unwrap(), &Kind::Tcp)
+            .unwrap();
+        assert_eq!(policy.check(&name, "127.0.0.1:22".parse().unwrap()), None);
+    }
+
+    #[test]
+    fn other_hosts_need_the_allow_list_and_mapped_addresses_are_what_they_map() {
+        let policy = policy(json!({ "allow": { "hosts": ["192.168.1.0/24", "printer.local"] } }));
+        for target in ["192.168.1.7:554", "[::ffff:192.168.1.7]:554"] {
+            assert!(decide(&policy, target).is_ok(), "{target}");
+        }
+        for target in [
+            "192.168.2.7:554",
+            "169.254.169.254:80",
+            "[::ffff:10.0.0.1]:80",
+        ] {
+            assert_eq!(decide(&policy, target), Err(Refusal::Policy), "{target}");
+        }
+        let away: SocketAddr = "10.9.9.9:631".parse().unwrap();
+        let named = policy
+            .decide(&"printer.local:631".parse().unwrap(), &Kind::Tcp)
+            .unwrap();
+        assert_eq!(policy.check(&named, away), Some(away));
+        let other = policy
+            .decide(&"evil.local:631".parse().unwrap(), &Kind::Tcp)
+            .unwrap();
+        assert_eq!(policy.check(&other, away), None);
+        let mapped = policy.check(&other, "[::ffff:192.168.1.7]:631".parse().unwrap());
+        assert_eq!(mapped, Some("192.168.1.7:631".parse().unwrap()));
+    }
+
+    #[test]
+    fn a_tcp_port_serves_bytes_only_and_upgrades_can_be_switched_off() {
+        let policy = policy(json!({
+            "ports": { "22": { "scheme": "tcp" }, "80": {} },
+            "allow": { "upgrades": false, "hosts": ["127.0.0.0/8"] },
+        }));
+        assert!(decide_as(&policy, "edge-1:22", &Kind::Tcp).is_ok());
+        assert_eq!(decide(&policy, "edge-1:22"), Err(Refusal::Policy));
+        let upgrade = Kind::Upgrade("websocket".into());
+        assert_eq!(
+            decide_as(&policy, "edge-1:80", &upgrade),
+            Err(Refusal::Policy)
+        );
+        assert!(decide(&policy, "edge-1:80").is_ok());
+    }
+}

@@ -1,0 +1,740 @@
+//! The way over a tunnel in memory, to apps on real sockets.
+
+use super::*;
+use crate::config::Config;
+use bytes::Bytes;
+use causeway_certs::{Ca, FrontName, FrontTrust, TrustDomain, verify::front_server};
+use causeway_tunnel::{
+    StreamError, Tunnel,
+    client::{self, Ask},
+    server::{self, Incoming},
+    socket::{Abort, Traffic},
+    wire,
+};
+use http::{HeaderMap, HeaderValue, StatusCode};
+use http_body::Frame;
+use http_body_util::StreamBody;
+use serde_json::{Value, json};
+use std::{convert::Infallible, future::poll_fn, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    time::timeout,
+};
+
+const SOON: Duration = Duration::from_secs(5);
+
+/// A gateway's end of a tunnel, and an edge that serves the other.
+struct World {
+    tunnel: Tunnel,
+    _tasks: Tasks,
+}
+
+impl World {
+    async fn start(config: Value) -> Self {
+        let mut config: Config = serde_json::from_value(config).unwrap();
+        config.timeouts.upgrade = Duration::from_millis(300);
+        let tasks = Tasks::default();
+        let policy = Policy::new("edge-1", &config).unwrap();
+        let way = Way::new(policy, config.timeouts, Arc::default(), Arc::default());
+        let way = Arc::new(way);
+        let (near, far) = tokio::io::duplex(1 << 20);
+        let settings = server::Settings::default();
+        let server = server::accept(far, Arc::new(Traffic::default()), settings);
+        let connected = client::connect(
+            near,
+            Arc::new(Traffic::default()),
+            client::Settings::default(),
+        );
+        let (server, connected) = tokio::join!(server, connected);
+        let (mut server, (tunnel, driver)) = (server.unwrap(), connected.unwrap());
+        tasks.spawn(tracing::info_span!("gateway"), async move {
+            drop(driver.run().await);
+        });
+        let streams = Tasks::default();
+        tasks.spawn(tracing::info_span!("edge"), async move {
+            while let Ok(Incoming::Stream(asked)) = server.next().await {
+                let way = way.clone();
+                streams.spawn(tracing::info_span!("stream"), async move {
+                    way.serve(*asked).await;
+                });
+            }
+        });
+        // SETTINGS come first: an upgrade may be sent only after them.
+        tokio::task::yield_now().await;
+        let world = Self {
+            tunnel,
+            _tasks: tasks,
+        };
+        let _ = world.ask(get("/"), Ask::Request, "edge-1:1").await;
+        world
+    }
+
+    /// An edge whose port 80 leads to an app.
+    async fn with_app() -> (Self, TcpListener) {
+        Self::with_app_as("http").await
+    }
+
+    async fn with_app_as(scheme: &str) -> (Self, TcpListener) {
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let target = app.local_addr().unwrap().to_string();
+        let world =
+            Self::start(json!({ "ports": { "80": { "target": target, "scheme": scheme } } })).await;
+        (world, app)
+    }
+
+    async fn open(&self, head: Request<()>, ask: Ask, target: &str, end: bool) -> client::Opened {
+        self.tunnel
+            .open(head, &ask, &target.parse().unwrap(), end)
+            .await
+            .unwrap()
+    }
+
+    async fn ask(
+        &self,
+        head: Request<()>,
+        ask: Ask,
+        target: &str,
+    ) -> Result<Response<Receive>, StreamError> {
+        let opened = self.open(head, ask, target, true).await;
+        timeout(SOON, opened.answer).await.unwrap()
+    }
+
+    async fn get(&self, path: &str) -> Response<Receive> {
+        self.ask(get(path), Ask::Request, "edge-1:80")
+            .await
+            .unwrap()
+    }
+}
+
+fn get(path: &str) -> Request<()> {
+    let uri = format!("http://edge-1:80{path}");
+    Request::get(uri).body(()).unwrap()
+}
+
+fn failure(answer: &Response<Receive>) -> (&str, &str) {
+    let field = |name| {
+        answer
+            .headers()
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap())
+    };
+    (field(wire::FAILURE), field(wire::DETAIL))
+}
+
+async fn text(mut body: Receive) -> Result<String, StreamError> {
+    let mut text = Vec::new();
+    while let Some(chunk) = timeout(SOON, body.data()).await.unwrap() {
+        text.extend_from_slice(&chunk?);
+    }
+    Ok(String::from_utf8(text).unwrap())
+}
+
+/// Reads what an app is asked, up to and with `end`.
+async fn read_to(app: &mut TcpStream, end: &str) -> String {
+    let mut read = String::new();
+    let mut byte = [0];
+    while !read.ends_with(end) {
+        let count = timeout(SOON, app.read(&mut byte)).await.unwrap().unwrap();
+        assert_eq!(count, 1, "closed after {read:?}");
+        read.push(char::from(byte[0]));
+    }
+    read
+}
+
+async fn accept(app: &TcpListener) -> TcpStream {
+    timeout(SOON, app.accept()).await.unwrap().unwrap().0
+}
+
+const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+
+#[tokio::test]
+async fn a_head_reaches_the_app_as_the_caller_sent_it() {
+    let (world, app) = World::with_app().await;
+    let mut head = get("/a?b=c");
+    for (name, value) in [
+        ("x-version", "v5"),
+        ("x-version", "v4"),
+        ("cookie", "a=1"),
+        ("cookie", "b=2"),
+    ] {
+        head.headers_mut()
+            .append(name, HeaderValue::from_static(value));
+    }
+    let asking = world.ask(head, Ask::Request, "edge-1:80");
+    let serving = async {
+        let mut app = accept(&app).await;
+        let head = read_to(&mut app, "\r\n\r\n").await;
+        let answer = "HTTP/1.1 404 No\r\nKeep-Alive: 5\r\nConnection: X-Hop\r\nX-Hop: 1\r\nCauseway-Failure: policy\r\n\
+                      X-Kept: 1\r\nX-Kept: 2\r\nContent-Length: 3\r\n\r\nabc";
+        app.write_all(answer.as_bytes()).await.unwrap();
+        (head, app)
+    };
+    let (answer, (head, _app)) = tokio::join!(asking, serving);
+    assert!(head.starts_with("GET /a?b=c HTTP/1.1\r\n"), "{head}");
+    for line in [
+        "\r\nHost: edge-1:80\r\n",
+        "\r\nX-Version: v5\r\nX-Version: v4\r\n",
+        "\r\nCookie: a=1; b=2\r\n",
+    ] {
+        assert!(head.contains(line), "{head}");
+    }
+    let framed = head.to_lowercase();
+    assert!(
+        !framed.contains("content-length") && !framed.contains("transfer-encoding"),
+        "{head}"
+    );
+    let answer = answer.unwrap();
+    assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+    let mut names: Vec<_> = answer
+        .headers()
+        .iter()
+        .map(|(name, value)| (name.as_str(), value.as_bytes()))
+        .collect();
+    // Like-named fields keep their order, which is the order that means something; the sort is stable.
+    names.sort_by_key(|(name, _)| *name);
+    assert_eq!(
+        names,
+        [
+            ("content-length", &b"3"[..]),
+            ("x-kept", b"1"),
+            ("x-kept", b"2")
+        ]
+    );
+    assert_eq!(text(answer.into_body()).await.unwrap(), "abc");
+}
+
+#[tokio::test]
+async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
+    let (world, app) = World::with_app().await;
+    let serving = async {
+        let mut first = accept(&app).await;
+        for _ in 0..3 {
+            read_to(&mut first, "\r\n\r\n").await;
+            first.write_all(OK).await.unwrap();
+        }
+        // The fourth finds the kept connection closed behind its back.
+        read_to(&mut first, "\r\n\r\n").await;
+        drop(first);
+        let mut second = accept(&app).await;
+        read_to(&mut second, "\r\n\r\n").await;
+        second.write_all(OK).await.unwrap();
+        second
+    };
+    let asking = async {
+        for _ in 0..4 {
+            let answer = world.get("/").await;
+            assert_eq!(
+                (answer.status(), failure(&answer)),
+                (StatusCode::OK, ("", ""))
+            );
+            assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(SOON, async { tokio::join!(serving, asking) })
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes_at_once() {
+    let (world, app) = World::with_app().await;
+    let mut opened = world.open(get("/"), Ask::Request, "edge-1:80", false).await;
+    let mut app = accept(&app).await;
+    let head = read_to(&mut app, "\r\n\r\n").await;
+    assert!(
+        head.contains("\r\nTransfer-Encoding: chunked\r\n"),
+        "{head}"
+    );
+    opened.send.data(Bytes::from_static(b"abc")).await.unwrap();
+    assert_eq!(read_to(&mut app, "abc\r\n").await, "3\r\nabc\r\n");
+    app.write_all(OK).await.unwrap();
+    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+    opened.send.last(Bytes::from_static(b"d")).await.unwrap();
+    assert_eq!(read_to(&mut app, "0\r\n\r\n").await, "1\r\nd\r\n0\r\n\r\n");
+}
+
+#[tokio::test]
+async fn interim_answers_pass_and_a_body_may_wait_for_them() {
+    let (world, app) = World::with_app().await;
+    let mut head = get("/");
+    *head.method_mut() = http::Method::POST;
+    head.headers_mut()
+        .insert("expect", HeaderValue::from_static("100-continue"));
+    head.headers_mut()
+        .insert("content-length", HeaderValue::from_static("4"));
+    let mut opened = world.open(head, Ask::Request, "edge-1:80", false).await;
+    let mut app = accept(&app).await;
+    let head = read_to(&mut app, "\r\n\r\n").await;
+    assert!(
+        head.contains("Expect: 100-continue") && head.contains("Content-Length: 4"),
+        "{head}"
+    );
+    app.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")
+        .await
+        .unwrap();
+    let interim = timeout(SOON, opened.answer.interim())
+        .await
+        .unwrap()
+        .unwrap();
+    assert_eq!(interim.unwrap().status(), StatusCode::CONTINUE);
+    opened.send.last(Bytes::from_static(b"body")).await.unwrap();
+    assert_eq!(read_to(&mut app, "body").await, "body");
+    app.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+        .await
+        .unwrap();
+    app.write_all(OK).await.unwrap();
+    let interim = timeout(SOON, opened.answer.interim())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    assert_eq!(
+        (interim.status().as_u16(), &interim.headers()["link"]),
+        (103, &HeaderValue::from_static("</a>"))
+    );
+    assert_eq!(opened.answer.await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_head_request_has_the_length_and_no_body() {
+    let (world, app) = World::with_app().await;
+    let mut head = get("/");
+    *head.method_mut() = http::Method::HEAD;
+    let serving = async {
+        let mut app = accept(&app).await;
+        read_to(&mut app, "\r\n\r\n").await;
+        app.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            .await
+            .unwrap();
+        app
+    };
+    let (answer, _app) = tokio::join!(world.ask(head, Ask::Request, "edge-1:80"), serving);
+    let answer = answer.unwrap();
+    assert_eq!(answer.headers()["content-length"], "1000");
+    assert_eq!(text(answer.into_body()).await.unwrap(), "");
+}
+
+#[tokio::test]
+async fn a_caller_that_goes_away_ends_the_apps_request_at_once() {
+    let (world, app) = World::with_app().await;
+    let opened = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    let mut waiting = accept(&app).await;
+    read_to(&mut waiting, "\r\n\r\n").await;
+    drop(opened);
+    assert_eq!(
+        timeout(SOON, waiting.read(&mut [0]))
+            .await
+            .unwrap()
+            .unwrap(),
+        0
+    );
+
+    let opened = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    let mut streaming = accept(&app).await;
+    read_to(&mut streaming, "\r\n\r\n").await;
+    streaming
+        .write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n")
+        .await
+        .unwrap();
+    let mut body = opened.answer.await.unwrap().into_body();
+    assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+    drop((body, opened.send));
+    assert_eq!(
+        timeout(SOON, streaming.read(&mut [0]))
+            .await
+            .unwrap()
+            .unwrap(),
+        0
+    );
+}
+
+#[tokio::test]
+async fn an_app_that_breaks_off_resets_the_stream_and_never_ends_it_cleanly() {
+    for head in [
+        "Content-Length: 100\r\n\r\nok",
+        "Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+    ] {
+        for reset in [true, false] {
+            let (world, app) = World::with_app().await;
+            let serving = async {
+                let mut app = accept(&app).await;
+                read_to(&mut app, "\r\n\r\n").await;
+                app.write_all(format!("HTTP/1.1 200 OK\r\n{head}").as_bytes())
+                    .await
+                    .unwrap();
+                app
+            };
+            let (answer, app) = tokio::join!(world.get("/"), serving);
+            let mut body = answer.into_body();
+            assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+            if reset {
+                app.abort();
+            }
+            drop(app);
+            let end = timeout(SOON, body.data()).await.unwrap();
+            assert!(
+                matches!(end, Some(Err(StreamError::Reset { .. }))),
+                "{head:?} {reset} {end:?}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_reset_ends_an_answer_that_ends_with_its_connection_as_a_reset() {
+    let (world, app) = World::with_app().await;
+    let serving = async {
+        let mut app = accept(&app).await;
+        read_to(&mut app, "\r\n\r\n").await;
+        app.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nok")
+            .await
+            .unwrap();
+        app
+    };
+    let (answer, app) = tokio::join!(world.get("/"), serving);
+    let mut body = answer.into_body();
+    assert_eq!(body.data().await.unwrap().unwrap(), "ok");
+    app.abort();
+    drop(app);
+    let end = timeout(SOON, body.data()).await.unwrap();
+    assert!(
+        matches!(end, Some(Err(StreamError::Reset { .. }))),
+        "{end:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_app_that_speaks_nonsense_or_says_nothing_is_target_broken() {
+    let tls = b"\x15\x03\x01\x00\x02\x02\x46";
+    for (says, words) in [
+        (&b"SSH-2.0-OpenSSH_9.9\r\n"[..], "what is not HTTP"),
+        (tls, "what is not HTTP"),
+        (b"", "closed the connection"),
+        (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
+            "nobody had asked",
+        ),
+    ] {
+        let (world, app) = World::with_app().await;
+        let serving = async {
+            let mut app = accept(&app).await;
+            read_to(&mut app, "\r\n\r\n").await;
+            app.write_all(says).await.unwrap();
+        };
+        let (answer, ()) = tokio::join!(world.get("/"), serving);
+        let (word, detail) = failure(&answer);
+        assert_eq!(word, "target-broken", "{detail}");
+        assert!(
+            detail.contains(words) && detail.contains("on edge-1"),
+            "{detail}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_refused_port_says_which_target_whatever_the_stream_is_for() {
+    let free = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let world = World::start(json!({ "ports": { "80": { "target": free.to_string() } } })).await;
+    for ask in [Ask::Request, Ask::Tcp, Ask::Upgrade("websocket".into())] {
+        let answer = world.ask(get("/"), ask, "edge-1:80").await.unwrap();
+        let detail = format!("edge-1 could not dial {free}: connection refused");
+        assert_eq!(failure(&answer), ("target-refused", detail.as_str()));
+    }
+    let answer = world.ask(get("/"), Ask::Tcp, "edge-1:22").await.unwrap();
+    assert_eq!(
+        failure(&answer),
+        ("policy", "edge-1 does not serve port 22")
+    );
+}
+
+#[tokio::test]
+async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
+    let (world, app) = World::with_app().await;
+    let mut head = get("/exec");
+    *head.method_mut() = http::Method::POST;
+    for version in ["v5", "v4", "v3", "v2", "v1"] {
+        head.headers_mut().append(
+            "x-stream-protocol-version",
+            HeaderValue::from_static(version),
+        );
+    }
+    let mut opened = world
+        .open(head, Ask::Upgrade("SPDY/3.1".into()), "edge-1:80", false)
+        .await;
+    let mut app = accept(&app).await;
+    let head = read_to(&mut app, "\r\n\r\n").await;
+    assert!(head.starts_with("POST /exec HTTP/1.1\r\n"), "{head}");
+    let versions = ["v5", "v4", "v3", "v2", "v1"];
+    let versions = versions
+        .map(|each| format!("X-Stream-Protocol-Version: {each}\r\n"))
+        .concat();
+    for line in [
+        versions.as_str(),
+        "Upgrade: SPDY/3.1\r\n",
+        "Connection: Upgrade\r\n",
+        "Content-Length: 0\r\n",
+    ] {
+        assert!(head.contains(line), "{head}");
+    }
+    let answer = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
+                  X-Stream-Protocol-Version: v4\r\n\r\nfirst";
+    app.write_all(answer.as_bytes()).await.unwrap();
+    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    assert_eq!(
+        (answer.status(), &answer.headers()[wire::SWITCHED]),
+        (StatusCode::OK, &HeaderValue::from_static("SPDY/3.1"))
+    );
+    assert_eq!(answer.headers()["x-stream-protocol-version"], "v4");
+    assert!(!answer.headers().contains_key("upgrade"));
+    let mut body = answer.into_body();
+    assert_eq!(
+        timeout(SOON, body.data()).await.unwrap().unwrap().unwrap(),
+        "first"
+    );
+    opened.send.last(Bytes::from_static(b"ping")).await.unwrap();
+    assert_eq!(read_to(&mut app, "ping").await, "ping");
+    assert_eq!(
+        timeout(SOON, app.read(&mut [0])).await.unwrap().unwrap(),
+        0,
+        "half-close"
+    );
+    app.write_all(b"pong").await.unwrap();
+    drop(app);
+    assert_eq!(text(body).await.unwrap(), "pong");
+}
+
+#[tokio::test]
+async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
+    let (world, app) = World::with_app().await;
+    let asking = world
+        .open(
+            get("/"),
+            Ask::Upgrade("websocket".into()),
+            "edge-1:80",
+            false,
+        )
+        .await;
+    let mut app = accept(&app).await;
+    read_to(&mut app, "\r\n\r\n").await;
+    app.write_all(b"HTTP/1.1 403 Forbidden\r\nX-Why: no\r\nContent-Length: 4\r\n\r\nnope")
+        .await
+        .unwrap();
+    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    assert_eq!(
+        (answer.status(), &answer.headers()["x-why"]),
+        (StatusCode::FORBIDDEN, &HeaderValue::from_static("no"))
+    );
+    assert!(!answer.headers().contains_key(wire::SWITCHED));
+    assert_eq!(text(answer.into_body()).await.unwrap(), "nope");
+}
+
+#[tokio::test]
+async fn an_upgrade_that_nobody_answers_times_out() {
+    let (world, app) = World::with_app().await;
+    let asking = world
+        .open(
+            get("/"),
+            Ask::Upgrade("websocket".into()),
+            "edge-1:80",
+            false,
+        )
+        .await;
+    let _app = accept(&app).await;
+    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    assert_eq!(failure(&answer).0, "target-timeout");
+}
+
+#[tokio::test]
+async fn a_reset_of_a_session_reaches_the_other_side_as_a_reset() {
+    for ask in [Ask::Tcp, Ask::Upgrade("x".into())] {
+        for by_app in [true, false] {
+            let (world, app) = World::with_app().await;
+            let opened = world.open(get("/"), ask.clone(), "edge-1:80", false).await;
+            let mut app = accept(&app).await;
+            if matches!(ask, Ask::Upgrade(_)) {
+                read_to(&mut app, "\r\n\r\n").await;
+                app.write_all(b"HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
+                    .await
+                    .unwrap();
+            }
+            let client::Opened { mut send, answer } = opened;
+            let mut body = timeout(SOON, answer).await.unwrap().unwrap().into_body();
+            if by_app {
+                app.abort();
+                drop(app);
+                let end = timeout(SOON, body.data()).await.unwrap();
+                assert!(
+                    matches!(end, Some(Err(StreamError::Reset { .. }))),
+                    "{end:?}"
+                );
+            } else {
+                send.abort();
+                let error = timeout(SOON, app.read(&mut [0]))
+                    .await
+                    .unwrap()
+                    .unwrap_err();
+                assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certificate() {
+    let ca = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
+    let other = Ca::create(&TrustDomain::parse("site").unwrap()).unwrap();
+    let hour = Duration::from_hours(1);
+    let names = [FrontName::parse("localhost").unwrap()];
+    let leaf = ca.mint_front(&names, hour).unwrap();
+    let caller = ca.issue_caller("edge", &[], hour).unwrap();
+    let front = FrontTrust {
+        own: true,
+        client_roots: Vec::new(),
+        require: true,
+    };
+    let server = front_server(leaf.resolver(), ca.root(), &front, &[b"h2", b"http/1.1"]).unwrap();
+    let files = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = files.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let (certificate, key) = (
+        file("c", &caller.chain_pem()),
+        file("k", caller.key_pem().expose()),
+    );
+    let (good, bad) = (file("good", &ca.root_pem()), file("bad", &other.root_pem()));
+    for (roots, verify, word) in [
+        (Some(good), true, ""),
+        (Some(bad), true, "target-broken"),
+        (None, false, ""),
+    ] {
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = json!({
+            "target": app.local_addr().unwrap().to_string(), "scheme": "https", "server_name": "localhost",
+            "ca": roots, "verify": verify, "certificate": certificate, "key": key,
+        });
+        let world = World::start(json!({ "ports": { "80": port } })).await;
+        let acceptor = tokio_rustls::TlsAcceptor::from(server.clone());
+        let serving = async {
+            let (tcp, _) = app.accept().await.unwrap();
+            let Ok(tls) = acceptor.accept(tcp).await else {
+                return;
+            };
+            assert_eq!(tls.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+            let service = hyper::service::service_fn(|request: Request<_>| async move {
+                assert_eq!(request.uri().scheme_str(), Some("https"));
+                Ok::<_, Infallible>(Response::new(String::from("ok")))
+            });
+            let io = hyper_util::rt::TokioIo::new(tls);
+            let executor = hyper_util::rt::TokioExecutor::new();
+            let _ = hyper::server::conn::http2::Builder::new(executor)
+                .serve_connection(io, service)
+                .await;
+        };
+        tokio::select! {
+            () = async { serving.await; std::future::pending().await } => {}
+            answer = world.get("/") => {
+                assert_eq!(failure(&answer).0, word, "{}", failure(&answer).1);
+            }
+        }
+    }
+}
+
+/// Serves gRPC-like calls: each chunk comes back, then trailers.
+async fn serve_http2(app: TcpListener) {
+    let streams = Tasks::default();
+    while let Ok((tcp, _)) = app.accept().await {
+        let service =
+            hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
+                assert_eq!(
+                    (request.uri().scheme_str(), &request.headers()["te"]),
+                    (Some("http"), &HeaderValue::from_static("trailers"))
+                );
+                assert_eq!(request.uri().authority().unwrap(), "edge-1:80");
+                let mut trailers = HeaderMap::new();
+                trailers.insert("grpc-status", HeaderValue::from_static("0"));
+                let trailers = std::future::ready(Some(Ok(trailers)));
+                Ok::<_, Infallible>(Response::new(http_body_util::BodyExt::with_trailers(
+                    request.into_body(),
+                    trailers,
+                )))
+            });
+        let connection =
+            hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new())
+                .serve_connection(hyper_util::rt::TokioIo::new(tcp), service);
+        streams.spawn(
+            tracing::info_span!("app"),
+            async move { drop(connection.await) },
+        );
+    }
+}
+
+#[tokio::test]
+async fn grpc_goes_by_http2_both_ways_at_once_with_trailers() {
+    for (scheme, kind) in [("http", "application/grpc+proto"), ("h2c", "text/plain")] {
+        let (world, app) = World::with_app_as(scheme).await;
+        let tasks = Tasks::default();
+        tasks.spawn(tracing::info_span!("app"), serve_http2(app));
+        for _ in 0..2 {
+            let mut head = get("/service/call");
+            *head.method_mut() = http::Method::POST;
+            head.headers_mut()
+                .insert("te", HeaderValue::from_static("trailers"));
+            head.headers_mut()
+                .insert("content-type", HeaderValue::from_static(kind));
+            let mut opened = world.open(head, Ask::Request, "edge-1:80", false).await;
+            let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+            assert_eq!(failure(&answer), ("", ""));
+            let mut body = answer.into_body();
+            for message in ["one", "two"] {
+                opened.send.data(Bytes::from(message)).await.unwrap();
+                assert_eq!(
+                    timeout(SOON, body.data()).await.unwrap().unwrap().unwrap(),
+                    message
+                );
+            }
+            opened.send.end().unwrap();
+            assert!(timeout(SOON, body.data()).await.unwrap().is_none());
+            let trailers = poll_fn(|cx| body.poll_trailers(cx)).await.unwrap().unwrap();
+            assert_eq!(trailers["grpc-status"], "0");
+        }
+    }
+}
+
+/// Serves answers of a hundred thousand chunks of 64 bytes (6.4 MB).
+async fn serve_small_chunks(app: TcpListener) {
+    while let Ok((tcp, _)) = app.accept().await {
+        let service = hyper::service::service_fn(|_: Request<hyper::body::Incoming>| async move {
+            let chunk = Bytes::from_static(&[7; 64]);
+            let chunks = std::iter::repeat_n(chunk, 100_000)
+                .map(|chunk| Ok::<_, Infallible>(Frame::data(chunk)));
+            Ok::<_, Infallible>(Response::new(StreamBody::new(futures_util::stream::iter(
+                chunks,
+            ))))
+        });
+        let _ = hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new())
+            .serve_connection(hyper_util::rt::TokioIo::new(tcp), service)
+            .await;
+    }
+}
+
+#[tokio::test]
+async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
+    let (world, app) = World::with_app_as("h2c").await;
+    let tasks = Tasks::default();
+    tasks.spawn(tracing::info_span!("app"), serve_small_chunks(app));
+    let mut body = world.get("/").await.into_body();
+    let mut received = 0;
+    while let Some(chunk) = timeout(SOON, body.data()).await.unwrap() {
+        received += chunk.unwrap().len();
+    }
+    assert_eq!(received, 6_400_000);
+}

@@ -1,0 +1,235 @@
+//! What an edge is doing: its tunnels, and what last went wrong.
+//!
+//! `control` writes, the admin listener and whoever embeds an edge read; a reader never waits. A row lives as
+//! long as the tunnel that it is about: its guard removes it.
+
+use causeway_tunnel::load::Load;
+use serde::Serialize;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+/// What an edge is doing, for `/status` and for whoever embeds it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Status {
+    /// The node, as the certificate says.
+    pub node: String,
+    /// The version of this program.
+    pub version: &'static str,
+    /// Random for each edge process.
+    pub instance: String,
+    /// When the edge began, in milliseconds of the Unix epoch.
+    pub started: u64,
+    /// `connected`, `connecting` or `refused`.
+    pub state: &'static str,
+    /// The tunnels, oldest first.
+    pub tunnels: Vec<TunnelStatus>,
+    /// All addresses at which gateways are looked for.
+    pub gateways: Vec<String>,
+    /// What last went wrong, as long as it has not been mended by a tunnel.
+    pub trouble: Option<TroubleStatus>,
+}
+
+/// One tunnel.
+#[derive(Clone, Debug, Serialize)]
+pub struct TunnelStatus {
+    /// Which of the edge's tunnels it is, from 0.
+    pub slot: u32,
+    /// `standing` or `leaving`.
+    pub state: &'static str,
+    /// The gateway, as it was dialled.
+    pub gateway: String,
+    /// Since when, in milliseconds of the Unix epoch.
+    pub since: u64,
+    /// The round trip of its TLS handshake, in microseconds.
+    pub round_trip_us: u64,
+    /// Streams that are open now, the control stream included.
+    pub streams: usize,
+    /// Streams opened so far.
+    pub opened: u64,
+    /// Payload bytes sent to the gateway.
+    pub sent: u64,
+    /// Payload bytes received from the gateway.
+    pub received: u64,
+}
+
+/// What went wrong.
+#[derive(Clone, Debug, Serialize)]
+pub struct TroubleStatus {
+    /// When, in milliseconds of the Unix epoch.
+    pub at: u64,
+    /// What, for people.
+    pub what: String,
+    /// Whether a gateway refused this edge, as against being out of reach.
+    pub refused: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    node: String,
+    instance: String,
+    started: u64,
+    next: AtomicU64,
+    tunnels: Mutex<BTreeMap<u64, Tunnel>>,
+    gateways: Mutex<Vec<String>>,
+    trouble: Mutex<Option<TroubleStatus>>,
+}
+
+#[derive(Debug)]
+struct Tunnel {
+    slot: u32,
+    state: &'static str,
+    gateway: String,
+    since: u64,
+    round_trip: Duration,
+    load: Arc<Load>,
+}
+
+/// The reading end.
+#[derive(Clone, Debug)]
+pub struct Reader(Arc<Shared>);
+
+/// The writing end.
+#[derive(Debug)]
+pub(crate) struct Writer(Arc<Shared>);
+
+/// A tunnel that stands as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Row {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+/// Both ends of a new table.
+pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
+    let shared = Arc::new(Shared {
+        node: node.to_owned(),
+        instance: instance.to_owned(),
+        started: now(),
+        next: AtomicU64::new(0),
+        tunnels: Mutex::default(),
+        gateways: Mutex::default(),
+        trouble: Mutex::default(),
+    });
+    (Writer(shared.clone()), Reader(shared))
+}
+
+/// Milliseconds of the Unix epoch.
+fn now() -> u64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Writer {
+    /// When the edge began, in milliseconds of the Unix epoch.
+    pub(crate) fn started(&self) -> u64 {
+        self.0.started
+    }
+
+    /// A tunnel was registered.
+    pub(crate) fn stands(
+        &self,
+        slot: u32,
+        gateway: &str,
+        round_trip: Duration,
+        load: Arc<Load>,
+    ) -> Row {
+        let id = self.0.next.fetch_add(1, Relaxed);
+        let tunnel = Tunnel {
+            slot,
+            state: "standing",
+            gateway: gateway.to_owned(),
+            since: now(),
+            round_trip,
+            load,
+        };
+        locked(&self.0.tunnels).insert(id, tunnel);
+        *locked(&self.0.trouble) = None;
+        Row {
+            shared: self.0.clone(),
+            id,
+        }
+    }
+
+    /// Something went wrong.
+    pub(crate) fn trouble(&self, what: &str, refused: bool) {
+        *locked(&self.0.trouble) = Some(TroubleStatus {
+            at: now(),
+            what: what.to_owned(),
+            refused,
+        });
+    }
+
+    /// Where gateways are looked for.
+    pub(crate) fn gateways(&self, gateways: Vec<String>) {
+        *locked(&self.0.gateways) = gateways;
+    }
+}
+
+impl Row {
+    /// The tunnel takes no new streams.
+    pub(crate) fn leaves(&self) {
+        if let Some(tunnel) = locked(&self.shared.tunnels).get_mut(&self.id) {
+            tunnel.state = "leaving";
+        }
+    }
+}
+
+impl Drop for Row {
+    fn drop(&mut self) {
+        locked(&self.shared.tunnels).remove(&self.id);
+    }
+}
+
+impl Reader {
+    /// What the edge is doing now.
+    pub fn status(&self) -> Status {
+        let tunnels: Vec<_> = locked(&self.0.tunnels)
+            .values()
+            .map(Tunnel::status)
+            .collect();
+        let trouble = locked(&self.0.trouble).clone();
+        let state = match &trouble {
+            _ if !tunnels.is_empty() => "connected",
+            Some(trouble) if trouble.refused => "refused",
+            _ => "connecting",
+        };
+        Status {
+            node: self.0.node.clone(),
+            version: env!("CARGO_PKG_VERSION"),
+            instance: self.0.instance.clone(),
+            started: self.0.started,
+            state,
+            tunnels,
+            gateways: locked(&self.0.gateways).clone(),
+            trouble,
+        }
+    }
+}
+
+impl Tunnel {
+    fn status(&self) -> TunnelStatus {
+        TunnelStatus {
+            slot: self.slot,
+            state: self.state,
+            gateway: self.gateway.clone(),
+            since: self.since,
+            round_trip_us: u64::try_from(self.round_trip.as_micros()).unwrap_or(u64::MAX),
+            streams: self.load.streams(),
+            opened: self.load.opened(),
+            sent: self.load.sent(),
+            received: self.load.received(),
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The gateway's configuration: typed, with a default and a reason for each number.
+//!
+//! Doc comments here are what a user reads: they become the help of flags and the
+//! reference in the README. Neither files nor the environment are read here (the binary
+//! does that); `validate` finds what no type can express, all of it at once.
+
+mod front;
+mod validate;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+pub use causeway_config::{Fault, Listen, Log, LogFormat, Validate};
+use causeway_config::{HumanAddress, HumanDuration, HumanSize};
+
+pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
+
+/// The configuration of `causeway gateway`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Directory of the CA, the tokens and the known nodes; made with mode 0700.
+    pub data_dir: PathBuf,
+    /// Threads that serve, each with its own nodes; 0 is one per CPU.
+    pub cores: usize,
+    /// Where edges arrive.
+    pub tunnel: Tunnel,
+    /// Health, metrics and status.
+    pub admin: Admin,
+    /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
+    pub fronts: Vec<Front>,
+    /// What is served at most.
+    pub limits: Limits,
+    /// How long is waited at most.
+    pub timeouts: Timeouts,
+    /// Which streams get an access record: `all`, `failures` or `none`.
+    pub access_log: AccessLog,
+    /// The log.
+    pub log: Log,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            data_dir: "/var/lib/causeway".into(),
+            // A node's tunnels and callers share a thread: more threads than CPUs only switch.
+            cores: 0,
+            tunnel: Tunnel::default(),
+            admin: Admin::default(),
+            fronts: vec![Front::https()],
+            limits: Limits::default(),
+            timeouts: Timeouts::default(),
+            access_log: AccessLog::All,
+            log: Log::default(),
+        }
+    }
+}
+
+impl AsRef<Log> for Config {
+    fn as_ref(&self) -> &Log {
+        &self.log
+    }
+}
+
+/// The tunnel port: where edges dial in, join and renew.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Tunnel {
+    /// Address of the tunnel port.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+    /// `host:port` by which edges reach this gateway; the hosts are also the names in its certificate.
+    pub advertise: Vec<String>,
+    /// `host:port` of further gateways, told to edges when they connect.
+    pub gateways: Vec<String>,
+    /// Bound of an edge's TLS handshake.
+    #[serde(with = "HumanDuration")]
+    pub handshake_timeout: Duration,
+    /// Bound of the hello's answer.
+    #[serde(with = "HumanDuration")]
+    pub hello_timeout: Duration,
+    /// A PING is sent when nothing was read, or nothing written, for this long.
+    #[serde(with = "HumanDuration")]
+    pub ping_after: Duration,
+    /// A tunnel gets no new streams when nothing was read for this long after a PING.
+    #[serde(with = "HumanDuration")]
+    pub ping_timeout: Duration,
+    /// A tunnel is closed when still nothing was read after this much more.
+    #[serde(with = "HumanDuration")]
+    pub close_after: Duration,
+    /// Bytes that the open streams of one tunnel may leave unread; windows shrink to keep it.
+    #[serde(with = "HumanSize")]
+    pub memory: usize,
+    /// Streams that one tunnel carries at once.
+    pub max_streams_per_tunnel: usize,
+    /// Life of an edge's certificate; edges renew after two thirds of it.
+    #[serde(with = "HumanDuration")]
+    pub edge_certificate_lifetime: Duration,
+}
+
+impl Default for Tunnel {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([0, 0, 0, 0], 10262)),
+            advertise: Vec::new(),
+            gateways: Vec::new(),
+            // A handshake is two round trips; the slowest usable link has about 1 s each.
+            handshake_timeout: Duration::from_secs(5),
+            hello_timeout: Duration::from_secs(5),
+            // 5 + 5 + 5 s: a silent death is known at both ends within 15 s.
+            ping_after: Duration::from_secs(5),
+            ping_timeout: Duration::from_secs(5),
+            close_after: Duration::from_secs(5),
+            // Four stalled readers of a long link (16 MiB each); beyond, windows shrink.
+            memory: 64 << 20,
+            max_streams_per_tunnel: 10_000,
+            // Long enough for a node that is off over a weekend, short for a stolen key.
+            edge_certificate_lifetime: Duration::from_hours(7 * 24),
+        }
+    }
+}
+
+/// The admin listener.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Admin {
+    /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+}
+
+impl Default for Admin {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 10265)),
+        }
+    }
+}
+
+/// What is served at most; beyond it callers get 503 with Retry-After.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Streams in all.
+    pub streams: usize,
+    /// Streams of one caller.
+    pub per_caller: usize,
+    /// Streams to one node.
+    pub per_node: usize,
+    /// Callers' connections at each front.
+    pub connections: usize,
+    /// Bytes of a request's head.
+    #[serde(with = "HumanSize")]
+    pub header_bytes: usize,
+    /// Fields in a request's head.
+    pub headers: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            // 50,000 idle upgrades cost about 1 GiB at the 20 KiB each that we promise.
+            streams: 50_000,
+            // kube-apiserver is one caller, and so is one Prometheus: high, but not all.
+            per_caller: 10_000,
+            per_node: 10_000,
+            // Below the 20,000 descriptors that distributions commonly allow a service.
+            connections: 15_000,
+            // Twice the largest head that kube-apiserver sends with client groups inside.
+            header_bytes: 64 << 10,
+            // hyper's own default.
+            headers: 100,
+        }
+    }
+}
+
+/// How long is waited at most.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Timeouts {
+    /// A caller's TLS handshake.
+    #[serde(with = "HumanDuration")]
+    pub tls: Duration,
+    /// A request's head, from its first byte or the connection's start.
+    #[serde(with = "HumanDuration")]
+    pub header: Duration,
+    /// The edge's answer to CONNECT, which includes its dial to the target.
+    #[serde(with = "HumanDuration")]
+    pub open: Duration,
+    /// The app's answer to an upgrade.
+    #[serde(with = "HumanDuration")]
+    pub upgrade_first_byte: Duration,
+    /// A caller's connection without a request.
+    #[serde(with = "HumanDuration")]
+    pub idle_keepalive: Duration,
+    /// What open streams get to end when the gateway stops.
+    #[serde(with = "HumanDuration")]
+    pub drain: Duration,
+    /// An authorization asked of somebody else.
+    #[serde(with = "HumanDuration")]
+    pub authorize: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            // What Go's and HAProxy's defaults allow a slow client.
+            tls: Duration::from_secs(10),
+            header: Duration::from_secs(10),
+            // kube-apiserver sets no bound of its own; edges give up a dial after 5 s.
+            open: Duration::from_secs(10),
+            // kubelet pulls a terminal up within seconds, even on a busy node.
+            upgrade_first_byte: Duration::from_secs(30),
+            // Go's client keeps idle connections for 90 s: close no earlier than it does.
+            idle_keepalive: Duration::from_secs(90),
+            // Kubernetes' default grace before it kills.
+            drain: Duration::from_secs(30),
+            authorize: Duration::from_secs(3),
+        }
+    }
+}
+
+/// Which streams get an access record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum AccessLog {
+    /// Every stream.
+    All,
+    /// Streams that failed, here or at the app (5xx).
+    Failures,
+    /// No stream.
+    None,
+}

@@ -1,0 +1,175 @@
+//! One front of the configuration: a listener for callers, and whom it serves.
+//!
+//! `name`, `kind` and `listen` have no default, so that no front opens by a slip. Nothing
+//! here is open without `anonymous: true`: callers are authenticated by certificate or
+//! token, or by the mode of a unix socket.
+
+use std::path::PathBuf;
+
+use causeway_config::{HumanNetworks, Listen};
+use ipnet::IpNet;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A listener for callers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "independent switches of a user's file"
+)]
+pub struct Front {
+    /// Name in logs and metrics; unique.
+    pub name: String,
+    /// What callers speak: `https`, `http`, `tcp` or `connect`.
+    pub kind: Kind,
+    /// `IP:PORT` or `unix:/path`.
+    pub listen: Listen,
+    /// The node that all callers of this front mean; required for `tcp`.
+    #[serde(default)]
+    pub node: Option<String>,
+    /// The node port that this listener stands for; 10250 for `https`, required for `tcp`.
+    #[serde(default)]
+    pub port: Option<u16>,
+    /// Certificate shown to callers; without it one is minted from the own CA.
+    #[serde(default)]
+    pub certificate: Option<Certificate>,
+    /// Names in the certificate that is minted when a caller asks for no node.
+    #[serde(default)]
+    pub names: Vec<String>,
+    /// How callers are known.
+    #[serde(default)]
+    pub callers: Callers,
+    /// Pass the caller's `Authorization` on to the app instead of keeping it here.
+    #[serde(default)]
+    pub forward_authorization: bool,
+    /// Serve callers that cannot be known.
+    #[serde(default)]
+    pub anonymous: bool,
+    /// Networks from which such callers are served; empty is all.
+    #[serde(default, with = "HumanNetworks")]
+    pub anonymous_from: Vec<IpNet>,
+    /// Node ports at which such callers are served; empty is all.
+    #[serde(default)]
+    pub anonymous_ports: Vec<u16>,
+    /// Form of failures: `problem` (RFC 9457), or `kubernetes` where callers are kube-apiservers.
+    #[serde(default)]
+    pub errors: ErrorForm,
+    /// Connections arrive by DNAT: the address dialled names node and port.
+    #[serde(default)]
+    pub original_destination: bool,
+}
+
+impl Front {
+    /// kubelet's port, which is what an `https` front stands for unless told otherwise.
+    pub const KUBELET: u16 = 10250;
+
+    /// The front of a configuration that names none: certificates of the own CA only.
+    pub fn https() -> Self {
+        let listen = Listen::Tcp(std::net::SocketAddr::from(([0, 0, 0, 0], 10263)));
+        Self::new("https", Kind::Https, listen)
+    }
+
+    /// A front with everything else at its default.
+    pub fn new(name: impl Into<String>, kind: Kind, listen: Listen) -> Self {
+        Self {
+            name: name.into(),
+            kind,
+            listen,
+            node: None,
+            port: None,
+            certificate: None,
+            names: Vec::new(),
+            callers: Callers::default(),
+            forward_authorization: false,
+            anonymous: false,
+            anonymous_from: Vec::new(),
+            anonymous_ports: Vec::new(),
+            errors: ErrorForm::Problem,
+            original_destination: false,
+        }
+    }
+
+    /// The node port that this listener stands for, if any.
+    pub fn node_port(&self) -> Option<u16> {
+        match self.kind {
+            Kind::Https => self.port.or(Some(Self::KUBELET)),
+            Kind::Http | Kind::Tcp | Kind::Connect => self.port,
+        }
+    }
+
+    /// Callers may speak TLS here. `http` and unix sockets never do.
+    pub fn has_tls(&self) -> bool {
+        self.kind != Kind::Http && matches!(self.listen, Listen::Tcp(_))
+    }
+}
+
+/// What callers of a front speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// HTTP/1.1 and HTTP/2 over TLS, which ends here.
+    Https,
+    /// HTTP/1.1 and HTTP/2 in the clear.
+    Http,
+    /// Any bytes, to one node and port.
+    Tcp,
+    /// HTTP CONNECT.
+    Connect,
+}
+
+impl Kind {
+    /// The word used in configuration, logs and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Https => "https",
+            Self::Http => "http",
+            Self::Tcp => "tcp",
+            Self::Connect => "connect",
+        }
+    }
+}
+
+/// A certificate and its key, in PEM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Certificate {
+    /// File of the certificate and the intermediates behind it.
+    pub chain: PathBuf,
+    /// File of the key.
+    pub key: PathBuf,
+}
+
+/// How callers are known.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Callers {
+    /// By a caller certificate of the own CA (`causeway ca caller`).
+    pub own_ca: bool,
+    /// By a client certificate of these CAs (PEM files).
+    pub client_ca: Vec<PathBuf>,
+    /// By a bearer token of this file (`causeway caller token`), which keeps hashes only.
+    pub tokens: Option<PathBuf>,
+}
+
+impl Default for Callers {
+    fn default() -> Self {
+        Self {
+            // The one CA that is always there: a front without a word about callers is closed, not broken.
+            own_ca: true,
+            client_ca: Vec::new(),
+            tokens: None,
+        }
+    }
+}
+
+/// The form of a failure.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ErrorForm {
+    /// Status, `application/problem+json` and `Proxy-Status`.
+    #[default]
+    Problem,
+    /// 502 with `text/plain` and no Retry-After: what kubectl shows its user in every case.
+    Kubernetes,
+}

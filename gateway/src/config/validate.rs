@@ -1,0 +1,265 @@
+//! What no type can express about a gateway's configuration.
+//!
+//! Every check adds to one list, so a user sees all faults at once. The rule for fronts
+//! is DESIGN's: nothing is open by default. A front with no way to know a caller is a
+//! fault unless it says `anonymous: true`.
+
+use std::collections::HashSet;
+
+use causeway_certs::NodeName;
+use causeway_config::{Fault, Faults, Listen, Listeners, Validate, host_port};
+
+use super::{Config, Front, Kind};
+
+impl Validate for Config {
+    fn validate(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        self.numbers(&mut faults);
+        self.addresses(&mut faults);
+        let mut names = HashSet::new();
+        for (index, front) in self.fronts.iter().enumerate() {
+            let path = format!("fronts[{index}]");
+            if !names.insert(front.name.as_str()) {
+                let message = format!(
+                    "the name \"{}\" is taken by an earlier front; each has its own",
+                    front.name
+                );
+                faults.add(format!("{path}.name"), message);
+            }
+            FrontCheck {
+                front,
+                path,
+                faults: &mut faults,
+            }
+            .run();
+        }
+        faults.into_vec()
+    }
+}
+
+impl Config {
+    fn numbers(&self, faults: &mut Faults) {
+        let tunnel = &self.tunnel;
+        faults.not_zero(
+            "tunnel",
+            &[
+                ("handshake_timeout", tunnel.handshake_timeout),
+                ("hello_timeout", tunnel.hello_timeout),
+                ("ping_after", tunnel.ping_after),
+                ("ping_timeout", tunnel.ping_timeout),
+                ("close_after", tunnel.close_after),
+                (
+                    "edge_certificate_lifetime",
+                    tunnel.edge_certificate_lifetime,
+                ),
+            ],
+        );
+        let timeouts = &self.timeouts;
+        faults.not_zero(
+            "timeouts",
+            &[
+                ("tls", timeouts.tls),
+                ("header", timeouts.header),
+                ("open", timeouts.open),
+                ("upgrade_first_byte", timeouts.upgrade_first_byte),
+                ("idle_keepalive", timeouts.idle_keepalive),
+                ("drain", timeouts.drain),
+                ("authorize", timeouts.authorize),
+            ],
+        );
+        faults.at_least_one(
+            "tunnel",
+            &[
+                ("memory", tunnel.memory),
+                ("max_streams_per_tunnel", tunnel.max_streams_per_tunnel),
+            ],
+        );
+        let limits = &self.limits;
+        faults.at_least_one(
+            "limits",
+            &[
+                ("streams", limits.streams),
+                ("per_caller", limits.per_caller),
+                ("per_node", limits.per_node),
+                ("connections", limits.connections),
+                ("header_bytes", limits.header_bytes),
+                ("headers", limits.headers),
+            ],
+        );
+    }
+
+    fn addresses(&self, faults: &mut Faults) {
+        let mut listeners = Listeners::default();
+        listeners.add("tunnel.listen", "tunnel.listen", self.tunnel.listen, faults);
+        listeners.add("admin.listen", "admin.listen", self.admin.listen, faults);
+        for (index, front) in self.fronts.iter().enumerate() {
+            let path = format!("fronts[{index}].listen");
+            let name = format!("front \"{}\"", front.name);
+            listeners.add(&path, &name, front.listen.clone(), faults);
+        }
+        let lists = [
+            ("advertise", &self.tunnel.advertise),
+            ("gateways", &self.tunnel.gateways),
+        ];
+        for (key, list) in lists {
+            for (index, text) in list.iter().enumerate() {
+                if let Err(message) = host_port(text) {
+                    faults.add(format!("tunnel.{key}[{index}]"), message);
+                }
+            }
+        }
+    }
+}
+
+/// The checks of one front.
+struct FrontCheck<'a> {
+    front: &'a Front,
+    path: String,
+    faults: &'a mut Faults,
+}
+
+impl FrontCheck<'_> {
+    fn run(mut self) {
+        self.target();
+        self.files();
+        self.callers();
+        self.anonymous();
+    }
+
+    fn add(&mut self, key: &str, message: impl Into<String>) {
+        self.faults.add(format!("{}.{key}", self.path), message);
+    }
+
+    /// A fault that no key causes but a missing one: it stands at the front itself.
+    fn missing(&mut self, message: impl Into<String>) {
+        self.faults.add(self.path.as_str(), message);
+    }
+
+    fn target(&mut self) {
+        let front = self.front;
+        if front.name.is_empty() {
+            self.add("name", "is empty; name the front, for logs and metrics");
+        }
+        if let Some(node) = &front.node
+            && let Err(error) = NodeName::parse(node)
+        {
+            self.add("node", error.to_string());
+        }
+        if front.port == Some(0) {
+            self.add("port", "0 is no node port; ports run from 1 to 65535");
+        }
+        if front.kind == Kind::Tcp && !front.original_destination {
+            for (key, absent) in [
+                ("node", front.node.is_none()),
+                ("port", front.port.is_none()),
+            ] {
+                if absent {
+                    self.missing(format!(
+                        "a tcp front needs \"{key}\": bytes do not say whom they are for"
+                    ));
+                }
+            }
+        }
+        if front.original_destination && matches!(front.listen, Listen::Unix(_)) {
+            self.add(
+                "original_destination",
+                "a unix socket has none; remove this key or listen on IP:PORT",
+            );
+        }
+    }
+
+    fn files(&mut self) {
+        let front = self.front;
+        if let Some(certificate) = &front.certificate {
+            if front.has_tls() {
+                self.faults.file(
+                    format!("{}.certificate.chain", self.path),
+                    &certificate.chain,
+                );
+                self.faults
+                    .file(format!("{}.certificate.key", self.path), &certificate.key);
+            } else {
+                let message = format!("{} is served without TLS; remove this key", self.place());
+                self.add("certificate", message);
+            }
+        }
+        for (index, file) in front.callers.client_ca.iter().enumerate() {
+            self.faults
+                .file(format!("{}.callers.client_ca[{index}]", self.path), file);
+        }
+        if let Some(file) = &front.callers.tokens {
+            self.faults
+                .file(format!("{}.callers.tokens", self.path), file);
+        }
+    }
+
+    fn place(&self) -> String {
+        match self.front.listen {
+            Listen::Unix(_) => "a unix socket".into(),
+            Listen::Tcp(_) => format!("kind {}", self.front.kind.as_str()),
+        }
+    }
+
+    fn callers(&mut self) {
+        let front = self.front;
+        let by_certificate = front.callers.own_ca || !front.callers.client_ca.is_empty();
+        if !front.has_tls() && !front.callers.client_ca.is_empty() {
+            let message = format!(
+                "{} is served without TLS, so nobody shows a certificate; use callers.tokens",
+                self.place()
+            );
+            self.add("callers.client_ca", message);
+        }
+        if front.kind == Kind::Tcp && front.callers.tokens.is_some() {
+            self.add(
+                "callers.tokens",
+                "plain bytes have no place for a token; use callers.client_ca",
+            );
+        }
+        let known = (front.has_tls() && by_certificate)
+            || (front.kind != Kind::Tcp && front.callers.tokens.is_some())
+            // The socket's mode (0600) lets in its owner only.
+            || matches!(front.listen, Listen::Unix(_));
+        if !known && !front.anonymous {
+            let remedy = match front.kind {
+                Kind::Http => "set callers.tokens",
+                Kind::Tcp => "set callers.own_ca: true or callers.client_ca",
+                Kind::Https | Kind::Connect => {
+                    "set callers.own_ca: true, callers.client_ca or callers.tokens"
+                }
+            };
+            self.missing(format!(
+                "no caller of front \"{}\" can be known, so it would serve nobody; {remedy}, or say \
+                 anonymous: true to serve everybody",
+                front.name
+            ));
+        }
+    }
+
+    fn anonymous(&mut self) {
+        let front = self.front;
+        for (key, given) in [
+            ("anonymous_from", !front.anonymous_from.is_empty()),
+            ("anonymous_ports", !front.anonymous_ports.is_empty()),
+        ] {
+            if given && !front.anonymous {
+                self.add(key, "narrows anonymous: true, which this front does not say; add that or remove this key");
+            }
+        }
+        if let Some(index) = front.anonymous_ports.iter().position(|port| *port == 0) {
+            self.add(
+                &format!("anonymous_ports[{index}]"),
+                "0 is no node port; ports run from 1 to 65535",
+            );
+        }
+        if !front.anonymous_from.is_empty() && matches!(front.listen, Listen::Unix(_)) {
+            self.add(
+                "anonymous_from",
+                "callers of a unix socket have no address; remove this key",
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+fn faults(config: Value) -> Vec<String> {
+    let config: Config = serde_json::from_value(config).unwrap();
+    let faults = config.validate();
+    faults
+        .into_iter()
+        .map(|fault| format!("{}: {}", fault.path, fault.message))
+        .collect()
+}
+
+/// The one fault, which names `path` and says `part`.
+fn one_fault(config: Value, path: &str, part: &str) {
+    let faults = faults(config);
+    assert_eq!(faults.len(), 1, "{faults:#?}");
+    assert!(
+        faults[0].starts_with(&format!("{path}: ")) && faults[0].contains(part),
+        "{faults:#?}"
+    );
+}
+
+#[test]
+fn the_default_is_sound_and_opens_one_authenticated_front() {
+    assert_eq!(Config::default().validate(), []);
+    assert!(
+        Config::default()
+            .fronts
+            .iter()
+            .all(|front| !front.anonymous && front.has_tls())
+    );
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    let text = serde_json::to_value(Config::default()).unwrap();
+    assert_eq!(
+        serde_json::from_value::<Config>(text).unwrap(),
+        Config::default()
+    );
+}
+
+#[test]
+fn listeners_of_all_kinds_are_held_against_each_other() {
+    let front = |listen| json!({ "fronts": [{ "name": "a", "kind": "https", "listen": listen }] });
+    one_fault(front("127.0.0.1:10265"), "fronts[0].listen", "admin.listen");
+    one_fault(front("[::]:10262"), "fronts[0].listen", "tunnel.listen");
+    assert_eq!(faults(front("0.0.0.0:0")), Vec::<String>::new());
+}
+
+#[test]
+fn a_name_serves_one_front() {
+    let config = json!({ "fronts": [
+        { "name": "a", "kind": "https", "listen": "127.0.0.1:0" },
+        { "name": "a", "kind": "https", "listen": "127.0.0.1:0" },
+    ]});
+    one_fault(config, "fronts[1].name", "earlier front");
+}
+
+#[test]
+fn a_tcp_front_says_whom_it_is_for() {
+    let front = |more: Value| {
+        let mut front = json!({ "name": "ssh", "kind": "tcp", "listen": "127.0.0.1:0" });
+        front
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        json!({ "fronts": [front] })
+    };
+    assert_eq!(faults(front(json!({}))).len(), 2);
+    one_fault(front(json!({ "node": "edge-1" })), "fronts[0]", "\"port\"");
+    one_fault(
+        front(json!({ "node": "Edge_1", "port": 22 })),
+        "fronts[0].node",
+        "Edge_1",
+    );
+    one_fault(
+        front(json!({ "node": "edge-1", "port": 0 })),
+        "fronts[0].port",
+        "1 to 65535",
+    );
+    assert_eq!(
+        faults(front(json!({ "node": "edge-1", "port": 22 }))),
+        Vec::<String>::new()
+    );
+}
+
+#[test]
+fn nothing_is_open_unless_it_says_so() {
+    let http = |more: Value| {
+        let mut front = json!({ "name": "plain", "kind": "http", "listen": "127.0.0.1:0" });
+        front
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        json!({ "fronts": [front] })
+    };
+    one_fault(http(json!({})), "fronts[0]", "anonymous: true");
+    assert_eq!(
+        faults(http(json!({ "anonymous": true }))),
+        Vec::<String>::new()
+    );
+    one_fault(
+        json!({ "fronts": [{
+            "name": "a", "kind": "https", "listen": "127.0.0.1:0", "anonymous_from": ["10.0.0.0/8"],
+        }]}),
+        "fronts[0].anonymous_from",
+        "narrows",
+    );
+}
+
+#[test]
+fn a_front_without_certificates_and_tokens_serves_nobody() {
+    let https = json!({ "fronts": [{
+        "name": "a", "kind": "https", "listen": "127.0.0.1:0", "callers": { "own_ca": false },
+    }]});
+    one_fault(https, "fronts[0]", "no caller");
+}
+
+#[test]
+fn missing_files_zero_waits_and_zero_limits_come_together() {
+    let config = json!({
+        "timeouts": { "open": "0s" },
+        "limits": { "per_node": 0 },
+        "tunnel": { "advertise": ["gateway.example"] },
+        "fronts": [{
+            "name": "a", "kind": "https", "listen": "127.0.0.1:0",
+            "callers": { "client_ca": ["/nowhere/ca.pem"], "tokens": "/" },
+        }],
+    });
+    let found = faults(config);
+    let paths: Vec<_> = found
+        .iter()
+        .filter_map(|fault| fault.split(':').next())
+        .collect();
+    let expected = [
+        "timeouts.open",
+        "limits.per_node",
+        "tunnel.advertise[0]",
+        "fronts[0].callers.client_ca[0]",
+        "fronts[0].callers.tokens",
+    ];
+    assert_eq!(paths, expected, "{found:#?}");
+}

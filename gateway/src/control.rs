@@ -1,0 +1,17 @@
+//! The control path: admits and enrols edges, shows the gateway's state, ends it in order.
+//!
+//! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
+//! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere.
+
+pub mod enrol;
+
+pub mod admit;
+
+pub mod admin;
+
+pub mod drain;
+
+pub mod http;
+
+#[cfg(test)]
+mod world;

@@ -1,0 +1,139 @@
+//! The admin listener: health, metrics, and the state of the edges.
+//!
+//! It authenticates nobody and shows node names and addresses, so it belongs on loopback. A page in a browser on
+//! the same machine must not read it through a name of its own that resolves to loopback (DNS
+//! rebinding): a Host that names anything but the machine itself or the bound address is refused.
+//! Everything here reads tables; nothing changes one.
+
+mod edges;
+
+#[cfg(test)]
+mod tests;
+
+use crate::{
+    control::{drain::Readiness, http::Problem},
+    metrics::{self, Metrics},
+    state::{Nodes, Registry},
+};
+use axum::{
+    Json, Router,
+    extract::{Path, Request, State},
+    http::{HeaderMap, StatusCode, header, uri::Authority},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use causeway_certs::NodeName;
+use causeway_tunnel::target;
+use edges::{Detail, Row};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+use tower_http::{compression::CompressionLayer, timeout::TimeoutLayer, trace::TraceLayer};
+
+/// Everything here is in memory; a reader that is slower than this is stuck.
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// What the admin listener shows.
+#[derive(Clone, Debug)]
+pub struct App {
+    /// The tunnels.
+    pub registry: Registry,
+    /// The nodes that are known.
+    pub nodes: Nodes,
+    /// What was counted.
+    pub metrics: Arc<Metrics>,
+    /// Whether callers should be sent here.
+    pub readiness: Readiness,
+    /// Where it listens.
+    pub address: SocketAddr,
+}
+
+/// The admin listener's pages.
+pub fn router(app: App) -> Router {
+    let address = app.address.ip();
+    Router::new()
+        .route("/healthz", get(|| async { "ok\n" }))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(scrape))
+        .route("/api/v1/edges", get(all))
+        .route("/api/v1/edges/{node}", get(one))
+        .fallback(|| async {
+            Problem::new(
+                StatusCode::NOT_FOUND,
+                "path_unknown",
+                "there is nothing at this path",
+            )
+        })
+        .layer(middleware::from_fn(move |request, next| {
+            guard(address, request, next)
+        }))
+        .layer(CompressionLayer::new())
+        .layer(TimeoutLayer::with_status_code(
+            StatusCode::GATEWAY_TIMEOUT,
+            WITHIN,
+        ))
+        .layer(TraceLayer::new_for_http())
+        .with_state(app)
+}
+
+/// Refuses requests for somebody else's name.
+async fn guard(address: IpAddr, request: Request, next: Next) -> Response {
+    let authority = request.uri().authority().map(Authority::as_str);
+    let host = request
+        .headers()
+        .get(header::HOST)
+        .and_then(|host| host.to_str().ok());
+    // HTTP/1.0 without a Host comes from probes, never from a browser.
+    let ours = authority.or(host).is_none_or(|host| is_ours(host, address));
+    if ours {
+        return next.run(request).await;
+    }
+    let detail = "the Host is neither localhost nor the admin listener's address";
+    Problem::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail).into_response()
+}
+
+fn is_ours(host: &str, address: IpAddr) -> bool {
+    let Ok((host, _)) = target::split(host) else {
+        return false;
+    };
+    match host.parse::<IpAddr>() {
+        // Rebinding needs a name; on a wildcard any address may be this machine's.
+        Ok(ip) => ip.to_canonical().is_loopback() || ip == address || address.is_unspecified(),
+        Err(_) => host.eq_ignore_ascii_case("localhost"),
+    }
+}
+
+async fn readyz(State(app): State<App>) -> (StatusCode, String) {
+    match app.readiness.why_not() {
+        None => (StatusCode::OK, "ready\n".to_owned()),
+        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+    }
+}
+
+async fn scrape(State(app): State<App>) -> impl IntoResponse {
+    let edges = app.registry.all();
+    let round_trips = edges
+        .iter()
+        .map(|(_, edge)| edge.admitted.tunnel.round_trip());
+    app.metrics.round_trips(round_trips.collect());
+    let mut headers = HeaderMap::new();
+    let format = header::HeaderValue::from_static(metrics::CONTENT_TYPE);
+    headers.insert(header::CONTENT_TYPE, format);
+    (headers, app.metrics.encode())
+}
+
+async fn all(State(app): State<App>) -> Json<Vec<Row>> {
+    Json(edges::all(&app.registry, &app.nodes))
+}
+
+async fn one(State(app): State<App>, Path(node): Path<String>) -> Result<Json<Detail>, Problem> {
+    let node = NodeName::parse(&node).ok();
+    let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, &node));
+    found.map(Json).ok_or_else(|| {
+        let detail = "no node of this name is enrolled or connected here";
+        Problem::new(StatusCode::NOT_FOUND, "node_unknown", detail)
+    })
+}

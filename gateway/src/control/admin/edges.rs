@@ -1,0 +1,206 @@
+//! The edges as the admin API shows them: one row a node, and its tunnels on request.
+//!
+//! A node is listed if it is enrolled or connected. What it says of itself (version, labels, ports, addresses)
+//! is shown as such; its pool is the confirmed one. Field names are a promise to scripts.
+
+use crate::state::{Edge, Nodes, Registry};
+use causeway_certs::NodeName;
+use causeway_tunnel::Tunnel;
+use serde::Serialize;
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    time::{Duration, SystemTime},
+};
+
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
+/// How a node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Condition {
+    /// A tunnel takes streams.
+    Connected,
+    /// Its tunnels do not answer.
+    Suspect,
+    /// It leaves.
+    Draining,
+    /// It has no tunnel here.
+    Away,
+}
+
+/// One node.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Row {
+    node: NodeName,
+    state: Condition,
+    /// Since when it has been connected, or away; unknown if it was never seen by this process.
+    since: Option<String>,
+    last_seen: Option<String>,
+    /// Of the nearest tunnel.
+    rtt_ms: Option<f64>,
+    streams: usize,
+    /// From callers to the node, over the tunnels that are open.
+    bytes_up: u64,
+    bytes_down: u64,
+    version: Option<String>,
+    /// Where it dialled from.
+    address: Option<SocketAddr>,
+    tunnels: usize,
+    instance: Option<String>,
+    pool: Option<String>,
+    /// Confirmed addresses, by which callers may name it.
+    addresses: Vec<IpAddr>,
+    ports: Vec<u16>,
+    labels: BTreeMap<String, String>,
+}
+
+/// One node with its tunnels.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Detail {
+    #[serde(flatten)]
+    row: Row,
+    /// Addresses of the node as its edge sees them; not routable for that.
+    claimed_addresses: Vec<IpAddr>,
+    details: Vec<TunnelRow>,
+}
+
+/// One tunnel.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct TunnelRow {
+    id: u64,
+    slot: u32,
+    state: Condition,
+    since: String,
+    rtt_ms: f64,
+    streams: usize,
+    streams_opened: u64,
+    bytes_up: u64,
+    bytes_down: u64,
+    address: SocketAddr,
+}
+
+/// All nodes, by name.
+pub(super) fn all(registry: &Registry, nodes: &Nodes) -> Vec<Row> {
+    let mut tunnels: BTreeMap<NodeName, Vec<Edge>> = BTreeMap::new();
+    for name in nodes.names() {
+        tunnels.insert(name, Vec::new());
+    }
+    for (name, edge) in registry.all() {
+        tunnels.entry(name).or_default().push(edge);
+    }
+    let mut rows = Vec::with_capacity(tunnels.len());
+    for (node, edges) in tunnels {
+        let last = if edges.is_empty() {
+            registry.of(&node).1
+        } else {
+            None
+        };
+        rows.push(row(node, &edges, last, nodes));
+    }
+    rows
+}
+
+/// One node, if it is known.
+pub(super) fn one(registry: &Registry, nodes: &Nodes, node: &NodeName) -> Option<Detail> {
+    let (edges, last) = registry.of(node);
+    if edges.is_empty() && nodes.get(node).is_none() {
+        return None;
+    }
+    let claimed = edges
+        .last()
+        .map(|edge| edge.admitted.welcome.addresses.clone());
+    Some(Detail {
+        claimed_addresses: claimed.unwrap_or_default(),
+        details: edges.iter().map(tunnel).collect(),
+        row: row(node.clone(), &edges, last, nodes),
+    })
+}
+
+fn row(
+    node: NodeName,
+    edges: &[Edge],
+    last: Option<(SystemTime, SocketAddr)>,
+    nodes: &Nodes,
+) -> Row {
+    let known = nodes.get(&node).unwrap_or_default();
+    let newest = edges.last().map(|edge| &edge.admitted);
+    let welcome = newest.map(|newest| newest.welcome.as_ref());
+    let handles = || edges.iter().map(|edge| &edge.admitted.tunnel);
+    let away = last.map(|(seen, _)| seen);
+    let seen = newest.map_or(away, |_| Some(SystemTime::now()));
+    Row {
+        state: condition(edges),
+        since: edges
+            .iter()
+            .map(|edge| edge.since)
+            .min()
+            .or(away)
+            .map(rfc3339),
+        last_seen: seen.map(rfc3339),
+        rtt_ms: handles().map(Tunnel::round_trip).min().map(millis),
+        streams: handles().map(streams).sum(),
+        bytes_up: handles().map(|tunnel| tunnel.load().sent()).sum(),
+        bytes_down: handles().map(|tunnel| tunnel.load().received()).sum(),
+        version: welcome.map(|welcome| welcome.version.clone()),
+        address: newest
+            .map(|newest| newest.from)
+            .or(last.map(|(_, from)| from)),
+        tunnels: edges.len(),
+        instance: welcome.map(|welcome| welcome.instance.clone()),
+        pool: known.pool,
+        addresses: known.addresses,
+        ports: welcome
+            .map(|welcome| welcome.ports.clone())
+            .unwrap_or_default(),
+        labels: welcome
+            .map(|welcome| welcome.labels.clone())
+            .unwrap_or_default(),
+        node,
+    }
+}
+
+fn tunnel(edge: &Edge) -> TunnelRow {
+    let tunnel = &edge.admitted.tunnel;
+    TunnelRow {
+        id: edge.id.0,
+        slot: edge.admitted.welcome.slot,
+        state: condition(std::slice::from_ref(edge)),
+        since: rfc3339(edge.since),
+        rtt_ms: millis(tunnel.round_trip()),
+        streams: streams(tunnel),
+        // The control stream was the first.
+        streams_opened: tunnel.load().opened().saturating_sub(1),
+        bytes_up: tunnel.load().sent(),
+        bytes_down: tunnel.load().received(),
+        address: edge.admitted.from,
+    }
+}
+
+/// The best of its tunnels says how a node is.
+fn condition(edges: &[Edge]) -> Condition {
+    let tunnels = || edges.iter().map(|edge| &edge.admitted.tunnel);
+    if edges.is_empty() {
+        Condition::Away
+    } else if tunnels().any(Tunnel::is_open) {
+        Condition::Connected
+    } else if tunnels().any(Tunnel::is_draining) {
+        Condition::Draining
+    } else {
+        Condition::Suspect
+    }
+}
+
+/// Callers' streams on a tunnel.
+fn streams(tunnel: &Tunnel) -> usize {
+    tunnel.load().streams().saturating_sub(CONTROL)
+}
+
+fn rfc3339(when: SystemTime) -> String {
+    humantime::format_rfc3339_millis(when).to_string()
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

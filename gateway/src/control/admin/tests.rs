@@ -1,0 +1,145 @@
+use super::*;
+use crate::control::world::{World, name};
+use axum::{body::Body, http};
+use http_body_util::BodyExt;
+use serde_json::Value;
+use tower::Service;
+
+fn app(world: &World) -> App {
+    App {
+        registry: world.registry.clone(),
+        nodes: world.reader(),
+        metrics: world.metrics.clone(),
+        readiness: world.readiness.clone(),
+        address: "127.0.0.1:10265".parse().unwrap(),
+    }
+}
+
+async fn get(world: &World, path: &str, host: &str) -> (u16, String, String) {
+    let request = http::Request::get(path)
+        .header("host", host)
+        .body(Body::empty())
+        .unwrap();
+    let response = router(app(world)).call(request).await.unwrap();
+    let status = response.status().as_u16();
+    let kind = response
+        .headers()
+        .get("content-type")
+        .map(|kind| kind.to_str().unwrap().to_owned());
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    (
+        status,
+        kind.unwrap_or_default(),
+        String::from_utf8(body.to_vec()).unwrap(),
+    )
+}
+
+async fn json(world: &World, path: &str) -> (u16, Value) {
+    let (status, _, body) = get(world, path, "localhost").await;
+    (status, serde_json::from_str(&body).unwrap())
+}
+
+#[tokio::test]
+async fn ready_is_between_bound_and_draining_and_healthy_is_always() {
+    let world = World::start();
+    let ready = || async { get(&world, "/readyz", "localhost").await };
+    assert_eq!(ready().await.0, 503);
+    world.readiness.ready();
+    assert_eq!(ready().await.0, 200);
+    world.readiness.drains();
+    world.readiness.ready();
+    let (status, _, words) = ready().await;
+    assert_eq!((status, words.as_str()), (503, "the gateway is draining\n"));
+    assert_eq!(get(&world, "/healthz", "localhost").await.0, 200);
+}
+
+#[tokio::test]
+async fn only_this_machines_own_names_are_answered() {
+    let world = World::start();
+    for host in [
+        "localhost",
+        "LOCALHOST:10265",
+        "127.0.0.1:10265",
+        "[::1]:1",
+        "127.8.8.8",
+    ] {
+        assert_eq!(get(&world, "/healthz", host).await.0, 200, "{host}");
+    }
+    for host in [
+        "evil.example",
+        "edge-1:10265",
+        "10.0.0.1",
+        "localhost.evil.example",
+        "",
+    ] {
+        let (status, kind, _) = get(&world, "/healthz", host).await;
+        assert_eq!(
+            (status, kind.as_str()),
+            (421, "application/problem+json"),
+            "{host}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn edges_are_listed_whether_they_are_here_or_away() {
+    let world = World::start();
+    let away = world.enrolled("edge-2");
+    drop(world.joined(&away, "b", 0).await);
+    let _edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    world
+        .until(|world| !world.registry.holds(&name("edge-2")))
+        .await;
+    world
+        .nodes
+        .put(name("edge-3"), crate::state::Node::default());
+    let (status, all) = json(&world, "/api/v1/edges").await;
+    assert_eq!((status, all.as_array().unwrap().len()), (200, 3));
+    let found: Vec<_> = (0..3)
+        .map(|at| all[at]["state"].as_str().unwrap())
+        .collect();
+    assert_eq!(found, ["connected", "away", "away"]);
+    let here = &all[0];
+    assert_eq!(here["version"], "1.2.3");
+    assert_eq!(here["tunnels"], 1);
+    assert_eq!(here["streams"], 0);
+    assert_eq!(here["ports"], serde_json::json!([9100]));
+    assert!(here["rtt_ms"].as_f64().unwrap() > 0.0);
+    assert!(here["address"].as_str().unwrap().starts_with("127.0.0.1:"));
+    assert!(here["since"].as_str().unwrap().ends_with('Z'));
+    assert!(all[1]["last_seen"].is_string() && all[1]["rtt_ms"].is_null());
+    assert!(all[2]["last_seen"].is_null(), "never seen");
+}
+
+#[tokio::test]
+async fn one_edge_is_shown_with_its_tunnels() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let _edge = world.joined(&identity, "a", 0).await;
+    let _bulk = world.joined(&identity, "a", 1).await;
+    let (status, one) = json(&world, "/api/v1/edges/EDGE-1").await;
+    assert_eq!((status, &one["instance"]), (200, &Value::from("a")));
+    let slots: Vec<_> = (0..2)
+        .map(|at| one["details"][at]["slot"].as_u64().unwrap())
+        .collect();
+    assert_eq!(slots, [0, 1]);
+    for path in ["/api/v1/edges/edge-9", "/api/v1/edges/no..name"] {
+        let (status, said) = json(&world, path).await;
+        assert_eq!(
+            (status, &said["reason"]),
+            (404, &Value::from("node_unknown"))
+        );
+    }
+    assert_eq!(json(&world, "/nothing").await.0, 404);
+}
+
+#[tokio::test]
+async fn metrics_come_as_openmetrics_with_the_round_trips_of_the_moment() {
+    let world = World::start();
+    let _edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let (status, kind, body) = get(&world, "/metrics", "localhost").await;
+    assert_eq!((status, kind.as_str()), (200, metrics::CONTENT_TYPE));
+    assert!(body.contains("causeway_gateway_tunnels 1\n"));
+    assert!(body.contains("causeway_gateway_tunnel_round_trip_seconds{quantile=\"1\"} "));
+    assert!(body.ends_with("# EOF\n"));
+}

@@ -1,0 +1,365 @@
+//! The tunnel port: TLS, then either a tunnel or an edge's own requests.
+//!
+//! The ALPN in the `ClientHello` chooses the configuration: `rh2` requires a certificate, `h2` and `http/1.1`
+//! make it optional. TLS is finished within a bound, and the certificate checked, resumed or not. A tunnel
+//! moves to the core of its node, where its conversation begins; anything else is served by
+//! `control::enrol`. Handshakes are spread over the cores and never awaited in the loop; every task
+//! belongs to [`Admission::run`], whose end ends them.
+
+mod conversation;
+mod link;
+
+#[cfg(test)]
+mod tests;
+
+use crate::{
+    config,
+    control::http::{self, Peer},
+    core::{CoreId, Cores},
+    metrics::Metrics,
+    state::{Nodes, Registry},
+};
+use axum::Router;
+use causeway_certs::{
+    Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain, check_peer,
+    verify::{self, TrustError},
+};
+use causeway_tunnel::{
+    listener::{self, Bound, Listener},
+    socket::{Counted, Detached, Socket, tune_tunnel},
+    task::Tasks,
+    wire,
+};
+use rustls::{
+    ServerConfig,
+    pki_types::{CertificateDer, UnixTime},
+    server::{ClientHello, ResolvesServerCert},
+};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    time::{Instant, timeout},
+};
+use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info_span, warn};
+
+/// Handshakes at once, at about 30 KiB each; what comes beyond waits in the kernel's queue.
+const HANDSHAKES: usize = 1024;
+/// Connections of edges' own requests at once: joining and renewing take some milliseconds each.
+const JOINING: usize = 256;
+/// What a tunnel gets, beyond the drain time, to be told and to hang up.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// The label of this listener in metrics.
+const LISTENER: &str = "tunnel";
+
+type Io = TlsStream<Counted<Socket>>;
+
+/// The tunnel port's TLS: two configurations, and who is believed.
+#[derive(Clone, Debug)]
+pub struct Tls {
+    tunnel: Arc<ServerConfig>,
+    join: Arc<ServerConfig>,
+    trust: Trust,
+}
+
+impl Tls {
+    /// For a gateway that shows `leaf` and believes `root`.
+    ///
+    /// # Errors
+    /// If the root is unusable.
+    pub fn new(
+        leaf: Arc<dyn ResolvesServerCert>,
+        root: &CertificateDer<'static>,
+        domain: &TrustDomain,
+    ) -> Result<Self, TrustError> {
+        let trust = Trust::new(root, domain)?;
+        Ok(Self {
+            tunnel: verify::tunnel_server(leaf.clone(), &trust)?,
+            join: verify::join_server(leaf, &trust)?,
+            trust,
+        })
+    }
+
+    fn choose(&self, hello: &ClientHello<'_>) -> (Way, Arc<ServerConfig>) {
+        let mut offered = hello.alpn().into_iter().flatten();
+        if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
+            (Way::Tunnel, self.tunnel.clone())
+        } else {
+            // What offers neither is refused by this configuration, with the right alert.
+            (Way::Join, self.join.clone())
+        }
+    }
+
+    fn check(&self, io: &Io) -> Result<Identity, PeerRefused> {
+        let chain = io.get_ref().1.peer_certificates();
+        let now = UnixTime::now();
+        check_peer(
+            chain,
+            Purpose::Edge,
+            now,
+            &self.trust,
+            &verify::none_revoked,
+        )
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Tunnel,
+    Join,
+}
+
+/// What admits edges.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    /// Where tunnels are served.
+    pub cores: Cores,
+    /// Where tunnels are entered.
+    pub registry: Registry,
+    /// The nodes that are welcome.
+    pub nodes: Nodes,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// The tunnel port's certificates.
+    pub tls: Tls,
+    /// Bounds, and the addresses that edges are told.
+    pub settings: config::Tunnel,
+    /// What a leaving edge's open streams get to end.
+    pub drain: Duration,
+    /// This gateway's name, for people.
+    pub name: String,
+    /// Serves edges' own requests.
+    pub enrol: Router,
+}
+
+/// An edge whose TLS is done, between two cores.
+struct Arrived {
+    /// Without its socket.
+    io: Io,
+    socket: Detached,
+    /// Whose certificate it is, or why it may not stay.
+    node: Result<NodeName, PeerRefused>,
+    from: SocketAddr,
+    round_trip: Duration,
+}
+
+/// Why a connection did not come to anything.
+#[derive(Debug, thiserror::Error)]
+enum Failed {
+    #[error("{}", said(.0))]
+    Tls(#[from] io::Error),
+    #[error("no TLS handshake within {0:?}")]
+    TooSlow(Duration),
+    #[error("{0}")]
+    Peer(#[from] PeerRefused),
+    #[error("the gateway stops")]
+    Stopping,
+    #[error("too many edges join at once")]
+    Full,
+}
+
+/// The words of rustls where it failed, of the system otherwise.
+fn said(error: &io::Error) -> String {
+    match tls_error(error) {
+        Some(error) => error.to_string(),
+        None => error.to_string(),
+    }
+}
+
+fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref()?.downcast_ref()
+}
+
+impl Failed {
+    /// One word for the metric, and whether somebody should look at it.
+    fn weigh(&self) -> (&'static str, bool) {
+        let error = match self {
+            Self::TooSlow(_) => return ("timeout", false),
+            Self::Peer(_) => return ("certificate", true),
+            Self::Stopping => return ("draining", false),
+            Self::Full => return ("full", true),
+            Self::Tls(error) => tls_error(error),
+        };
+        match error {
+            None => ("peer_gone", false),
+            Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => {
+                ("certificate", true)
+            }
+            Some(rustls::Error::NoApplicationProtocol) => ("alpn", true),
+            Some(rustls::Error::AlertReceived(_)) => ("peer_alert", true),
+            Some(_) => ("protocol", false),
+        }
+    }
+}
+
+/// What handshakes share with the loop that accepts.
+#[derive(Clone)]
+struct Desk {
+    admission: Arc<Admission>,
+    arrived: mpsc::Sender<Arrived>,
+    joining: Arc<Semaphore>,
+    stop: CancellationToken,
+}
+
+impl Admission {
+    /// Accepts edges until `stop`. Then lets the tunnels go on for the drain time (`control::drain` empties
+    /// them meanwhile), and returns when the last is gone. Dropping the future ends all at once.
+    pub async fn run(self, listener: Bound, stop: CancellationToken) {
+        let listener = match listener.attach() {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!(%error, "the system does not take the tunnel port's listener");
+                return;
+            }
+        };
+        let grace = self.drain + FAREWELL;
+        let cores: Vec<CoreId> = self.cores.all().collect();
+        let mut next = cores.iter().copied().cycle();
+        let (arrived, mut arrivals) = mpsc::channel(HANDSHAKES);
+        let desk = Desk {
+            admission: Arc::new(self),
+            arrived,
+            joining: Arc::new(Semaphore::new(JOINING)),
+            stop: stop.clone(),
+        };
+        let tasks = Tasks::new(&CancellationToken::new());
+        let permits = Arc::new(Semaphore::new(HANDSHAKES));
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(arrived) = arrivals.recv() => desk.admission.carry(&tasks, arrived),
+                (permit, socket, from) = accept(&listener, &permits) => {
+                    let core = next.next().unwrap_or(CoreId(0));
+                    let span = info_span!("handshake", %from);
+                    let runtime = desk.admission.cores.runtime(core);
+                    tasks.spawn_on(runtime, span, desk.clone().greet(permit, socket, from));
+                }
+            }
+        }
+        drop(arrivals);
+        tasks.drain(grace).await;
+    }
+
+    /// Begins the conversation with an edge on the core of its node.
+    fn carry(self: &Arc<Self>, tasks: &Tasks, arrived: Arrived) {
+        let node = arrived.node.as_ref();
+        let core = node.map_or(CoreId(0), |node| self.cores.of(node));
+        let name = node.map_or("(refused)", NodeName::as_str);
+        let span = info_span!("tunnel", node = name, from = %arrived.from);
+        // Boxed: what a task's wrappers copy would count for every idle edge.
+        let conversation = Box::pin(conversation::run(self.clone(), Box::new(arrived)));
+        eprintln!("SIZE {} arrived {}", std::mem::size_of_val(&*conversation), std::mem::size_of::<Arrived>());
+        tasks.spawn_on(self.cores.runtime(core), span, conversation);
+    }
+}
+
+/// The next connection that there is room for.
+async fn accept(
+    listener: &Listener,
+    permits: &Arc<Semaphore>,
+) -> (
+    Option<OwnedSemaphorePermit>,
+    io::Result<Detached>,
+    SocketAddr,
+) {
+    loop {
+        // Nobody closes the semaphore.
+        let permit = permits.clone().acquire_owned().await.ok();
+        let (socket, peer) = listener.accept().await;
+        if let listener::Peer::Tcp(from) = peer {
+            return (permit, socket.detach(), from);
+        }
+    }
+}
+
+impl Desk {
+    /// One connection, from its first byte to its tunnel or to the end of its requests.
+    async fn greet(
+        self,
+        permit: Option<OwnedSemaphorePermit>,
+        socket: io::Result<Detached>,
+        from: SocketAddr,
+    ) {
+        let bound = self.admission.settings.handshake_timeout;
+        let shaken = match timeout(bound, self.admission.tls.handshake(socket)).await {
+            Ok(shaken) => shaken,
+            Err(_) => Err(Failed::TooSlow(bound)),
+        };
+        drop(permit);
+        let done = match shaken {
+            Ok((Way::Tunnel, io, round_trip)) => self.hand_over(io, from, round_trip).await,
+            Ok((Way::Join, io, _)) => self.join(io, from).await,
+            Err(failed) => Err(failed),
+        };
+        if let Err(failed) = done {
+            let (word, notable) = failed.weigh();
+            self.admission.metrics.handshake_failed(LISTENER, word);
+            if notable {
+                warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
+            } else {
+                debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
+            }
+        }
+    }
+
+    async fn hand_over(
+        &self,
+        mut io: Io,
+        from: SocketAddr,
+        round_trip: Duration,
+    ) -> Result<(), Failed> {
+        let node = match self.admission.tls.check(&io) {
+            Ok(Identity::Edge(node)) => Ok(node),
+            Ok(other) => Err(PeerRefused::Kind {
+                wanted: Purpose::Edge,
+                found: other.kind(),
+            }),
+            Err(refused) => Err(refused),
+        };
+        let socket = io.get_mut().0.take().ok_or(Failed::Stopping)?;
+        let arrived = Arrived {
+            io,
+            socket: socket.detach()?,
+            node,
+            from,
+            round_trip,
+        };
+        self.arrived
+            .send(arrived)
+            .await
+            .map_err(|_| Failed::Stopping)
+    }
+
+    async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
+        let identity = match self.admission.tls.check(&io) {
+            Ok(identity) => Some(identity),
+            Err(PeerRefused::Missing) => None,
+            Err(refused) => return Err(refused.into()),
+        };
+        let _permit = self.joining.try_acquire().map_err(|_| Failed::Full)?;
+        let peer = Peer {
+            address: Some(from.ip().to_canonical()),
+            identity,
+        };
+        http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
+        Ok(())
+    }
+}
+
+impl Tls {
+    /// Finishes TLS, and takes the time that its last flight needed: one round trip.
+    async fn handshake(&self, socket: io::Result<Detached>) -> Result<(Way, Io, Duration), Failed> {
+        let socket = socket?.attach()?;
+        if let Some(tcp) = socket.tcp() {
+            tune_tunnel(tcp);
+        }
+        let acceptor = rustls::server::Acceptor::default();
+        let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
+        let (way, config) = self.choose(&begun.client_hello());
+        let answered = Instant::now();
+        let io = begun.into_stream(config).await?;
+        Ok((way, io, answered.elapsed()))
+    }
+}

@@ -1,0 +1,304 @@
+//! The conversation with one edge: hello, registration, lines both ways, and the end.
+//!
+//! HTTP/2 begins on the core of the node. The gateway says hello and hears who the edge is, within a bound.
+//! The edge is judged: certificate, version, known node. Its tunnel is registered; what that replaced is
+//! told. Then lines pass until the tunnel ends, or one end sends the other away. The guard of the
+//! registration unregisters on every path, and only what it has registered.
+
+use super::{
+    Admission, Arrived,
+    link::{Link, Registered, dismissal, idle},
+};
+use crate::state::{Admitted, registry::Replaced};
+use causeway_certs::{NodeName, PeerRefused};
+use causeway_tunnel::{
+    Ended,
+    hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
+    wire,
+};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, timeout},
+};
+use tracing::{debug, info, warn};
+
+/// Lines that wait for an edge; one that does not read them is about to end.
+const LINES: usize = 8;
+/// Longest name that an edge may give its process.
+const MAX_INSTANCE: usize = 64;
+
+/// How a conversation ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum End {
+    #[error("{0}")]
+    Tunnel(Ended),
+    #[error("the edge left: {0:?}")]
+    Left(String),
+    #[error("{1}")]
+    Dismissed(Dismissal, String),
+    #[error("control stream: {0}")]
+    Control(#[from] ControlError),
+}
+
+impl End {
+    /// One word, for metrics.
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Tunnel(ended) => ended.word(),
+            Self::Left(_) => "left",
+            Self::Dismissed(why, _) => why.word(),
+            Self::Control(ControlError::TooSlow(_)) => "hello_timeout",
+            Self::Control(ControlError::TooLong | ControlError::Malformed(_)) => "malformed",
+            Self::Control(ControlError::Stream(_) | ControlError::Closed) => "control_lost",
+        }
+    }
+
+    /// An edge whose link broke during the hello is ordinary; one that was refused wants a look.
+    fn log_refusal(&self, edge: &str, from: SocketAddr) {
+        if self.word() == "control_lost" {
+            debug!(edge, peer = %from, why = %self, "an edge hung up during its hello");
+        } else {
+            warn!(edge, peer = %from, why = %self, "refused an edge");
+        }
+    }
+}
+
+/// Talks with an edge until its tunnel is gone.
+pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
+    let (node, from) = (arrived.node.clone(), arrived.from);
+    // What comes once is boxed and gone when the tunnel idles.
+    let mut link = match Box::pin(Link::open(&admission, arrived)).await {
+        Ok(link) => link,
+        Err(ended) => {
+            debug!(why = %ended, "an edge hung up before its hello");
+            return admission.metrics.registration(ended.word());
+        }
+    };
+    let (node, end) = match Box::pin(admission.hello(&mut link, node, from)).await {
+        Ok((mut conversation, node)) => {
+            let end = conversation.talk(&mut link).await;
+            let ended = link.close().await;
+            let end = blame(end, ended);
+            admission.metrics.tunnel_ended(end.word());
+            (node, end)
+        }
+        Err((name, end)) => {
+            link.close().await;
+            admission.metrics.registration(end.word());
+            return end.log_refusal(&name, from);
+        }
+    };
+    info!("{node} disconnected: {end}");
+}
+
+/// A control stream breaks with its tunnel: then the tunnel's own words say more.
+fn blame(end: End, ended: Ended) -> End {
+    match (end, ended) {
+        (end @ End::Control(_), Ended::Closed) => end,
+        (End::Control(_), ended) => End::Tunnel(ended),
+        (end, _) => end,
+    }
+}
+
+/// What both ends say once the tunnel is registered.
+struct Conversation {
+    control: Control,
+    lines: mpsc::Receiver<ToEdge>,
+    drain: Duration,
+    _registered: Registered,
+}
+
+impl Admission {
+    /// Says hello, judges the answer, registers. An error comes with the best name there is.
+    async fn hello(
+        &self,
+        link: &mut Link,
+        node: Result<NodeName, PeerRefused>,
+        from: SocketAddr,
+    ) -> Result<(Conversation, NodeName), (String, End)> {
+        let name = node
+            .as_ref()
+            .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
+        let failed = |end: End| (name.clone(), end);
+        let asked = timeout(link.bound, self.ask(link, &name)).await;
+        let (mut control, heard) = asked
+            .map_err(|_| failed(ControlError::TooSlow(link.bound).into()))?
+            .map_err(|error| failed(error.into()))?;
+        let welcome = match heard {
+            Ok(welcome) => welcome,
+            Err(error @ (ControlError::TooLong | ControlError::Malformed(_))) => {
+                let detail = error.to_string();
+                let end = link
+                    .dismiss(&mut control, Dismissal::Malformed, detail)
+                    .await;
+                return Err(failed(end));
+            }
+            Err(error) => return Err(failed(error.into())),
+        };
+        let node = match self.judge(node, &welcome) {
+            Ok(node) => node,
+            Err((why, detail)) => {
+                return Err(failed(link.dismiss(&mut control, why, detail).await));
+            }
+        };
+        match self.register(link, control, &node, (welcome, from)).await {
+            Ok(conversation) => Ok((conversation, node)),
+            Err(end) => Err(failed(end)),
+        }
+    }
+
+    /// Opens the control stream, says hello, and hears one line.
+    async fn ask(
+        &self,
+        link: &Link,
+        node: &str,
+    ) -> Result<(Control, Result<Welcome, ControlError>), ControlError> {
+        let mut control = link.tunnel.control().await?;
+        let settings = &self.settings;
+        let hello = Hello {
+            protocol: wire::VERSION,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            gateway: self.name.clone(),
+            node: node.to_owned(),
+            gateways: settings
+                .advertise
+                .iter()
+                .chain(&settings.gateways)
+                .cloned()
+                .collect(),
+        };
+        control.tell(&ToEdge::Hello(hello)).await?;
+        let heard = match control.hear().await {
+            Ok(ToGateway::Welcome(welcome)) => Ok(welcome),
+            Ok(ToGateway::Leave { .. }) => Err(ControlError::Closed),
+            Err(error) => Err(error),
+        };
+        Ok((control, heard))
+    }
+
+    /// Whether an edge may stay.
+    fn judge(
+        &self,
+        node: Result<NodeName, PeerRefused>,
+        welcome: &Welcome,
+    ) -> Result<NodeName, (Dismissal, String)> {
+        let node = node.map_err(|refused| (Dismissal::Unwelcome, refused.to_string()))?;
+        if welcome.protocol != wire::VERSION {
+            let detail = format!(
+                "the edge speaks version {} of the tunnel's protocol and this gateway {}",
+                welcome.protocol,
+                wire::VERSION
+            );
+            return Err((Dismissal::Malformed, detail));
+        }
+        let instance = welcome.instance.as_bytes();
+        if instance.is_empty() || instance.len() > MAX_INSTANCE {
+            let detail = format!(
+                "an instance has 1 to {MAX_INSTANCE} bytes, not {}",
+                instance.len()
+            );
+            return Err((Dismissal::Malformed, detail));
+        }
+        if self.nodes.get(&node).is_none() {
+            let detail = format!(
+                "node {node} is not enrolled at this gateway (or was removed); join again with a new token"
+            );
+            return Err((Dismissal::Unwelcome, detail));
+        }
+        Ok(node)
+    }
+
+    /// Enters the tunnel and tells what it replaced.
+    async fn register(
+        &self,
+        link: &mut Link,
+        mut control: Control,
+        node: &NodeName,
+        (welcome, from): (Welcome, SocketAddr),
+    ) -> Result<Conversation, End> {
+        let (tell, lines) = mpsc::channel(LINES);
+        let version = welcome.version.clone();
+        let (slot, instance) = (welcome.slot, welcome.instance.clone());
+        let admitted = Admitted {
+            tunnel: link.tunnel.clone(),
+            welcome: Arc::new(welcome),
+            from,
+            control: tell,
+        };
+        let (id, replaced) = match self.registry.register(node, admitted) {
+            Ok(entered) => entered,
+            Err(superseded) => {
+                let detail = format!(
+                    "{node} is served by a later process that dialled from {}",
+                    superseded.from
+                );
+                return Err(link
+                    .dismiss(&mut control, Dismissal::Superseded, detail)
+                    .await);
+            }
+        };
+        let registered = Registered::new(self, node, id, &link.tunnel);
+        retire(node, from, replaced);
+        link.tell(&mut control, &ToEdge::Registered).await?;
+        self.metrics.registration("ok");
+        info!(%node, %from, slot, ?instance, ?version, "{node} connected");
+        Ok(Conversation {
+            control,
+            lines,
+            drain: self.drain,
+            _registered: registered,
+        })
+    }
+}
+
+/// Takes the tunnels that a newer one replaced out of use.
+fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
+    for Replaced { edge, superseded } in replaced {
+        let old = edge.admitted;
+        old.tunnel.drain();
+        let detail = format!("a later process of node {node} dialled from {from}");
+        let line = dismissal(Dismissal::Superseded, detail);
+        // The same process knows that it dialled anew; and one that reads no lines hears nothing.
+        if !superseded || old.control.try_send(line).is_err() {
+            old.tunnel.close();
+        }
+    }
+}
+
+impl Conversation {
+    /// Passes lines both ways until the tunnel ends or one end leaves.
+    async fn talk(&mut self, link: &mut Link) -> End {
+        let tunnel = link.tunnel.clone();
+        let mut leaving: Option<(Instant, String)> = None;
+        loop {
+            let until = leaving
+                .as_ref()
+                .map_or_else(Instant::now, |(until, _)| *until);
+            tokio::select! {
+                biased;
+                ended = link.ended() => return End::Tunnel(ended),
+                () = idle(&tunnel, until), if leaving.is_some() => {
+                    return End::Left(leaving.map_or_else(String::new, |(_, detail)| detail));
+                }
+                Some(message) = self.lines.recv() => {
+                    if let ToEdge::Dismiss { why, detail, .. } = message {
+                        return link.dismiss(&mut self.control, why, detail).await;
+                    }
+                    if let Err(error) = link.tell(&mut self.control, &message).await {
+                        return error.into();
+                    }
+                }
+                heard = self.control.hear() => match heard {
+                    Ok(ToGateway::Leave { detail }) => {
+                        debug!(?detail, "the edge leaves");
+                        tunnel.drain();
+                        leaving = Some((Instant::now() + self.drain, detail));
+                    }
+                    Ok(ToGateway::Welcome(_)) => debug!("the edge says a second welcome"),
+                    Err(error) => return error.into(),
+                },
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! One admitted connection: the tunnel, the task that drives it, and its place in the registry.
+//!
+//! The driver is a task of its own, on the core of the node: what moves bytes is woken without the
+//! conversation. It belongs to the [`Link`], and the place to [`Registered`]: dropping either on
+//! any path leaves nothing behind.
+
+use super::{Admission, Arrived, conversation::End};
+use crate::{
+    metrics::TunnelGuard,
+    state::{Registry, TunnelId},
+};
+use causeway_certs::NodeName;
+use causeway_tunnel::{
+    Ended, Tunnel,
+    client::{self, Settings},
+    hello::{Control, ControlError, Dismissal, ToEdge},
+    liveness::Bounds,
+    task::Tasks,
+};
+use std::time::Duration;
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
+use tracing::Span;
+
+/// How long an edge that was sent away stays away: as long as it ever backs off.
+const AWAY: Duration = Duration::from_mins(1);
+/// How often is looked whether a leaving edge's streams have ended.
+const LOOK: Duration = Duration::from_millis(100);
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
+/// The line that sends an edge away.
+pub(super) fn dismissal(why: Dismissal, detail: String) -> ToEdge {
+    ToEdge::Dismiss {
+        why,
+        detail,
+        retry_after_ms: u64::try_from(AWAY.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// A tunnel and the task that drives it, which ends with this value.
+pub(super) struct Link {
+    pub(super) tunnel: Tunnel,
+    over: oneshot::Receiver<Ended>,
+    ended: Option<Ended>,
+    /// Of each wait for the edge.
+    pub(super) bound: Duration,
+    _driver: Tasks,
+}
+
+impl Link {
+    /// Begins HTTP/2 on this core.
+    pub(super) async fn open(admission: &Admission, arrived: Box<Arrived>) -> Result<Self, Ended> {
+        let failed = |error: std::io::Error| Ended::Failed(error.to_string());
+        let Arrived {
+            mut io,
+            socket,
+            round_trip,
+            ..
+        } = *arrived;
+        let traffic = {
+            let counted = io.get_mut().0;
+            counted.put(socket.attach().map_err(failed)?);
+            counted.traffic()
+        };
+        let config = &admission.settings;
+        let settings = Settings {
+            liveness: Bounds {
+                probe_after: config.ping_after,
+                suspect_after: config.ping_timeout,
+                close_after: config.close_after,
+            },
+            budget: config.memory,
+            max_streams: config.max_streams_per_tunnel.saturating_add(CONTROL),
+            round_trip,
+        };
+        let (tunnel, driver) =
+            timeout(config.hello_timeout, client::connect(io, traffic, settings))
+                .await
+                .map_err(|_| Ended::Silent)??;
+        let (tell, over) = oneshot::channel();
+        let tasks = Tasks::default();
+        let drive = Box::pin(driver.run());
+        eprintln!("SIZE drive {}", std::mem::size_of_val(&*drive));
+        tasks.spawn(Span::current(), async move {
+            // Nobody listens only where the conversation is being dropped.
+            let _ = tell.send(drive.await);
+        });
+        Ok(Self {
+            tunnel,
+            over,
+            ended: None,
+            bound: config.hello_timeout,
+            _driver: tasks,
+        })
+    }
+
+    /// Waits until the tunnel has ended. Cancel-safe.
+    pub(super) async fn ended(&mut self) -> Ended {
+        if let Some(ended) = &self.ended {
+            return ended.clone();
+        }
+        let ended = (&mut self.over).await.unwrap_or(Ended::Closed);
+        self.ended.insert(ended).clone()
+    }
+
+    /// Closes the tunnel, if it has not ended by itself.
+    pub(super) async fn close(&mut self) -> Ended {
+        self.tunnel.close();
+        self.ended().await
+    }
+
+    pub(super) async fn tell(
+        &self,
+        control: &mut Control,
+        line: &ToEdge,
+    ) -> Result<(), ControlError> {
+        timeout(self.bound, control.tell(line))
+            .await
+            .map_err(|_| ControlError::TooSlow(self.bound))?
+    }
+
+    /// Sends the edge away. It hangs up when it has read why; else it is hung up on after a bound.
+    pub(super) async fn dismiss(
+        &mut self,
+        control: &mut Control,
+        why: Dismissal,
+        detail: String,
+    ) -> End {
+        let line = dismissal(why, detail.clone());
+        if self.tell(control, &line).await.is_ok() {
+            control.close();
+            let bound = self.bound;
+            // Either way it is over.
+            let _ = timeout(bound, self.ended()).await;
+        }
+        End::Dismissed(why, detail)
+    }
+}
+
+/// Waits until no caller's stream is open, at most until `end`.
+pub(super) async fn idle(tunnel: &Tunnel, end: Instant) {
+    while tunnel.load().streams() > CONTROL && Instant::now() < end {
+        sleep(LOOK).await;
+    }
+}
+
+/// The tunnel's place in the registry; dropping it gives up the place and closes the tunnel.
+pub(super) struct Registered {
+    registry: Registry,
+    node: NodeName,
+    id: TunnelId,
+    tunnel: Tunnel,
+    _open: TunnelGuard,
+}
+
+impl Registered {
+    pub(super) fn new(
+        admission: &Admission,
+        node: &NodeName,
+        id: TunnelId,
+        tunnel: &Tunnel,
+    ) -> Self {
+        Self {
+            registry: admission.registry.clone(),
+            node: node.clone(),
+            id,
+            tunnel: tunnel.clone(),
+            _open: admission.metrics.tunnel(),
+        }
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.tunnel.close();
+        self.registry.unregister(&self.node, self.id);
+    }
+}

@@ -1,0 +1,371 @@
+use crate::{
+    control::{
+        drain::drain,
+        world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
+    },
+    core::Cores,
+    state::Away,
+};
+use causeway_certs::{EdgeIdentity, verify};
+use causeway_tunnel::{
+    Target,
+    client::Ask,
+    hello::{Dismissal, ToEdge, ToGateway},
+    wire,
+};
+use http::Request;
+use rustls::ClientConfig;
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
+
+/// A client configuration with another ALPN.
+fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
+    let mut config = ClientConfig::clone(config);
+    config.alpn_protocols = vec![alpn.to_vec()];
+    Arc::new(config)
+}
+
+/// With what words the gateway refuses a handshake, which TLS 1.3 shows at the first read.
+async fn alert(world: &World, config: Arc<ClientConfig>) -> String {
+    let refused = async {
+        let mut io = world.tls(config).await?;
+        io.read_u8().await
+    };
+    timeout(LONG, refused)
+        .await
+        .unwrap()
+        .unwrap_err()
+        .to_string()
+}
+
+#[tokio::test]
+async fn an_edge_is_registered_after_its_hello_and_gone_when_it_hangs_up() {
+    let world = World::start();
+    let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let ToEdge::Hello(hello) = &edge.hello else {
+        panic!("the first line is the hello, not {:?}", edge.hello);
+    };
+    assert_eq!(
+        (hello.protocol, hello.node.as_str()),
+        (wire::VERSION, "edge-1")
+    );
+    assert_eq!(hello.gateways, ["gw.example:10262", "gw2.example:10262"]);
+    assert!(world.registry.pick(&name("edge-1")).is_ok());
+    assert!(world.counted("tunnels 1"));
+    drop(edge);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="peer_gone"} 1"#))
+        .await;
+    assert!(world.counted("tunnels 0"));
+    assert!(matches!(
+        world.registry.pick(&name("edge-1")),
+        Err(Away::Last { .. })
+    ));
+}
+
+#[tokio::test]
+async fn a_tunnel_serves_streams_on_the_core_of_its_node() {
+    let cores = Cores::start(2).unwrap();
+    let world = World::on(&cores);
+    let mut edges: Vec<FakeEdge> = Vec::new();
+    for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {
+        let mut edge = world.joined(&world.enrolled(node), "a", 0).await;
+        let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+        let head = Request::get("/").body(()).unwrap();
+        let target = Target::new(node, 9100);
+        let opened = tunnel
+            .open(head, &Ask::Request, &target, true)
+            .await
+            .unwrap();
+        let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+        assert_eq!(asked.target, target);
+        asked.reply.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        edges.push(edge);
+    }
+    let used: std::collections::HashSet<_> = ["edge-1", "edge-2", "edge-3", "edge-4"]
+        .map(|node| cores.of(&name(node)).0)
+        .into();
+    assert_eq!(
+        used.len(),
+        2,
+        "the names of this test spread over both cores"
+    );
+}
+
+#[tokio::test]
+async fn a_hello_that_is_never_answered_ends_the_tunnel() {
+    let world = World::start();
+    let edge = world.dial(&world.enrolled("edge-1")).await;
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="hello_timeout"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn a_hello_that_is_too_long_or_nonsense_is_told_so() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let long = welcome(&"x".repeat(80 * 1024), 0);
+    let nameless = welcome("", 0);
+    let newer = causeway_tunnel::hello::Welcome {
+        protocol: 99,
+        ..welcome("a", 0)
+    };
+    for (said, words) in [
+        (long, "longer than"),
+        (nameless, "an instance has"),
+        (newer, "version 99"),
+    ] {
+        let (edge, heard) = world.says(&identity, said).await;
+        let (why, detail) = dismissal(&heard).unwrap();
+        assert_eq!(why, Dismissal::Malformed);
+        assert!(detail.contains(words), "{detail}");
+        edge.ended().await;
+    }
+    let mut edge = world.dial(&identity).await;
+    edge.control.tell(&"not a welcome").await.unwrap();
+    assert_eq!(
+        dismissal(&edge.hear().await).unwrap().0,
+        Dismissal::Malformed
+    );
+    assert!(!world.registry.holds(&name("edge-1")));
+}
+
+#[tokio::test]
+async fn a_node_that_is_not_enrolled_is_unwelcome() {
+    let world = World::start();
+    let stranger = identity(&world.ca, "edge-9");
+    let (edge, heard) = world.says(&stranger, welcome("a", 0)).await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, Dismissal::Unwelcome);
+    assert!(detail.contains("edge-9 is not enrolled"), "{detail}");
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="unwelcome"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn a_callers_certificate_gets_no_tunnel() {
+    let world = World::start();
+    let leaf = world.ca.issue_caller("ann", &[], LONG).unwrap();
+    let caller = EdgeIdentity {
+        leaf,
+        ..world.enrolled("edge-1")
+    };
+    let (_edge, heard) = world.says(&caller, welcome("a", 0)).await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, Dismissal::Unwelcome);
+    assert!(detail.contains("kind caller"), "{detail}");
+}
+
+#[tokio::test]
+async fn who_has_no_certificate_or_anothers_or_no_protocol_is_told_by_alert() {
+    let world = World::start();
+    let ours = world.enrolled("edge-1");
+    let join = verify::join_client(world.ca.fingerprint()).unwrap();
+    let of = |domain: &str| {
+        let leaf = identity(&new_ca(domain), "edge-1").leaf;
+        verify::tunnel_client(&EdgeIdentity {
+            leaf,
+            ..ours.clone()
+        })
+        .unwrap()
+    };
+    for (config, words) in [
+        (offering(&join, wire::ALPN_TUNNEL), "CertificateRequired"),
+        (of("other.example"), "UnknownCA"),
+        // Another CA under the same name: its signature does not fit our root's key.
+        (of("test.example"), "DecryptError"),
+        (offering(&join, b"spdy/3"), "NoApplicationProtocol"),
+    ] {
+        let said = alert(&world, config).await;
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    let why = r#"handshakes_failed_total{listener="tunnel",why="certificate"} 3"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn a_peer_that_says_nothing_is_hung_up_on() {
+    let world = World::start();
+    let mut silent = TcpStream::connect(world.address).await.unwrap();
+    let mut rest = Vec::new();
+    timeout(LONG, silent.read_to_end(&mut rest))
+        .await
+        .unwrap()
+        .unwrap();
+    let why = r#"handshakes_failed_total{listener="tunnel",why="timeout"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn nonsense_instead_of_tls_is_refused_without_ado() {
+    let world = World::start();
+    let mut http = TcpStream::connect(world.address).await.unwrap();
+    http.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    let mut rest = Vec::new();
+    // Whether it ends by FIN or by RST is the system's choice.
+    let _ = timeout(LONG, http.read_to_end(&mut rest)).await.unwrap();
+    let why = r#"handshakes_failed_total{listener="tunnel",why="protocol"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn the_newest_instance_wins_and_the_old_one_stays_away_while_it_lives() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let mut old = world.joined(&identity, "old", 0).await;
+    let new = world.joined(&identity, "new", 0).await;
+    let told = old.hear().await;
+    assert_eq!(dismissal(&told).unwrap().0, Dismissal::Superseded);
+    old.ended().await;
+    let (_back, heard) = world.says(&identity, welcome("old", 0)).await;
+    assert_eq!(dismissal(&heard).unwrap().0, Dismissal::Superseded);
+    assert!(
+        world.registry.pick(&name("edge-1")).is_ok(),
+        "the new one is untouched"
+    );
+    drop(new);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    world.joined(&identity, "old", 0).await;
+}
+
+#[tokio::test]
+async fn a_superseded_edge_that_does_not_listen_is_hung_up_on() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let old = world.joined(&identity, "old", 0).await;
+    let _new = world.joined(&identity, "new", 0).await;
+    old.ended().await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="superseded"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn the_same_slot_dialled_anew_replaces_the_old_tunnel_only() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let first = world.joined(&identity, "a", 0).await;
+    let _bulk = world.joined(&identity, "a", 1).await;
+    let _again = world.joined(&identity, "a", 0).await;
+    first.ended().await;
+    world.until(|world| world.counted("tunnels 2")).await;
+    let slots = world.registry.of(&name("edge-1")).0;
+    let slots: Vec<_> = slots
+        .iter()
+        .map(|edge| edge.admitted.welcome.slot)
+        .collect();
+    assert_eq!(slots, [1, 0]);
+}
+
+#[tokio::test]
+async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = tunnel
+        .open(head, &Ask::Request, &target, true)
+        .await
+        .unwrap();
+    let leave = ToGateway::Leave {
+        detail: "the node restarts".to_owned(),
+    };
+    edge.control.tell(&leave).await.unwrap();
+    let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
+    world.until(gone).await;
+    assert!(matches!(
+        world.registry.pick(&name("edge-1")),
+        Err(Away::Draining)
+    ));
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    drop((opened.send, asked.body));
+    edge.ended().await;
+    world
+        .until(|world| world.counted(r#"tunnels_ended_total{why="left"} 1"#))
+        .await;
+}
+
+#[tokio::test]
+async fn ending_the_gateway_leaves_nothing_behind() {
+    let mut world = World::start();
+    let edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    drop(std::mem::take(&mut world.tasks));
+    edge.ended().await;
+    assert!(!tunnel.is_open());
+    assert!(!world.registry.holds(&name("edge-1")));
+    assert!(world.counted("tunnels 0"));
+}
+
+#[tokio::test]
+async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = tunnel
+        .open(head, &Ask::Request, &target, true)
+        .await
+        .unwrap();
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    world.readiness.ready();
+    world.stop.cancel();
+    let grace = Duration::from_secs(4);
+    let draining = drain(&world.registry, &world.metrics, &world.readiness, grace);
+    let serving = async {
+        assert!(matches!(
+            edge.hear().await,
+            ToEdge::Drain { grace_ms: 1..=4000 }
+        ));
+        world.until(|_| tunnel.is_draining()).await;
+        assert!(world.readiness.is_draining());
+        asked.reply.send(http::Response::new(()), true).unwrap();
+        assert_eq!(opened.answer.await.unwrap().status(), 200);
+        drop((opened.send, asked.body));
+        edge.ended().await;
+    };
+    timeout(LONG, async { tokio::join!(draining, serving) })
+        .await
+        .unwrap();
+    world.until(|world| world.tasks.is_empty()).await;
+    assert!(
+        TcpStream::connect(world.address).await.is_err(),
+        "the port is closed"
+    );
+}
+
+#[tokio::test]
+async fn a_drain_ends_streams_that_do_not_end_themselves() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+    let target = Target::new("edge-1", 22);
+    let opened = tunnel
+        .open(Request::new(()), &Ask::Tcp, &target, false)
+        .await
+        .unwrap();
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
+    let grace = Duration::from_millis(400);
+    drain(&world.registry, &world.metrics, &world.readiness, grace).await;
+    assert!(opened.answer.await.is_err());
+    drop(asked);
+    edge.ended().await;
+}

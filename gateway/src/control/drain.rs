@@ -1,0 +1,137 @@
+//! The end in order: ask the edges to go elsewhere, then wait for what is open.
+//!
+//! The gateway says that it is not ready, so that nobody sends it new callers. Each tunnel is told, spread
+//! over a short span: a fleet that dials anew at once is a storm. An edge that has gone elsewhere says
+//! so (`control::admit` then drains its tunnel); one that has no other gateway, or whose time is up, gets
+//! no new streams. Open streams get the time that is left; then all tunnels are closed.
+
+use crate::{
+    metrics::Metrics,
+    state::{Edge, Registry},
+};
+use causeway_tunnel::hello::ToEdge;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::time::{Instant, sleep, sleep_until};
+
+/// The edges are told within this time, or within a quarter of the grace.
+const SPREAD: Duration = Duration::from_secs(3);
+/// How often is looked whether what was waited for has come.
+const LOOK: Duration = Duration::from_millis(100);
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
+const STARTING: u8 = 0;
+const READY: u8 = 1;
+const DRAINING: u8 = 2;
+
+/// Whether callers should be sent here; a cheap clone. At first they should not.
+#[derive(Clone, Debug, Default)]
+pub struct Readiness(Arc<AtomicU8>);
+
+impl Readiness {
+    /// All listeners are bound. A gateway that drains does not become ready again.
+    pub fn ready(&self) {
+        // Anything but STARTING stays as it is.
+        let _ = self.0.compare_exchange(STARTING, READY, Relaxed, Relaxed);
+    }
+
+    /// The gateway drains.
+    pub fn drains(&self) {
+        self.0.store(DRAINING, Relaxed);
+    }
+
+    /// Whether the gateway drains.
+    pub fn is_draining(&self) -> bool {
+        self.0.load(Relaxed) == DRAINING
+    }
+
+    /// Why callers should not be sent here, if they should not.
+    pub fn why_not(&self) -> Option<&'static str> {
+        match self.0.load(Relaxed) {
+            READY => None,
+            DRAINING => Some("the gateway is draining"),
+            _ => Some("the gateway is starting: not all listeners are bound"),
+        }
+    }
+}
+
+/// Empties the gateway within `grace`. Returns early when nothing is left to wait for.
+pub async fn drain(registry: &Registry, metrics: &Metrics, readiness: &Readiness, grace: Duration) {
+    readiness.drains();
+    metrics.drains();
+    let begin = Instant::now();
+    let end = begin + grace;
+    tell(registry, grace, SPREAD.min(grace / 4)).await;
+    // Half of the time is for going elsewhere: open streams, which alone need the rest, go on meanwhile.
+    let half = begin + grace / 2;
+    until(half, || {
+        registry.all().iter().all(|(_, edge)| is_leaving(edge))
+    })
+    .await;
+    for (_, edge) in registry.all() {
+        edge.admitted.tunnel.drain();
+    }
+    until(end, || registry.all().iter().all(|(_, edge)| is_idle(edge))).await;
+    let left = registry.all();
+    let streams: usize = left.iter().map(|(_, edge)| open(edge)).sum();
+    if streams > 0 {
+        tracing::warn!(streams, "the drain time is over: open streams are ended");
+    }
+    for (_, edge) in left {
+        edge.admitted.tunnel.close();
+    }
+}
+
+/// Tells every tunnel that is here now, each at a moment of its own within `spread`.
+async fn tell(registry: &Registry, grace: Duration, spread: Duration) {
+    let begin = Instant::now();
+    let mut edges: Vec<(Duration, Edge)> = registry
+        .all()
+        .into_iter()
+        .map(|(_, edge)| (spread.mul_f64(rand::random()), edge))
+        .collect();
+    edges.sort_by_key(|(after, _)| *after);
+    tracing::info!(
+        tunnels = edges.len(),
+        ?grace,
+        "draining: asking edges to connect elsewhere"
+    );
+    for (after, edge) in edges {
+        sleep_until(begin + after).await;
+        let left = grace.saturating_sub(begin.elapsed()).as_millis();
+        let line = ToEdge::Drain {
+            grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
+        };
+        // A tunnel whose control stream is gone or stuck is about to end by itself.
+        let _ = edge.admitted.control.try_send(line);
+    }
+}
+
+async fn until(end: Instant, done: impl Fn() -> bool) {
+    while !done() && Instant::now() < end {
+        sleep(LOOK).await;
+    }
+}
+
+fn is_leaving(edge: &Edge) -> bool {
+    edge.admitted.tunnel.is_draining() || !edge.admitted.welcome.elsewhere
+}
+
+fn is_idle(edge: &Edge) -> bool {
+    open(edge) == 0
+}
+
+/// Callers' streams on a tunnel.
+fn open(edge: &Edge) -> usize {
+    edge.admitted
+        .tunnel
+        .load()
+        .streams()
+        .saturating_sub(CONTROL)
+}

@@ -1,0 +1,266 @@
+use super::*;
+use crate::control::world::{World, identity, name};
+use axum::{body::Body, http::Request};
+use causeway_certs::{EdgeIdentity, EdgeKey, verify};
+use http_body_util::{BodyExt, Full};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::{Value, json};
+use std::net::IpAddr;
+use tower::Service;
+
+const HOME: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+/// The router alone, called as if over a connection.
+struct Counter {
+    world: World,
+    router: Router,
+    key: EdgeKey,
+}
+
+impl Counter {
+    fn open() -> Self {
+        let world = World::start();
+        let router = router(Enrolment {
+            ca: world.ca.clone(),
+            store: world.store.clone(),
+            nodes: world.nodes.clone(),
+            metrics: world.metrics.clone(),
+            lifetime: Duration::from_hours(1),
+            gateways: vec!["gw.example:10262".to_owned()],
+        });
+        Self {
+            world,
+            router: router.unwrap(),
+            key: EdgeKey::generate().unwrap(),
+        }
+    }
+
+    fn token(&self, node: &str, ttl: Duration) -> String {
+        let book = self.world.store.tokens().unwrap();
+        let pool = Some("north".to_owned());
+        let token = book
+            .create(&name(node), ttl, vec![[10, 0, 0, 1].into()], pool)
+            .unwrap();
+        token.text().expose().to_owned()
+    }
+
+    fn csr(&self) -> String {
+        STANDARD.encode(self.key.request().unwrap())
+    }
+
+    /// Asks for what a body says, and hears status and answer.
+    async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
+        let peer = Peer {
+            address: Some(HOME),
+            identity: peer,
+        };
+        let request = Request::post(path)
+            .header("content-type", "application/json")
+            .extension(peer)
+            .body(Body::from(body))
+            .unwrap();
+        let response = self.router.clone().call(request).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
+    }
+
+    async fn join(&self, token: &str, node: Option<&str>, csr: &str) -> (u16, Value) {
+        let body = json!({ "token": token, "node": node, "csr": csr, "version": "1" });
+        self.post("/v1/enrol", None, body.to_string()).await
+    }
+
+    async fn refused(&self, token: &str, node: &str) -> (u16, String) {
+        let (status, said) = self.join(token, Some(node), &self.csr()).await;
+        assert!(!said["detail"].as_str().unwrap().is_empty());
+        (status, said["reason"].as_str().unwrap().to_owned())
+    }
+}
+
+#[tokio::test]
+async fn a_token_becomes_the_certificate_of_its_node() {
+    let counter = Counter::open();
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let (status, said) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
+    assert_eq!(status, 200, "{said}");
+    assert_eq!(said["gateways"], json!(["gw.example:10262"]));
+    assert_eq!(said["trust_domain"], "test.example");
+    let (root, chain) = (
+        said["root"].as_str().unwrap(),
+        said["certificate"].as_str().unwrap(),
+    );
+    let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
+    assert_eq!(edge.node, name("edge-1"));
+    let known = counter.world.reader().get(&name("edge-1")).unwrap();
+    assert_eq!(
+        (known.addresses, known.pool.as_deref()),
+        (vec![[10, 0, 0, 1].into()], Some("north"))
+    );
+    let kept = counter.world.store.nodes().all().unwrap();
+    assert_eq!((kept.len(), &kept[0].node), (1, &name("edge-1")));
+    assert!(
+        counter
+            .world
+            .counted(r#"enrolments_total{operation="enrol",outcome="ok"} 1"#)
+    );
+}
+
+#[tokio::test]
+async fn an_edge_that_does_not_name_itself_becomes_who_the_token_says() {
+    let counter = Counter::open();
+    let token = counter.token("edge-7", Duration::from_mins(1));
+    let (status, said) = counter.join(&token, None, &counter.csr()).await;
+    assert_eq!((status, &said["node"]), (200, &json!("edge-7")));
+}
+
+#[tokio::test]
+async fn each_refusal_has_its_reason() {
+    let counter = Counter::open();
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let other = counter.token("edge-2", Duration::from_mins(1));
+    let late = counter.token("edge-1", Duration::ZERO);
+    let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+    assert_eq!(
+        counter.join(&token, Some("edge-1"), &counter.csr()).await.0,
+        200
+    );
+    let forged = token.replacen(&token[6..12], "AAAAAA", 1);
+    for (token, node, expected) in [
+        ("hello", "edge-1", (400, "token_malformed")),
+        (&forged, "edge-1", (403, "token_unknown")),
+        (&late, "edge-1", (403, "token_expired")),
+        (&token, "edge-1", (403, "token_used")),
+        (&other, "edge-1", (403, "token_other_node")),
+        (&foreign, "edge-1", (403, "token_wrong_ca")),
+        (&other, "no/node", (400, "node_malformed")),
+    ] {
+        let (status, reason) = counter.refused(token, node).await;
+        assert_eq!((status, reason.as_str()), expected);
+    }
+    assert_eq!(
+        counter.join(&other, Some("edge-2"), &counter.csr()).await.0,
+        200,
+        "not spent"
+    );
+}
+
+#[tokio::test]
+async fn a_bad_request_does_not_burn_the_token() {
+    let counter = Counter::open();
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let mut unsigned = counter.key.request().unwrap();
+    *unsigned.last_mut().unwrap() ^= 1;
+    for csr in ["%%%", "aGVsbG8=", &STANDARD.encode(&unsigned)] {
+        let (status, said) = counter.join(&token, Some("edge-1"), csr).await;
+        assert_eq!(
+            (status, &said["reason"]),
+            (400, &json!("csr_invalid")),
+            "{csr}"
+        );
+    }
+    assert_eq!(
+        counter.join(&token, Some("edge-1"), &counter.csr()).await.0,
+        200
+    );
+}
+
+#[tokio::test]
+async fn a_body_that_is_none_is_refused_and_a_large_one_not_read() {
+    let counter = Counter::open();
+    let (status, said) = counter.post("/v1/enrol", None, "{".to_owned()).await;
+    assert_eq!(
+        (status, &said["reason"]),
+        (400, &json!("request_malformed"))
+    );
+    let large = json!({ "token": "x".repeat(MAX_BODY), "csr": "" }).to_string();
+    assert_eq!(counter.post("/v1/enrol", None, large).await.0, 413);
+}
+
+#[tokio::test]
+async fn wrong_tokens_without_end_are_put_off() {
+    let counter = Counter::open();
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let forged = token.replacen(&token[6..12], "AAAAAA", 1);
+    let mut last = (0, String::new());
+    for _ in 0..21 {
+        last = counter.refused(&forged, "edge-1").await;
+    }
+    assert_eq!(last, (429, "too_many_attempts".to_owned()));
+}
+
+#[tokio::test]
+async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
+    let counter = Counter::open();
+    let body = || json!({ "csr": counter.csr(), "version": "1" }).to_string();
+    let edge = || Some(Identity::Edge(name("edge-1")));
+    let (status, said) = counter.post("/v1/renew", None, body()).await;
+    assert_eq!(
+        (status, &said["reason"]),
+        (401, &json!("certificate_missing"))
+    );
+    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &said["reason"]), (403, &json!("node_unknown")));
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
+    let before = counter.world.store.nodes().all().unwrap();
+    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &said["node"]), (200, &json!("edge-1")));
+    let after = counter.world.store.nodes().all().unwrap();
+    assert_ne!(before[0].serial, after[0].serial);
+    assert_eq!(before[0].addresses, after[0].addresses);
+    assert_eq!(before[0].enrolled_at, after[0].enrolled_at);
+}
+
+/// Over TLS on the tunnel port, as an edge does it.
+async fn over_the_port(
+    world: &World,
+    config: Arc<rustls::ClientConfig>,
+    path: &str,
+    body: Value,
+) -> Value {
+    let mut config = rustls::ClientConfig::clone(&config);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let io = world.tls(Arc::new(config)).await.unwrap();
+    let (mut client, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(io))
+            .await
+            .unwrap();
+    let request = Request::post(format!("https://gw{path}"))
+        .header("content-type", "application/json")
+        .body(Full::<axum::body::Bytes>::from(body.to_string()))
+        .unwrap();
+    let asked = async {
+        let response = client.send_request(request).await.unwrap();
+        response.into_body().collect().await.unwrap().to_bytes()
+    };
+    let body = tokio::select! {
+        body = asked => body,
+        _ = connection => panic!("the connection ended"),
+    };
+    serde_json::from_slice(&body).unwrap()
+}
+
+#[tokio::test]
+async fn an_edge_joins_and_renews_over_the_tunnel_port() {
+    let counter = Counter::open();
+    let world = &counter.world;
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    let join = verify::join_client(world.ca.fingerprint()).unwrap();
+    let body = json!({ "token": token, "csr": counter.csr(), "version": "1" });
+    let said = over_the_port(world, join.clone(), "/v1/enrol", body).await;
+    let (root, chain) = (
+        said["root"].as_str().unwrap(),
+        said["certificate"].as_str().unwrap(),
+    );
+    let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
+    world.joined(&edge, "a", 0).await;
+    let body = json!({ "csr": counter.csr(), "version": "1" });
+    let nobody = over_the_port(world, join, "/v1/renew", body.clone()).await;
+    assert_eq!(nobody["reason"], "certificate_missing");
+    let control = verify::control_client(&edge).unwrap();
+    let said = over_the_port(world, control, "/v1/renew", body.clone()).await;
+    assert_eq!(said["node"], "edge-1");
+    let stranger = verify::control_client(&identity(&world.ca, "edge-9")).unwrap();
+    let said = over_the_port(world, stranger, "/v1/renew", body).await;
+    assert_eq!(said["reason"], "node_unknown");
+}

@@ -1,0 +1,184 @@
+//! HTTP of the control path: a router over one connection or over a listener, and its failures.
+//!
+//! Everything that runs for a connection belongs to it: HTTP/2 streams are tasks of the connection's own
+//! branch, and dropping the connection ends them. A connection's life is bounded, so that nobody holds
+//! one for nothing.
+
+use axum::{
+    Router,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use causeway_certs::Identity;
+use causeway_tunnel::{listener::Bound, task::Tasks};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::conn::auto,
+};
+use serde_json::json;
+use std::{borrow::Cow, future::Future, net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::Semaphore,
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+use tower::Service;
+use tracing::info_span;
+
+/// A head has to be there within this time.
+const HEAD_WITHIN: Duration = Duration::from_secs(10);
+/// A connection is closed after this time: a scraper that comes every minute keeps its own, and a
+/// stranger's is gone soon.
+const LIFE: Duration = Duration::from_mins(5);
+/// Requests at once on one HTTP/2 connection.
+const STREAMS: u32 = 16;
+/// Connections at once to one listener, at about 20 KiB each.
+const CONNECTIONS: usize = 256;
+/// What requests get to end when the listener stops.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Who is at the other end of a connection; in the extensions of each of its requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The address, if it came over TCP.
+    pub address: Option<IpAddr>,
+    /// The identity, if it showed a certificate that was checked.
+    pub identity: Option<Identity>,
+}
+
+/// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
+pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
+    let listener = match listener.attach() {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "cannot serve: the system does not take the listener");
+            return;
+        }
+    };
+    let connections = Tasks::new(&CancellationToken::new());
+    let permits = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let accept = async {
+            let permit = permits.clone().acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, (socket, from)) = tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            accepted = accept => accepted,
+        };
+        let peer = Peer {
+            address: from.ip(),
+            identity: None,
+        };
+        let (router, stop) = (router.clone(), stop.clone());
+        connections.spawn(info_span!("control", %from), async move {
+            serve(socket, router, peer, stop).await;
+            drop(permit);
+        });
+    }
+    connections.drain(GRACE).await;
+}
+
+/// Serves one connection until its peer, its time or `stop` ends it.
+pub async fn serve<S>(io: S, router: Router, peer: Peer, stop: CancellationToken)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let streams = Streams(Arc::new(Tasks::default()));
+    let mut builder = auto::Builder::new(streams);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_WITHIN);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(STREAMS)
+        .keep_alive_interval(HEAD_WITHIN)
+        .keep_alive_timeout(HEAD_WITHIN);
+    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+        request.extensions_mut().insert(peer.clone());
+        router.clone().call(request)
+    });
+    let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
+    let ended = tokio::select! {
+        ended = timeout(LIFE, connection.as_mut()) => ended.unwrap_or(Ok(())),
+        () = stop.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            timeout(GRACE, connection.as_mut()).await.unwrap_or(Ok(()))
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error, "a control connection ended out of order");
+    }
+}
+
+/// The owner of a connection's HTTP/2 streams.
+#[derive(Clone, Debug)]
+struct Streams(Arc<Tasks>);
+
+impl<F> hyper::rt::Executor<F> for Streams
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, stream: F) {
+        self.0.spawn(tracing::Span::current(), stream);
+    }
+}
+
+/// A failure of the control path: status and `application/problem+json` (RFC 9457).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The status.
+    pub status: StatusCode,
+    /// One word that programs compare.
+    pub reason: &'static str,
+    /// What happened, and what to do about it.
+    pub detail: Cow<'static, str>,
+    /// When to come again, in seconds, where that helps.
+    pub retry_after: Option<u16>,
+}
+
+impl Problem {
+    /// A failure that trying again does not change.
+    pub fn new(
+        status: StatusCode,
+        reason: &'static str,
+        detail: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self {
+            status,
+            reason,
+            detail: detail.into(),
+            retry_after: None,
+        }
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let body = json!({
+            "type": format!("urn:causeway:problem:{}", self.reason),
+            "title": self.status.canonical_reason(),
+            "status": self.status.as_u16(),
+            "detail": self.detail,
+            "reason": self.reason,
+        });
+        let problem = HeaderValue::from_static("application/problem+json");
+        let mut response = (
+            self.status,
+            [(header::CONTENT_TYPE, problem)],
+            body.to_string(),
+        )
+            .into_response();
+        if let Some(seconds) = self.retry_after {
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}

@@ -1,0 +1,293 @@
+//! A gateway's control path on real sockets, and edges that say what a test wants them to say.
+
+use super::{
+    admit::{Admission, Tls},
+    drain::Readiness,
+    enrol::{self, Enrolment},
+};
+use crate::{
+    config,
+    core::Cores,
+    metrics::Metrics,
+    state::{Node, Nodes, NodesWriter, Registry},
+};
+use causeway_certs::{
+    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
+    install_provider, verify,
+};
+use causeway_tunnel::{
+    Ended,
+    hello::{Control, Dismissal, ToEdge, ToGateway, Welcome},
+    listener::Bound,
+    server::{self, Asked, Incoming},
+    socket::Counted,
+    task::Tasks,
+    wire,
+};
+use rustls::{ClientConfig, pki_types::ServerName};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use tokio::{
+    net::TcpStream,
+    sync::{mpsc, oneshot},
+    time::{sleep, timeout},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+/// Longer than any wait that a test is about.
+pub(super) const LONG: Duration = Duration::from_secs(10);
+pub(super) const SHORT: Duration = Duration::from_millis(300);
+const LIFE: Duration = Duration::from_hours(1);
+
+pub(super) fn name(text: &str) -> NodeName {
+    NodeName::parse(text).unwrap()
+}
+
+pub(super) fn new_ca(domain: &str) -> Ca {
+    Ca::create(&TrustDomain::parse(domain).unwrap()).unwrap()
+}
+
+/// An edge's identity by this CA.
+pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
+    let key = EdgeKey::generate().unwrap();
+    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let issued = ca.issue_edge(&csr, &name(node), LIFE).unwrap();
+    EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+}
+
+/// The tunnel port of a gateway.
+pub(super) struct World {
+    pub(super) ca: Arc<Ca>,
+    pub(super) store: Store,
+    pub(super) nodes: NodesWriter,
+    pub(super) registry: Registry,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) readiness: Readiness,
+    pub(super) address: SocketAddr,
+    pub(super) stop: CancellationToken,
+    /// Dropping it ends the gateway at once.
+    pub(super) tasks: Tasks,
+    _dir: tempfile::TempDir,
+}
+
+impl World {
+    pub(super) fn start() -> Self {
+        Self::on(&Cores::here())
+    }
+
+    pub(super) fn on(cores: &Cores) -> Self {
+        install_provider();
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
+        let ca = Arc::new(new_ca("test.example"));
+        store.save_ca(&ca).unwrap();
+        let leaf = ca
+            .issue_gateway(&[GatewayName::parse("127.0.0.1").unwrap()], LIFE)
+            .unwrap();
+        let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
+        let registry = Registry::new(cores);
+        let enrolment = Enrolment {
+            ca: ca.clone(),
+            store: store.clone(),
+            nodes: nodes.clone(),
+            metrics: metrics.clone(),
+            lifetime: LIFE,
+            gateways: vec!["gw.example:10262".to_owned()],
+        };
+        let admission = Admission {
+            cores: cores.clone(),
+            registry: registry.clone(),
+            nodes: nodes.reader(),
+            metrics: metrics.clone(),
+            tls: Tls::new(leaf.resolver(), ca.root(), ca.trust_domain()).unwrap(),
+            settings: config::Tunnel {
+                advertise: vec!["gw.example:10262".to_owned()],
+                gateways: vec!["gw2.example:10262".to_owned()],
+                handshake_timeout: SHORT,
+                hello_timeout: SHORT,
+                ..config::Tunnel::default()
+            },
+            drain: LONG,
+            name: "gw".to_owned(),
+            enrol: enrol::router(enrolment).unwrap(),
+        };
+        let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let (address, stop, tasks) = (
+            bound.local_addr().unwrap(),
+            CancellationToken::new(),
+            Tasks::default(),
+        );
+        tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
+        Self {
+            ca,
+            store,
+            nodes,
+            registry,
+            metrics,
+            readiness: Readiness::default(),
+            address,
+            stop,
+            tasks,
+            _dir: dir,
+        }
+    }
+
+    pub(super) fn reader(&self) -> Nodes {
+        self.nodes.reader()
+    }
+
+    /// An enrolled edge's identity.
+    pub(super) fn enrolled(&self, node: &str) -> EdgeIdentity {
+        self.nodes.put(name(node), Node::default());
+        identity(&self.ca, node)
+    }
+
+    /// TLS to the tunnel port.
+    pub(super) async fn tls(
+        &self,
+        config: Arc<ClientConfig>,
+    ) -> io::Result<TlsStream<Counted<TcpStream>>> {
+        let tcp = TcpStream::connect(self.address).await?;
+        let server = ServerName::try_from("127.0.0.1").unwrap();
+        TlsConnector::from(config)
+            .connect(server, Counted::new(tcp))
+            .await
+    }
+
+    /// A tunnel up to the gateway's hello.
+    pub(super) async fn dial(&self, identity: &EdgeIdentity) -> FakeEdge {
+        let io = self
+            .tls(verify::tunnel_client(identity).unwrap())
+            .await
+            .unwrap();
+        FakeEdge::greeted(io).await
+    }
+
+    /// A tunnel that says this, and what it hears.
+    pub(super) async fn says(
+        &self,
+        identity: &EdgeIdentity,
+        welcome: Welcome,
+    ) -> (FakeEdge, ToEdge) {
+        let mut edge = self.dial(identity).await;
+        edge.control
+            .tell(&ToGateway::Welcome(welcome))
+            .await
+            .unwrap();
+        let heard = edge.hear().await;
+        (edge, heard)
+    }
+
+    /// A registered tunnel.
+    pub(super) async fn joined(
+        &self,
+        identity: &EdgeIdentity,
+        instance: &str,
+        slot: u32,
+    ) -> FakeEdge {
+        let (edge, heard) = self.says(identity, welcome(instance, slot)).await;
+        assert_eq!(heard, ToEdge::Registered);
+        edge
+    }
+
+    /// Waits until something is so.
+    pub(super) async fn until(&self, what: impl Fn(&Self) -> bool) {
+        let looking = async {
+            while !what(self) {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(LONG, looking)
+            .await
+            .expect("it never came to be so");
+    }
+
+    /// Whether a metric has this value.
+    pub(super) fn counted(&self, line: &str) -> bool {
+        let line = format!("causeway_gateway_{line}");
+        self.metrics.encode().lines().any(|found| found == line)
+    }
+}
+
+pub(super) fn welcome(instance: &str, slot: u32) -> Welcome {
+    Welcome {
+        protocol: wire::VERSION,
+        version: "1.2.3".to_owned(),
+        instance: instance.to_owned(),
+        slot,
+        ports: vec![9100],
+        ..Welcome::default()
+    }
+}
+
+/// Why a line sends the edge away.
+pub(super) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
+    match line {
+        ToEdge::Dismiss {
+            why,
+            detail,
+            retry_after_ms,
+        } => {
+            assert!(
+                *retry_after_ms >= 60_000,
+                "an edge that was refused comes back late"
+            );
+            Some((*why, detail))
+        }
+        _ => None,
+    }
+}
+
+/// The edge's end of a tunnel.
+pub(super) struct FakeEdge {
+    pub(super) hello: ToEdge,
+    pub(super) control: Control,
+    pub(super) streams: mpsc::UnboundedReceiver<Box<Asked>>,
+    over: oneshot::Receiver<Ended>,
+    /// Dropping it cuts the connection.
+    _driver: Tasks,
+}
+
+impl FakeEdge {
+    async fn greeted(io: TlsStream<Counted<TcpStream>>) -> Self {
+        let traffic = io.get_ref().0.traffic();
+        let mut server = server::accept(io, traffic, server::Settings::default())
+            .await
+            .unwrap();
+        let Ok(Incoming::Control(mut control)) = server.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let (stream, streams) = mpsc::unbounded_channel();
+        let (tell, over) = oneshot::channel();
+        let driver = Tasks::default();
+        driver.spawn(info_span!("edge"), async move {
+            let ended = loop {
+                match server.next().await {
+                    Ok(Incoming::Stream(asked)) => drop(stream.send(asked)),
+                    Ok(Incoming::Control(_)) => {}
+                    Err(ended) => break ended,
+                }
+            };
+            let _ = tell.send(ended);
+        });
+        let hello = timeout(LONG, control.hear()).await.unwrap().unwrap();
+        Self {
+            hello,
+            control,
+            streams,
+            over,
+            _driver: driver,
+        }
+    }
+
+    /// The next line from the gateway.
+    pub(super) async fn hear(&mut self) -> ToEdge {
+        timeout(LONG, self.control.hear()).await.unwrap().unwrap()
+    }
+
+    /// Waits until the gateway has hung up.
+    pub(super) async fn ended(self) -> Ended {
+        timeout(LONG, self.over).await.unwrap().unwrap()
+    }
+}

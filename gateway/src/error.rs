@@ -1,0 +1,242 @@
+//! Why a stream fails: a row of the error table, a sentence for the caller, a cause for the log.
+//!
+//! A [`Reason`] decides status, word and whether trying again helps, each by an exhaustive `match`: a new
+//! row breaks every place that must know it. Only `proxy::reply` turns an [`Error`] into bytes.
+
+use causeway_tunnel::{Refusal, StreamError};
+use http::StatusCode;
+use std::{borrow::Cow, fmt, time::Duration};
+
+/// A cause, for the log.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// One row of the error table. Adding a row breaks every `match` that must know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// No node has this name or address.
+    NodeUnknown,
+    /// The node is known and has no tunnel.
+    NodeAway,
+    /// What names the node names two, or none that this gateway is for.
+    Misdirected,
+    /// The caller has not shown who it is.
+    Unauthenticated,
+    /// The caller may not do this.
+    Forbidden,
+    /// The edge's own policy refuses the target.
+    EdgePolicy,
+    /// The target refused the connection.
+    TargetRefused,
+    /// The target spoke nonsense, or broke off.
+    TargetBroken,
+    /// The tunnel was lost in flight.
+    TunnelLost,
+    /// The target or the edge was too slow.
+    TargetTimeout,
+    /// A limit is reached.
+    LimitReached,
+    /// The gateway or the edge drains.
+    Draining,
+    /// The request's head is too large.
+    HeaderTooLarge,
+    /// The request is malformed.
+    Malformed,
+    /// The method is not served here.
+    MethodNotAllowed,
+}
+
+impl Reason {
+    /// All rows, for metrics and tests.
+    pub const ALL: [Self; 15] = [
+        Self::NodeUnknown,
+        Self::NodeAway,
+        Self::Misdirected,
+        Self::Unauthenticated,
+        Self::Forbidden,
+        Self::EdgePolicy,
+        Self::TargetRefused,
+        Self::TargetBroken,
+        Self::TunnelLost,
+        Self::TargetTimeout,
+        Self::LimitReached,
+        Self::Draining,
+        Self::HeaderTooLarge,
+        Self::Malformed,
+        Self::MethodNotAllowed,
+    ];
+
+    /// The HTTP status.
+    pub fn status(self) -> StatusCode {
+        match self {
+            Self::NodeUnknown => StatusCode::NOT_FOUND,
+            Self::NodeAway | Self::LimitReached | Self::Draining => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Misdirected => StatusCode::MISDIRECTED_REQUEST,
+            Self::Unauthenticated => StatusCode::UNAUTHORIZED,
+            Self::Forbidden | Self::EdgePolicy => StatusCode::FORBIDDEN,
+            Self::TargetRefused | Self::TargetBroken | Self::TunnelLost => StatusCode::BAD_GATEWAY,
+            Self::TargetTimeout => StatusCode::GATEWAY_TIMEOUT,
+            Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::Malformed => StatusCode::BAD_REQUEST,
+            Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
+        }
+    }
+
+    /// The word: metric label, log field, and end of the problem's type.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::NodeUnknown => "node_unknown",
+            Self::NodeAway => "node_away",
+            Self::Misdirected => "misdirected",
+            Self::Unauthenticated => "unauthenticated",
+            Self::Forbidden => "forbidden",
+            Self::EdgePolicy => "edge_policy",
+            Self::TargetRefused => "target_refused",
+            Self::TargetBroken => "target_broken",
+            Self::TunnelLost => "tunnel_lost",
+            Self::TargetTimeout => "target_timeout",
+            Self::LimitReached => "limit_reached",
+            Self::Draining => "draining",
+            Self::HeaderTooLarge => "header_too_large",
+            Self::Malformed => "malformed",
+            Self::MethodNotAllowed => "method_not_allowed",
+        }
+    }
+
+    /// The proxy error type (RFC 9209 §2.3) that comes nearest.
+    pub fn proxy_status(self) -> &'static str {
+        match self {
+            Self::NodeUnknown => "destination_not_found",
+            Self::NodeAway | Self::Draining => "destination_unavailable",
+            Self::Forbidden | Self::EdgePolicy => "http_request_denied",
+            Self::TargetRefused => "connection_refused",
+            Self::TargetBroken => "http_protocol_error",
+            Self::TunnelLost => "connection_terminated",
+            Self::TargetTimeout => "connection_timeout",
+            Self::LimitReached => "connection_limit_reached",
+            Self::Unauthenticated
+            | Self::Misdirected
+            | Self::HeaderTooLarge
+            | Self::Malformed
+            | Self::MethodNotAllowed => "http_request_error",
+        }
+    }
+
+    /// How long a caller should wait before it tries again, where that helps.
+    pub fn retry_after(self) -> Option<Duration> {
+        match self {
+            Self::NodeAway => Some(Duration::from_secs(2)),
+            Self::LimitReached | Self::Draining => Some(Duration::from_secs(1)),
+            Self::NodeUnknown
+            | Self::Misdirected
+            | Self::Unauthenticated
+            | Self::Forbidden
+            | Self::EdgePolicy
+            | Self::TargetRefused
+            | Self::TargetBroken
+            | Self::TunnelLost
+            | Self::TargetTimeout
+            | Self::HeaderTooLarge
+            | Self::Malformed
+            | Self::MethodNotAllowed => None,
+        }
+    }
+
+    /// What a problem's title says (RFC 9457 §3.1.3): the same for every occurrence.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::NodeUnknown => "No such node",
+            Self::NodeAway => "Node not connected",
+            Self::Misdirected => "Request not for this gateway",
+            Self::Unauthenticated => "Caller not authenticated",
+            Self::Forbidden => "Caller not allowed",
+            Self::EdgePolicy => "Refused by the edge's policy",
+            Self::TargetRefused => "Target refused the connection",
+            Self::TargetBroken => "Target broke the protocol",
+            Self::TunnelLost => "Tunnel lost in flight",
+            Self::TargetTimeout => "Target too slow",
+            Self::LimitReached => "Limit reached",
+            Self::Draining => "Draining",
+            Self::HeaderTooLarge => "Request head too large",
+            Self::Malformed => "Malformed request",
+            Self::MethodNotAllowed => "Method not allowed",
+        }
+    }
+
+    /// The error with the sentence that its caller reads.
+    pub fn says(self, detail: impl Into<Cow<'static, str>>) -> Error {
+        Error {
+            reason: self,
+            detail: detail.into(),
+            cause: None,
+        }
+    }
+
+    /// As [`Reason::says`], with the cause for the log.
+    pub fn because(
+        self,
+        detail: impl Into<Cow<'static, str>>,
+        cause: impl Into<BoxError>,
+    ) -> Error {
+        Error {
+            reason: self,
+            detail: detail.into(),
+            cause: Some(cause.into()),
+        }
+    }
+}
+
+impl From<Refusal> for Reason {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Policy => Self::EdgePolicy,
+            Refusal::TargetRefused => Self::TargetRefused,
+            Refusal::TargetTimeout => Self::TargetTimeout,
+            Refusal::TargetBroken => Self::TargetBroken,
+            Refusal::Busy => Self::LimitReached,
+            Refusal::Malformed => Self::Malformed,
+        }
+    }
+}
+
+/// Why a stream failed.
+#[derive(Debug)]
+pub struct Error {
+    /// The row of the error table.
+    pub reason: Reason,
+    /// What happened, for the caller: who, why, and since when.
+    pub detail: Cow<'static, str>,
+    /// What lies below, for the log.
+    pub cause: Option<BoxError>,
+}
+
+impl Error {
+    /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
+    pub fn of_stream(node: &str, error: &StreamError) -> Self {
+        match error {
+            StreamError::Reset { .. } | StreamError::Nonsense(_) => {
+                Reason::TargetBroken.says(format!("{node} broke the stream off: {error}"))
+            }
+            StreamError::Lost { .. } => {
+                Reason::TunnelLost.says(format!("{node} was lost in mid-stream: {error}"))
+            }
+            StreamError::Busy => Reason::LimitReached.says(format!(
+                "{node}'s tunnel has as many streams as it may have"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.detail)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.cause {
+            Some(cause) => Some(cause.as_ref()),
+            None => None,
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Wiring: from a configuration to a gateway that runs.
+//!
+//! `bind` builds everything that can fail (data directory, certificates, sockets) and names what does; `run` starts
+//! the doors and lives until it is stopped, then drains: ask, wait, end.
+
+mod build;
+
+use crate::{
+    config::Config,
+    control::{
+        admin,
+        admit::Admission,
+        drain::{self, Readiness},
+        http,
+    },
+    core::{CoreId, Cores},
+    proxy::{
+        Shared,
+        authorize::{AnyCaller, Authorize},
+        front::Door,
+    },
+};
+use causeway_certs::{CaError, Store, StoreError, verify::TrustError};
+use causeway_tunnel::{listener, task::Tasks};
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+/// How long a gateway that stops still takes new callers.
+const LAME_DUCK: Duration = Duration::from_secs(3);
+/// What the control path gets to say its last words.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// What keeps a gateway from being bound.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// The data directory cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// There is no CA in the data directory.
+    #[error("there is no CA in {}; make one with `causeway ca init --data-dir {}`", .0.display(), .0.display())]
+    NoCa(PathBuf),
+    /// The CA cannot issue what the gateway needs.
+    #[error("the gateway's certificate cannot be issued: {0}")]
+    Ca(#[from] CaError),
+    /// A TLS configuration cannot be built.
+    #[error("{what}: {cause}")]
+    Trust {
+        /// For which listener.
+        what: String,
+        /// Why.
+        cause: TrustError,
+    },
+    /// A file that the configuration names cannot be used.
+    #[error("{what}: {}: {why}", path.display())]
+    File {
+        /// For which listener.
+        what: String,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// A listener cannot be bound.
+    #[error("{what} cannot listen on {listen}: {cause}")]
+    Listen {
+        /// Which listener.
+        what: String,
+        /// Its address.
+        listen: String,
+        /// Why; most often the address is in use.
+        cause: io::Error,
+    },
+    /// A name of the configuration is none.
+    #[error("{0}")]
+    Name(String),
+    /// The cores cannot be started.
+    #[error("the gateway's threads cannot be started: {0}")]
+    Cores(io::Error),
+}
+
+/// How a gateway is made: a configuration, and what an embedder puts in its own.
+#[derive(Debug)]
+pub struct Gateway {
+    config: Config,
+    cores: Option<Cores>,
+    authorizer: Arc<dyn Authorize>,
+}
+
+impl Gateway {
+    /// A gateway of this configuration, which has been validated.
+    pub fn new(config: Config) -> Self {
+        Self {
+            config,
+            cores: None,
+            authorizer: Arc::new(AnyCaller),
+        }
+    }
+
+    /// Decides by `authorizer` who may do what.
+    #[must_use]
+    pub fn authorizer(mut self, authorizer: Arc<dyn Authorize>) -> Self {
+        self.authorizer = authorizer;
+        self
+    }
+
+    /// Runs on these cores instead of starting its own threads.
+    #[must_use]
+    pub fn cores(mut self, cores: Cores) -> Self {
+        self.cores = Some(cores);
+        self
+    }
+
+    /// Opens the data directory and binds all listeners.
+    ///
+    /// # Errors
+    /// Whatever is missing, malformed or taken, by name.
+    pub fn bind(self) -> Result<Bound, BindError> {
+        build::bound(self)
+    }
+}
+
+/// A gateway whose listeners are bound.
+#[derive(Debug)]
+pub struct Bound {
+    config: Config,
+    store: Store,
+    cores: Cores,
+    shared: Arc<Shared>,
+    tasks: Arc<Tasks>,
+    admission: Admission,
+    tunnel: listener::Bound,
+    admin: listener::Bound,
+    admin_app: admin::App,
+    /// By the name of their front.
+    doors: Vec<(String, Door, listener::Bound)>,
+    identity: build::Identity,
+    readiness: Readiness,
+    /// Asks fronts and connections to finish.
+    ending: CancellationToken,
+}
+
+/// What is bound where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    /// The tunnel port.
+    pub tunnel: SocketAddr,
+    /// The admin listener.
+    pub admin: SocketAddr,
+    /// The fronts by name; unix sockets have no address.
+    pub fronts: Vec<(String, Option<SocketAddr>)>,
+}
+
+impl Addresses {
+    /// The address of a front, if it has one.
+    pub fn front(&self, name: &str) -> Option<SocketAddr> {
+        self.fronts.iter().find(|(known, _)| known == name)?.1
+    }
+}
+
+impl Bound {
+    /// Where the gateway listens, with the ports that the system chose.
+    ///
+    /// # Panics
+    /// Never: a bound TCP socket has an address.
+    pub fn addresses(&self) -> Addresses {
+        let tcp = |bound: &listener::Bound| {
+            bound
+                .local_addr()
+                .expect("a bound TCP socket has an address")
+        };
+        Addresses {
+            tunnel: tcp(&self.tunnel),
+            admin: tcp(&self.admin),
+            fronts: self
+                .doors
+                .iter()
+                .map(|(name, _, bound)| (name.clone(), bound.local_addr()))
+                .collect(),
+        }
+    }
+
+    /// The data directory.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
+    pub async fn run(self, stop: CancellationToken) {
+        let addresses = self.addresses();
+        let grace = self.config.timeouts.drain;
+        let (control, closing) = (Tasks::default(), CancellationToken::new());
+        let runtime = self.cores.runtime(CoreId(0));
+        for (name, door, listener) in self.doors {
+            match door.open(&listener) {
+                Ok(()) => {
+                    tracing::info!(front = name, address = ?listener.local_addr(), "front open");
+                }
+                Err(error) => tracing::error!(front = name, %error, "this front cannot be served"),
+            }
+        }
+        let admission = self.admission.run(self.tunnel, closing.clone());
+        control.spawn_on(runtime, info_span!("admission"), admission);
+        let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
+        control.spawn_on(runtime, info_span!("admin"), admin);
+        let renewals = Tasks::default();
+        renewals.spawn_on(runtime, info_span!("identity"), self.identity.renew());
+        self.readiness.ready();
+        tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
+
+        stop.cancelled().await;
+        let fronts = async {
+            // Whoever balances callers learns from `/readyz` first; refusing them at once would lose some.
+            tokio::time::sleep(LAME_DUCK.min(grace / 4)).await;
+            self.ending.cancel();
+            self.tasks
+                .drain(grace.saturating_sub(LAME_DUCK.min(grace / 4)))
+                .await
+        };
+        let edges = drain::drain(
+            &self.shared.registry,
+            &self.shared.metrics,
+            &self.readiness,
+            grace,
+        );
+        let (left, ()) = tokio::join!(fronts, edges);
+        closing.cancel();
+        let stuck = control.drain(FAREWELL).await;
+        tracing::info!(cut = left, stuck, "gateway stopped");
+    }
+}

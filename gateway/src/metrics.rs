@@ -1,0 +1,344 @@
+//! Every metric of the gateway, declared once; a doc comment here is the metric's help text.
+//!
+//! The way of a request touches metrics through guards and through handles that are resolved when the
+//! gateway starts: no lock is taken for a request. Labels have a fixed set of values (fronts, reasons),
+//! never a node's or a caller's name: what is known by node is in the admin API. Fields are private, so
+//! that a metric that nothing touches does not compile.
+
+mod latency;
+
+#[cfg(test)]
+mod tests;
+
+use crate::{config::Kind, error::Reason};
+use latency::Latency;
+use prometheus_client::{
+    encoding::text,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+use std::{
+    borrow::Cow,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+/// The content type of [`Metrics::encode`].
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+const PREFIX: &str = "causeway_gateway";
+const KINDS: [Kind; 4] = [Kind::Https, Kind::Http, Kind::Tcp, Kind::Connect];
+/// The outcome of a stream that did not fail.
+const OK: &str = "ok";
+
+type Label = (&'static str, &'static str);
+type Seconds = Gauge<f64, AtomicU64>;
+
+macro_rules! declare {
+    ($($(#[doc = $help:literal])+ $field:ident: $metric:ty,)+) => {
+        #[derive(Debug, Default)]
+        struct Declared {
+            $($(#[doc = $help])+ $field: $metric,)+
+        }
+
+        impl Declared {
+            fn register(&self, registry: &mut Registry) {
+                $(registry.register(
+                    stringify!($field),
+                    // The library puts the full stop.
+                    concat!($($help),+).trim().trim_end_matches('.'),
+                    self.$field.clone(),
+                );)+
+            }
+        }
+    };
+}
+
+declare! {
+    /// Callers' connections that are open.
+    open_connections: Family<[Label; 1], Gauge>,
+    /// Callers' connections accepted.
+    connections: Family<[Label; 1], Counter>,
+    /// TLS handshakes that failed, at fronts and at the tunnel port.
+    handshakes_failed: Family<[Label; 2], Counter>,
+    /// Streams that are open.
+    open_streams: Family<[Label; 1], Gauge>,
+    /// Streams that ended, by outcome: ok, or the reason of the failure.
+    streams: Family<[Label; 2], Counter>,
+    /// Streams that ended, by class of the status that the caller saw.
+    responses: Family<[Label; 2], Counter>,
+    /// Time from a stream's begin to its end.
+    stream_duration_seconds: Family<[Label; 1], Latency>,
+    /// Time from a stream's begin to the first byte of its answer.
+    stream_first_byte_seconds: Family<[Label; 1], Latency>,
+    /// Payload bytes of ended streams; up is from the caller to the app.
+    stream_bytes: Family<[Label; 2], Counter>,
+    /// Streams served by another core than their node's.
+    streams_crossed: Counter,
+    /// Times that a limit was reached.
+    limits_reached: Family<[Label; 1], Counter>,
+    /// Tunnels that are registered.
+    tunnels: Gauge,
+    /// Tunnels' connections whose hello was answered or refused.
+    registrations: Family<[Label; 1], Counter>,
+    /// Tunnels that ended.
+    tunnels_ended: Family<[Label; 1], Counter>,
+    /// Enrolments and renewals of certificates.
+    enrolments: Family<[Label; 2], Counter>,
+    /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
+    tunnel_round_trip_seconds: Family<[Label; 1], Seconds>,
+    /// Whether the gateway drains.
+    draining: Gauge,
+}
+
+/// The metrics of one gateway.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    declared: Declared,
+    fronts: [Front; KINDS.len()],
+}
+
+/// The handles of one kind of front.
+#[derive(Clone, Debug)]
+struct Front {
+    kind: &'static str,
+    open_connections: Gauge,
+    connections: Counter,
+    open_streams: Gauge,
+    ok: Counter,
+    failed: [Counter; Reason::ALL.len()],
+    /// By hundreds, from 1xx.
+    responses: [Counter; 5],
+    duration: Latency,
+    first_byte: Latency,
+    up: Counter,
+    down: Counter,
+}
+
+impl Front {
+    fn of(declared: &Declared, kind: &'static str) -> Self {
+        let front = ("front", kind);
+        let streams = |outcome| {
+            let labels = [front, ("outcome", outcome)];
+            declared.streams.get_or_create_owned(&labels)
+        };
+        let bytes = |direction| {
+            let labels = [front, ("direction", direction)];
+            declared.stream_bytes.get_or_create_owned(&labels)
+        };
+        let responses = |class| {
+            let labels = [front, ("class", class)];
+            declared.responses.get_or_create_owned(&labels)
+        };
+        Self {
+            kind,
+            open_connections: declared.open_connections.get_or_create_owned(&[front]),
+            connections: declared.connections.get_or_create_owned(&[front]),
+            open_streams: declared.open_streams.get_or_create_owned(&[front]),
+            ok: streams(OK),
+            failed: Reason::ALL.map(|reason| streams(reason.word())),
+            responses: ["1xx", "2xx", "3xx", "4xx", "5xx"].map(responses),
+            duration: declared
+                .stream_duration_seconds
+                .get_or_create_owned(&[front]),
+            first_byte: declared
+                .stream_first_byte_seconds
+                .get_or_create_owned(&[front]),
+            up: bytes("up"),
+            down: bytes("down"),
+        }
+    }
+
+    fn streams(&self, outcome: &str) -> Option<&Counter> {
+        if outcome == OK {
+            return Some(&self.ok);
+        }
+        let known = Reason::ALL.iter().zip(&self.failed);
+        known
+            .filter(|(reason, _)| reason.word() == outcome)
+            .map(|(_, counter)| counter)
+            .next()
+    }
+
+    fn response(&self, status: u16) -> Option<&Counter> {
+        let class = usize::from(status / 100).checked_sub(1)?;
+        self.responses.get(class)
+    }
+}
+
+/// Something that is open; dropping it closes the count.
+#[derive(Debug)]
+struct Open(Gauge);
+
+impl Open {
+    fn new(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// A caller's connection, for as long as it is open.
+#[derive(Debug)]
+pub struct ConnectionGuard {
+    _open: Open,
+}
+
+/// A stream, for as long as it is open.
+#[derive(Debug)]
+pub struct StreamGuard {
+    _open: Open,
+}
+
+/// A registered tunnel, for as long as it is registered.
+#[derive(Debug)]
+pub struct TunnelGuard {
+    _open: Open,
+}
+
+impl Metrics {
+    /// The metrics of a gateway that has done nothing yet.
+    #[allow(clippy::new_ret_no_self, reason = "always shared between cores")]
+    pub fn new() -> Arc<Self> {
+        let declared = Declared::default();
+        let mut registry = Registry::with_prefix(PREFIX);
+        declared.register(&mut registry);
+        Arc::new(Self {
+            fronts: KINDS.map(|kind| Front::of(&declared, kind.as_str())),
+            registry,
+            declared,
+        })
+    }
+
+    /// All metrics in `OpenMetrics` text format, to be served as [`CONTENT_TYPE`].
+    pub fn encode(&self) -> String {
+        let mut all = String::new();
+        text::encode(&mut all, &self.registry).expect("a String takes all that is written");
+        all
+    }
+
+    /// A connection at a front.
+    pub fn connection(&self, front: &'static str) -> ConnectionGuard {
+        let front = self.front(front);
+        front.connections.inc();
+        ConnectionGuard {
+            _open: Open::new(&front.open_connections),
+        }
+    }
+
+    /// A TLS handshake failed.
+    pub fn handshake_failed(&self, listener: &'static str, why: &'static str) {
+        let labels = [("listener", listener), ("why", why)];
+        self.declared.handshakes_failed.get_or_create(&labels).inc();
+    }
+
+    /// A stream began.
+    pub fn stream(&self, front: &'static str) -> StreamGuard {
+        StreamGuard {
+            _open: Open::new(&self.front(front).open_streams),
+        }
+    }
+
+    /// A stream ended. `outcome` is `ok` or the word of a [`Reason`].
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the fields of one record, each of its own type or name"
+    )]
+    pub fn stream_ended(
+        &self,
+        front: &'static str,
+        outcome: &'static str,
+        status: u16,
+        duration: Duration,
+        first_byte: Option<Duration>,
+        up: u64,
+        down: u64,
+    ) {
+        let front = self.front(front);
+        if let Some(streams) = front.streams(outcome) {
+            streams.inc();
+        } else {
+            let labels = [("front", front.kind), ("outcome", outcome)];
+            self.declared.streams.get_or_create(&labels).inc();
+        }
+        if let Some(responses) = front.response(status) {
+            responses.inc();
+        }
+        front.duration.observe(duration);
+        if let Some(first_byte) = first_byte {
+            front.first_byte.observe(first_byte);
+        }
+        front.up.inc_by(up);
+        front.down.inc_by(down);
+    }
+
+    /// A stream is served by another core than its node's.
+    pub fn crossed(&self) {
+        self.declared.streams_crossed.inc();
+    }
+
+    /// A limit was reached.
+    pub fn limit(&self, which: &'static str) {
+        let labels = [("limit", which)];
+        self.declared.limits_reached.get_or_create(&labels).inc();
+    }
+
+    /// A tunnel was registered.
+    pub fn tunnel(&self) -> TunnelGuard {
+        TunnelGuard {
+            _open: Open::new(&self.declared.tunnels),
+        }
+    }
+
+    /// An edge asked to be registered: `ok`, or why it was sent away.
+    pub fn registration(&self, outcome: &'static str) {
+        let labels = [("outcome", outcome)];
+        self.declared.registrations.get_or_create(&labels).inc();
+    }
+
+    /// A tunnel ended.
+    pub fn tunnel_ended(&self, why: &'static str) {
+        let labels = [("why", why)];
+        self.declared.tunnels_ended.get_or_create(&labels).inc();
+    }
+
+    /// A certificate was asked for by `enrol` or `renew`: `ok`, or why it was refused.
+    pub fn enrolment(&self, operation: &'static str, outcome: &'static str) {
+        let labels = [("operation", operation), ("outcome", outcome)];
+        self.declared.enrolments.get_or_create(&labels).inc();
+    }
+
+    /// What the tunnels' round trips are now.
+    pub fn round_trips(&self, mut all: Vec<Duration>) {
+        all.sort_unstable();
+        for (label, hundredths) in [("0.5", 50), ("0.9", 90), ("0.99", 99), ("1", 100)] {
+            let rank = (all.len() * hundredths).div_ceil(100).saturating_sub(1);
+            let round_trip = all.get(rank).copied().unwrap_or_default();
+            let labels = [("quantile", label)];
+            let gauge = self
+                .declared
+                .tunnel_round_trip_seconds
+                .get_or_create(&labels);
+            gauge.set(round_trip.as_secs_f64());
+        }
+    }
+
+    /// The gateway drains.
+    pub fn drains(&self) {
+        self.declared.draining.set(1);
+    }
+
+    /// The handles of a front; of a kind that is not listed they are looked up.
+    fn front(&self, kind: &'static str) -> Cow<'_, Front> {
+        match self.fronts.iter().find(|front| front.kind == kind) {
+            Some(front) => Cow::Borrowed(front),
+            None => Cow::Owned(Front::of(&self.declared, kind)),
+        }
+    }
+}

@@ -1,0 +1,136 @@
+use super::*;
+
+fn line(all: &str, begin: &str) -> Option<String> {
+    let full = format!("causeway_gateway_{begin} ");
+    let line = all.lines().find(|line| line.starts_with(&full))?;
+    Some(line.trim_start_matches(&full).to_owned())
+}
+
+#[test]
+fn guards_count_what_is_open() {
+    let metrics = Metrics::new();
+    let open = r#"open_connections{front="https"}"#;
+    let connection = metrics.connection("https");
+    let stream = metrics.stream("tcp");
+    assert_eq!(line(&metrics.encode(), open).as_deref(), Some("1"));
+    let streams = r#"open_streams{front="tcp"}"#;
+    assert_eq!(line(&metrics.encode(), streams).as_deref(), Some("1"));
+    drop((connection, stream));
+    let all = metrics.encode();
+    assert_eq!(line(&all, open).as_deref(), Some("0"));
+    assert_eq!(line(&all, streams).as_deref(), Some("0"));
+    let total = r#"connections_total{front="https"}"#;
+    assert_eq!(line(&all, total).as_deref(), Some("1"));
+}
+
+#[test]
+fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
+    let metrics = Metrics::new();
+    let first_byte = Some(Duration::from_millis(3));
+    metrics.stream_ended(
+        "https",
+        "ok",
+        200,
+        Duration::from_millis(70),
+        first_byte,
+        5,
+        70,
+    );
+    metrics.stream_ended(
+        "https",
+        "node_away",
+        503,
+        Duration::from_hours(2),
+        None,
+        0,
+        9,
+    );
+    let all = metrics.encode();
+    for (begin, value) in [
+        (r#"streams_total{front="https",outcome="ok"}"#, "1"),
+        (r#"streams_total{front="https",outcome="node_away"}"#, "1"),
+        (r#"streams_total{front="https",outcome="forbidden"}"#, "0"),
+        (r#"responses_total{front="https",class="2xx"}"#, "1"),
+        (r#"responses_total{front="https",class="5xx"}"#, "1"),
+        (r#"stream_bytes_total{front="https",direction="up"}"#, "5"),
+        (
+            r#"stream_bytes_total{front="https",direction="down"}"#,
+            "79",
+        ),
+        (
+            r#"stream_duration_seconds_bucket{le="0.05",front="https"}"#,
+            "0",
+        ),
+        (
+            r#"stream_duration_seconds_bucket{le="0.1",front="https"}"#,
+            "1",
+        ),
+        (
+            r#"stream_duration_seconds_bucket{le="3600.0",front="https"}"#,
+            "1",
+        ),
+        (
+            r#"stream_duration_seconds_bucket{le="+Inf",front="https"}"#,
+            "2",
+        ),
+        (r#"stream_duration_seconds_count{front="https"}"#, "2"),
+        (r#"stream_first_byte_seconds_count{front="https"}"#, "1"),
+    ] {
+        assert_eq!(
+            line(&all, begin).as_deref(),
+            Some(value),
+            "{begin} in\n{all}"
+        );
+    }
+}
+
+#[test]
+fn a_value_on_a_bound_is_below_it() {
+    let metrics = Metrics::new();
+    metrics.stream_ended("http", "ok", 200, Duration::from_micros(500), None, 0, 0);
+    let bucket = r#"stream_duration_seconds_bucket{le="0.0005",front="http"}"#;
+    assert_eq!(line(&metrics.encode(), bucket).as_deref(), Some("1"));
+}
+
+#[test]
+fn round_trips_are_quantiles_of_the_moment() {
+    let metrics = Metrics::new();
+    metrics.round_trips((1..=100).map(Duration::from_millis).collect());
+    let all = metrics.encode();
+    for (quantile, seconds) in [("0.5", "0.05"), ("0.99", "0.099"), ("1", "0.1")] {
+        let begin = format!(r#"tunnel_round_trip_seconds{{quantile="{quantile}"}}"#);
+        assert_eq!(line(&all, &begin).as_deref(), Some(seconds));
+    }
+    metrics.round_trips(Vec::new());
+    let slowest = r#"tunnel_round_trip_seconds{quantile="1"}"#;
+    assert_eq!(line(&metrics.encode(), slowest).as_deref(), Some("0.0"));
+}
+
+#[test]
+fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
+    let metrics = Metrics::new();
+    metrics.handshake_failed("tunnel", "timeout");
+    metrics.limit("per_node");
+    metrics.crossed();
+    metrics.registration("ok");
+    metrics.tunnel_ended("silent");
+    metrics.enrolment("enrol", "ok");
+    metrics.drains();
+    drop(metrics.tunnel());
+    let all = metrics.encode();
+    assert!(all.ends_with("# EOF\n"));
+    for metric in all.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let name = metric.split(' ').next().unwrap();
+        assert!(all.contains(&format!("# HELP {name} ")), "{name}");
+    }
+    let why = r#"tunnels_ended_total{why="silent"}"#;
+    assert_eq!(line(&all, why).as_deref(), Some("1"));
+}
+
+#[test]
+fn a_front_or_an_outcome_that_is_not_listed_is_counted_too() {
+    let metrics = Metrics::new();
+    metrics.stream_ended("later", "odd", 0, Duration::ZERO, None, 0, 0);
+    let begin = r#"streams_total{front="later",outcome="odd"}"#;
+    assert_eq!(line(&metrics.encode(), begin).as_deref(), Some("1"));
+}

@@ -1,0 +1,202 @@
+//! The way of a request. Read [`Proxy::handle`] first: its steps are the files below, in order.
+//!
+//! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
+//! and target; (4) `authorize` decides; (5) `limits` admits; then the registry picks a tunnel, and
+//! (6) `forward`, `upgrade` or `relay` opens the stream; (7) `reply` alone turns failures into bytes;
+//! (8) `access` keeps one record per stream. Nothing here writes a table or waits for control.
+
+pub mod front;
+
+pub mod caller;
+pub mod request;
+pub mod route;
+
+pub mod authorize;
+pub mod limits;
+
+pub mod forward;
+pub mod relay;
+pub mod upgrade;
+
+pub mod outgoing;
+pub mod reply;
+
+pub mod access;
+
+use crate::{
+    config::Timeouts,
+    core::CoreId,
+    error::{Error, Reason},
+    metrics::Metrics,
+    state::{Away, Nodes, Registry, registry::Picked},
+};
+use access::Record;
+use authorize::{Act, Ask, Authorize};
+use causeway_certs::NodeName;
+use causeway_tunnel::task::Tasks;
+use front::{Connection, Front};
+use http::{Method, Request, Response};
+use hyper::body::Incoming;
+use limits::Limits;
+use outgoing::Outgoing;
+use request::Kind;
+use route::Route;
+use std::{sync::Arc, time::SystemTime};
+
+/// What all fronts of a gateway share.
+#[derive(Debug)]
+pub struct Shared {
+    /// The nodes that are known.
+    pub nodes: Nodes,
+    /// The tunnels that are here.
+    pub registry: Registry,
+    /// How many streams may be open.
+    pub limits: Limits,
+    /// Who may do what.
+    pub authorizer: Arc<dyn Authorize>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// The bounds of waits.
+    pub timeouts: Timeouts,
+    /// Which streams leave a line in the access log.
+    pub access_log: crate::config::AccessLog,
+    /// Largest request head, in bytes.
+    pub header_bytes: usize,
+    /// Most fields in a request head.
+    pub max_headers: usize,
+}
+
+/// One front on one core.
+#[derive(Clone, Debug)]
+pub struct Proxy {
+    /// What all fronts share.
+    pub shared: Arc<Shared>,
+    /// The front.
+    pub front: Arc<Front>,
+    /// The core that serves the connection.
+    pub core: CoreId,
+    /// The owner of what outlives a request: request bodies, upgraded sessions.
+    pub tasks: Arc<Tasks>,
+}
+
+impl Proxy {
+    /// From a caller's request to an app's answer, or to the reply that says why there is none.
+    pub async fn handle(
+        &self,
+        connection: &Arc<Connection>,
+        request: Request<Incoming>,
+    ) -> Response<Outgoing> {
+        let record = Record::begin(self, connection, &request);
+        match self.serve(connection, request, &record).await {
+            Ok(response) => response,
+            Err(error) => reply::of(&self.front, &record, &error),
+        }
+    }
+
+    async fn serve(
+        &self,
+        connection: &Arc<Connection>,
+        request: Request<Incoming>,
+        record: &Arc<Record>,
+    ) -> Result<Response<Outgoing>, Error> {
+        request::check(&request, self.shared.header_bytes)?;
+        let kind = request::kind(&request, self.front.kind)?;
+        let asked = self.front.asked(connection, request::authority(&request)?);
+        // Who calls comes first: what nodes there are is nobody's business but a known caller's.
+        let caller = self.front.authentication.identify(
+            connection,
+            request.headers(),
+            asked.port(),
+            &self.shared,
+        )?;
+        record.caller(&caller);
+        let route = route::of(&asked, &self.shared.nodes)?;
+        record.route(&route);
+        let act = match kind {
+            Kind::Plain => Act::Request,
+            Kind::Upgrade(_) => Act::Upgrade,
+            Kind::Connect => Act::Connect,
+        };
+        let ask = Ask {
+            caller: &caller,
+            route: &route,
+            act,
+            method: request.method(),
+            path: request.uri().path(),
+        };
+        authorize::check(
+            self.shared.authorizer.as_ref(),
+            &ask,
+            self.shared.timeouts.authorize,
+        )
+        .await?;
+        let picked = self.pick(&route)?;
+        record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
+        record.tunnel(picked.id);
+        let way = Way {
+            proxy: self,
+            connection,
+            route: &route,
+            tunnel: &picked.tunnel,
+            record,
+        };
+        match kind {
+            Kind::Plain => forward::run(way, request).await,
+            Kind::Upgrade(token) => upgrade::run(way, request, &token).await,
+            Kind::Connect => relay::connect(way, request).await,
+        }
+    }
+
+    /// The tunnel to use, or why there is none.
+    pub(crate) fn pick(&self, route: &Route) -> Result<Picked, Error> {
+        if self.shared.registry.core(&route.node) != self.core {
+            self.shared.metrics.crossed();
+        }
+        self.shared
+            .registry
+            .pick(&route.node)
+            .map_err(|away| explain(&route.node, &away))
+    }
+}
+
+/// What the last steps of the way need: a stream is about to be opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Way<'a> {
+    /// The front and what it shares.
+    pub proxy: &'a Proxy,
+    /// The caller's connection.
+    pub connection: &'a Arc<Connection>,
+    /// Where to.
+    pub route: &'a Route,
+    /// The tunnel that was picked.
+    pub tunnel: &'a causeway_tunnel::Tunnel,
+    /// The record of this stream.
+    pub record: &'a Arc<Record>,
+}
+
+fn explain(node: &NodeName, away: &Away) -> Error {
+    match away {
+        Away::Never => Reason::NodeAway.says(format!(
+            "{node} is not connected and was not seen since this gateway started"
+        )),
+        Away::Last { seen, from } => {
+            let ago = SystemTime::now().duration_since(*seen).unwrap_or_default();
+            Reason::NodeAway.says(format!(
+                "{node} is not connected since {}, {} s ago; its last tunnel came from {from}",
+                humantime::format_rfc3339_seconds(*seen),
+                ago.as_secs()
+            ))
+        }
+        Away::Suspect { from } => Reason::NodeAway.says(format!(
+            "{node} does not answer on its tunnel from {from}; the link is probably down"
+        )),
+        Away::Draining => Reason::Draining.says(format!(
+            "{node} is leaving this gateway and takes no new streams here"
+        )),
+    }
+}
+
+/// Whether a method is CONNECT.
+pub(crate) fn is_connect(method: &Method) -> bool {
+    method == Method::CONNECT
+}

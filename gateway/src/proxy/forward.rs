@@ -1,0 +1,243 @@
+//! Step 6a: a plain request over a tunnel stream.
+//!
+//! Head first, body behind it in a task of its own, so that an answer that comes before the body is read passes
+//! at once. A caller that goes away drops this future or its body, and with it the stream: a reset.
+
+use crate::{
+    error::{Error, Reason},
+    proxy::{Way, access::Record, outgoing::Outgoing, request},
+};
+use causeway_tunnel::{
+    Receive, Refusal, Send, StreamError,
+    body::{PumpError, pump},
+    client::{Answer, Ask},
+    headers, wire,
+};
+use futures_util::future::OptionFuture;
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
+    header::{AUTHORIZATION, EXPECT, FORWARDED, VIA},
+    uri,
+};
+use http_body::Body;
+use hyper::body::Incoming;
+use std::{
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::sync::oneshot;
+use tracing::debug_span;
+
+/// How long a body waits for an app that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not
+/// wait for ever either; curl waits as long).
+const CONTINUE: Duration = Duration::from_secs(1);
+
+/// Forwards a plain request.
+///
+/// # Errors
+/// If the stream cannot be opened, or breaks before the answer's head.
+pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Outgoing>, Error> {
+    let (parts, body) = request.into_parts();
+    let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
+    let head = head(way, parts)?;
+    let end = body.is_end_stream();
+    let opened = way
+        .tunnel
+        .open(head, &Ask::Request, &way.route.target, end)
+        .await
+        .map_err(|error| failed(way, &error))?;
+    let go = if end {
+        None
+    } else {
+        start_body(way, body, opened.send, expects)
+    };
+    let answer = wait(opened.answer, go)
+        .await
+        .map_err(|error| failed(way, &error))?;
+    respond(way, answer)
+}
+
+/// Waits for the final answer; lets the body go at the app's 100, at its answer, or when it took too long.
+async fn wait(
+    mut answer: Answer,
+    go: Option<oneshot::Sender<()>>,
+) -> Result<Response<Receive>, StreamError> {
+    if let Some(go) = go {
+        let asked = async {
+            while let Some(interim) = answer.interim().await? {
+                if interim.status() == StatusCode::CONTINUE {
+                    break;
+                }
+            }
+            Ok::<_, StreamError>(())
+        };
+        if let Ok(failed) = tokio::time::timeout(CONTINUE, asked).await {
+            failed?;
+        }
+        // A body that is gone needs no leave.
+        let _ = go.send(());
+    }
+    answer.await
+}
+
+/// Sends the body in a task of its own. With `expects` it waits for the sender that is returned.
+fn start_body(
+    way: Way<'_>,
+    body: Incoming,
+    send: Send,
+    expects: bool,
+) -> Option<oneshot::Sender<()>> {
+    let (tell, told) = oneshot::channel();
+    let told = OptionFuture::from(expects.then_some(told));
+    let body = Counted {
+        inner: body,
+        record: way.record.clone(),
+    };
+    let task = send_body(body, send, told);
+    way.proxy.tasks.spawn(debug_span!("body"), task);
+    expects.then_some(tell)
+}
+
+async fn send_body(body: Counted, mut send: Send, go: OptionFuture<oneshot::Receiver<()>>) {
+    // A request that is given up while it waits is given up below as well.
+    let _ = go.await;
+    match pump(body, &mut send).await {
+        Ok(()) => {}
+        Err(PumpError::Body(error)) => {
+            tracing::debug!(%error, "a caller broke its request's body off");
+        }
+        Err(PumpError::Stream(error)) => {
+            tracing::debug!(%error, "a request's body was not taken to its end");
+        }
+    }
+}
+
+/// A request's body, counted.
+struct Counted {
+    inner: Incoming,
+    record: Arc<Record>,
+}
+
+impl Body for Counted {
+    type Data = bytes::Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<bytes::Bytes>, hyper::Error>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(cx);
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(chunk) = frame.data_ref()
+        {
+            let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
+            self.record.passed.up.fetch_add(length, Relaxed);
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+}
+
+/// The request's head as the tunnel takes it.
+pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<()>, Error> {
+    let (version, scheme) = (parts.version, scheme(way));
+    let mut fields = parts.headers;
+    if !way.proxy.front.forward_authorization {
+        fields.remove(AUTHORIZATION);
+    }
+    let host = headers::take_host(&mut fields);
+    let authority = parts.uri.authority().cloned().or(host);
+    request::clean(&mut fields);
+    forwarded(way, &mut fields, authority.as_ref());
+    via(&mut fields, version);
+    way.record.put_trace(&mut fields);
+
+    let mut target = uri::Parts::default();
+    target.path_and_query = parts.uri.path_and_query().cloned();
+    if authority.is_some() {
+        target.scheme = Some(scheme);
+        target.authority = authority;
+    }
+    let mut head = Request::new(());
+    *head.method_mut() = parts.method;
+    *head.uri_mut() = Uri::from_parts(target)
+        .map_err(|error| Reason::Malformed.because("the request's target is malformed", error))?;
+    *head.headers_mut() = fields;
+    Ok(head)
+}
+
+fn scheme(way: Way<'_>) -> uri::Scheme {
+    if way.connection.tls {
+        uri::Scheme::HTTPS
+    } else {
+        uri::Scheme::HTTP
+    }
+}
+
+/// Adds who called, for what, and how (RFC 7239).
+fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Authority>) {
+    let from = match way.connection.peer.ip() {
+        Some(std::net::IpAddr::V4(ip)) => ip.to_string(),
+        Some(std::net::IpAddr::V6(ip)) => format!("\"[{ip}]\""),
+        None => "unknown".to_owned(),
+    };
+    let host = authority
+        .map(|host| format!(";host=\"{host}\""))
+        .unwrap_or_default();
+    let proto = scheme(way);
+    if let Ok(value) = HeaderValue::try_from(format!("for={from}{host};proto={proto}")) {
+        fields.append(FORWARDED, value);
+    }
+}
+
+/// Adds this hop (RFC 9110 §7.6.3).
+fn via(fields: &mut HeaderMap, version: Version) {
+    let value = if version == Version::HTTP_2 {
+        "2 causeway"
+    } else {
+        "1.1 causeway"
+    };
+    fields.append(VIA, HeaderValue::from_static(value));
+}
+
+/// The app's answer, or the edge's refusal as an error.
+pub(super) fn respond(
+    way: Way<'_>,
+    answer: Response<Receive>,
+) -> Result<Response<Outgoing>, Error> {
+    let (mut parts, body) = answer.into_parts();
+    refusal(way, &parts.headers)?;
+    request::clean(&mut parts.headers);
+    via(&mut parts.headers, Version::HTTP_2);
+    parts.version = Version::default();
+    parts.extensions.clear();
+    way.record.answered(parts.status);
+    let body = Outgoing::stream(body, &way.route.node, way.record);
+    Ok(Response::from_parts(parts, body))
+}
+
+/// The edge's own word, if it failed the stream.
+///
+/// # Errors
+/// The refusal.
+pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
+    let text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
+    let Some(word) = text(&wire::FAILURE) else {
+        return Ok(());
+    };
+    let detail = text(&wire::DETAIL)
+        .unwrap_or("the edge failed the request")
+        .to_owned();
+    let reason = Refusal::parse(word).map_or(Reason::TargetBroken, Reason::from);
+    Err(reason.says(format!("{}: {detail}", way.route.node)))
+}
+
+/// A stream that failed before its answer.
+pub(super) fn failed(way: Way<'_>, error: &StreamError) -> Error {
+    Error::of_stream(way.route.node.as_str(), error)
+}

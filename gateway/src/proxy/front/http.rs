@@ -1,0 +1,110 @@
+//! HTTP of a front: one connection, HTTP/1.1 or HTTP/2, until it ends or the front drains.
+//!
+//! What ALPN agreed on decides; without ALPN the first bytes do. A head that is longer on its way than its bound
+//! ends the connection, an idle caller does not. HTTP/2's own limits on resets keep their defaults here:
+//! on a public front they are the protection.
+
+use super::{Connection, io::Io};
+use crate::proxy::{Proxy, outgoing::Outgoing};
+use causeway_tunnel::task::Tasks;
+use http::{Request, Response, Version};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::conn::auto,
+};
+use std::{convert::Infallible, future::Future, pin::pin, sync::Arc, time::Duration};
+use tokio_util::sync::CancellationToken;
+
+/// Runs hyper's tasks under our owner.
+#[derive(Clone, Debug)]
+struct Owned(Arc<Tasks>);
+
+impl<F> hyper::rt::Executor<F> for Owned
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        self.0.spawn(tracing::Span::current(), task);
+    }
+}
+
+/// A stream window for callers that speak HTTP/2, in bytes: as kube-apiserver's own.
+const WINDOW: u32 = 4 << 20;
+/// A dead HTTP/2 caller is noticed within twice this.
+const PING: Duration = Duration::from_secs(30);
+
+/// Serves one connection until it ends; after `stop` it finishes what it has begun.
+pub(super) async fn serve(
+    proxy: &Proxy,
+    io: Io,
+    connection: Arc<Connection>,
+    stop: CancellationToken,
+) {
+    let builder = builder(proxy);
+    let service = service_fn(|request: Request<Incoming>| {
+        let (proxy, connection) = (proxy.clone(), connection.clone());
+        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request).await) }
+    });
+    let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
+    let condition = connection.condition.clone();
+    let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
+    let mut stopping = false;
+    loop {
+        tokio::select! {
+            ended = served.as_mut() => {
+                if let Err(error) = ended {
+                    tracing::debug!(%error, "a caller's connection ended");
+                }
+                return;
+            }
+            () = slow.as_mut() => {
+                tracing::debug!("a caller's head was too slow");
+                proxy.shared.metrics.limit("slow_head");
+                return;
+            }
+            () = stop.cancelled(), if !stopping => {
+                stopping = true;
+                served.as_mut().graceful_shutdown();
+            }
+        }
+    }
+}
+
+async fn answer(
+    proxy: &Proxy,
+    connection: &Arc<Connection>,
+    request: Request<Incoming>,
+) -> Response<Outgoing> {
+    let version = request.version();
+    connection.condition.asked();
+    let response = proxy.handle(connection, request).await;
+    if version == Version::HTTP_2 {
+        return response;
+    }
+    response.map(|body| body.over(Some(connection.condition.clone())))
+}
+
+fn builder(proxy: &Proxy) -> auto::Builder<Owned> {
+    let mut builder = auto::Builder::new(Owned(proxy.tasks.clone()));
+    let bytes = proxy.shared.header_bytes;
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .title_case_headers(true)
+        .half_close(false)
+        .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
+        .max_headers(proxy.shared.max_headers)
+        // Twice the limit: what lies between is refused by us, with a reason; what is beyond, by hyper.
+        .max_buf_size((bytes * 2).max(16 * 1024));
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW * 4)
+        .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
+        .max_header_list_size(u32::try_from(bytes * 2).unwrap_or(u32::MAX))
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PING);
+    builder
+}

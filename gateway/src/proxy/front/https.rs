@@ -1,0 +1,128 @@
+//! TLS of a front: the ClientHello names the core, the handshake ends there, and the peer is checked.
+//!
+//! After every handshake, resumed or not, a certificate that was shown is judged again: presence of what the
+//! front demands, dates, purpose, whose CA made it. An edge's certificate is no caller's.
+
+use super::{Arrival, Door, io::Io, serve};
+use crate::{
+    core::CoreId,
+    proxy::{
+        Proxy,
+        caller::{Caller, Method},
+    },
+};
+use causeway_certs::{
+    Identity,
+    verify::{PeerRefused, Purpose, check_peer, none_revoked},
+};
+use causeway_tunnel::socket::Socket;
+use rustls::server::{Accepted, Acceptor};
+use rustls_pki_types::UnixTime;
+use std::sync::Arc;
+use tokio::time::{Instant, timeout_at};
+use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
+
+/// Reads the ClientHello, moves the socket to the core that it names, and serves it there.
+pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: Arrival) {
+    let proxy = &door.proxies[core.0];
+    let deadline = Instant::now() + proxy.shared.timeouts.tls;
+    let hello = timeout_at(
+        deadline,
+        LazyConfigAcceptor::new(Acceptor::default(), socket),
+    )
+    .await;
+    let start = match hello {
+        Ok(Ok(start)) => start,
+        Ok(Err(error)) => return failed(proxy, "hello", &error),
+        Err(_) => return failed(proxy, "slow", &"no ClientHello in time"),
+    };
+    let home = door.home(core, start.client_hello().server_name(), arrival.original);
+    let accepted = start.accepted;
+    door.hand_over((core, home), start.io, move |door, socket| async move {
+        let proxy = door.proxies[home.0].clone();
+        if let Some(stream) = finish(&proxy, accepted, socket, deadline).await {
+            begin(&proxy, stream, arrival, door).await;
+        }
+    });
+}
+
+async fn finish(
+    proxy: &Proxy,
+    accepted: Accepted,
+    socket: Socket,
+    deadline: Instant,
+) -> Option<TlsStream<Socket>> {
+    let (config, _) = proxy.front.tls.as_ref()?;
+    let start = StartHandshake::from_parts(accepted, socket);
+    match timeout_at(deadline, start.into_stream(config.clone())).await {
+        Ok(Ok(stream)) => Some(stream),
+        Ok(Err(error)) => {
+            failed(proxy, "handshake", &error);
+            None
+        }
+        Err(_) => {
+            failed(proxy, "slow", &"the handshake took too long");
+            None
+        }
+    }
+}
+
+async fn begin(proxy: &Proxy, stream: TlsStream<Socket>, arrival: Arrival, door: Door) {
+    let (_, session) = stream.get_ref();
+    let sni = session.server_name().map(str::to_owned);
+    let caller = match caller(proxy, session) {
+        Ok(caller) => caller,
+        Err(refused) => return failed(proxy, "certificate", &refused),
+    };
+    let connection = Arc::new(arrival.connection(sni, true, caller));
+    let io = Io::tls(stream, &connection.condition);
+    serve(proxy, io, connection, door.stop.clone()).await;
+}
+
+/// The caller that the certificate names, if one was shown.
+fn caller(
+    proxy: &Proxy,
+    session: &rustls::ServerConnection,
+) -> Result<Option<Caller>, PeerRefused> {
+    let (Some((_, trust)), Some(chain)) = (&proxy.front.tls, session.peer_certificates()) else {
+        return Ok(None);
+    };
+    let identity = check_peer(
+        Some(chain),
+        Purpose::Caller,
+        UnixTime::now(),
+        trust,
+        &none_revoked,
+    )?;
+    let (name, groups) = match identity {
+        Identity::Caller { name, groups } => (name, groups),
+        Identity::Foreign {
+            common_name,
+            organizations,
+            uris,
+        } => {
+            let name = uris
+                .into_iter()
+                .next()
+                .or(common_name)
+                .unwrap_or_else(|| "unnamed".to_owned());
+            (name, organizations)
+        }
+        // `check_peer` lets neither through for this purpose.
+        Identity::Edge(_) | Identity::Gateway => return Ok(None),
+    };
+    Ok(Some(Caller::new(
+        &name,
+        groups,
+        Method::Certificate,
+        &proxy.shared,
+    )))
+}
+
+fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
+    proxy
+        .shared
+        .metrics
+        .handshake_failed(proxy.front.kind.as_str(), why);
+    tracing::debug!(front = proxy.front.name, why, %error, "a caller's TLS handshake failed");
+}

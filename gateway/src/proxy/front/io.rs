@@ -1,0 +1,247 @@
+//! A caller's socket below HTTP, and its condition.
+//!
+//! The body of an answer and the socket know of each other here: a body that breaks waits until what came before
+//! it is flushed, and the socket is then dropped with a reset and without `close_notify`. The condition
+//! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
+
+use causeway_tunnel::socket::{Abort, Socket};
+use futures_util::task::AtomicWaker;
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
+    time::{Instant, sleep_until},
+};
+use tokio_rustls::server::TlsStream;
+
+/// What a socket and the bodies above it know of each other.
+#[derive(Debug)]
+pub struct Condition {
+    began: Instant,
+    /// The close is to be a reset.
+    broken: AtomicBool,
+    /// A broken body waits for a flush.
+    flushing: AtomicBool,
+    flushed: AtomicWaker,
+    /// The next byte read is of a new head.
+    expecting: AtomicBool,
+    /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
+    head: AtomicU64,
+    head_began: Notify,
+}
+
+impl Default for Condition {
+    fn default() -> Self {
+        Self {
+            began: Instant::now(),
+            broken: AtomicBool::new(false),
+            flushing: AtomicBool::new(false),
+            flushed: AtomicWaker::new(),
+            // The first head is due from the start, whether a byte of it has come or not.
+            expecting: AtomicBool::new(false),
+            head: AtomicU64::new(1),
+            head_began: Notify::new(),
+        }
+    }
+}
+
+impl Condition {
+    /// Breaks the connection: ready once what was written before is flushed.
+    pub fn poll_flushed(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.broken.swap(true, Relaxed) {
+            if !self.flushing.load(Relaxed) {
+                return Poll::Ready(());
+            }
+        } else {
+            self.flushing.store(true, Relaxed);
+        }
+        self.flushed.register(cx.waker());
+        if self.flushing.load(Relaxed) {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
+    }
+
+    /// A request's head is complete.
+    pub fn asked(&self) {
+        self.head.store(0, Relaxed);
+    }
+
+    /// An answer is complete: the next bytes are of a new head.
+    pub fn answered(&self) {
+        self.expecting.store(true, Relaxed);
+    }
+
+    /// Waits until a head has been on its way for longer than `bound`.
+    pub async fn slow_head(&self, bound: Duration) {
+        loop {
+            let began = self.head.load(Relaxed);
+            let Some(began) = began.checked_sub(1) else {
+                self.head_began.notified().await;
+                continue;
+            };
+            let due = self.began + Duration::from_millis(began) + bound;
+            if due <= Instant::now() {
+                return;
+            }
+            sleep_until(due).await;
+        }
+    }
+
+    fn read(&self) {
+        if self.expecting.swap(false, Relaxed) {
+            let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+            self.head.store(age + 1, Relaxed);
+            self.head_began.notify_one();
+        }
+    }
+
+    fn wrote_all(&self) {
+        if self.flushing.swap(false, Relaxed) {
+            self.flushed.wake();
+        }
+    }
+}
+
+impl Abort for Condition {
+    fn abort(&self) {
+        self.broken.store(true, Relaxed);
+    }
+}
+
+/// A caller's connection, plain or in TLS.
+#[derive(Debug)]
+pub struct Io {
+    transport: Transport,
+    condition: Arc<Condition>,
+}
+
+#[derive(Debug)]
+enum Transport {
+    Plain(Socket),
+    Tls(Box<TlsStream<Socket>>),
+}
+
+impl Io {
+    /// A connection without TLS.
+    pub fn plain(socket: Socket, condition: &Arc<Condition>) -> Self {
+        Self {
+            transport: Transport::Plain(socket),
+            condition: condition.clone(),
+        }
+    }
+
+    /// A connection whose TLS is done.
+    pub fn tls(stream: TlsStream<Socket>, condition: &Arc<Condition>) -> Self {
+        Self {
+            transport: Transport::Tls(Box::new(stream)),
+            condition: condition.clone(),
+        }
+    }
+}
+
+impl Abort for Io {
+    fn abort(&self) {
+        self.condition.abort();
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        if self.condition.broken.load(Relaxed) {
+            match &self.transport {
+                Transport::Plain(socket) => socket.abort(),
+                Transport::Tls(stream) => stream.get_ref().0.abort(),
+            }
+        }
+    }
+}
+
+impl AsyncRead for Io {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let polled = match &mut this.transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
+            Transport::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
+        };
+        if buf.filled().len() > before {
+            this.condition.read();
+        }
+        polled
+    }
+}
+
+/// A peer that goes without `close_notify` is an ordinary disconnect (trap 6).
+fn quiet(polled: Poll<io::Result<()>>) -> Poll<io::Result<()>> {
+    match polled {
+        Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Poll::Ready(Ok(()))
+        }
+        other => other,
+    }
+}
+
+impl AsyncWrite for Io {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        match &mut self.get_mut().transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
+            Transport::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_flush(cx),
+            Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        };
+        if polled.is_ready() {
+            this.condition.wrote_all();
+        }
+        polled
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.get_mut().transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+            Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match &mut self.get_mut().transport {
+            Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
+            Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.transport {
+            Transport::Plain(socket) => socket.is_write_vectored(),
+            Transport::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! How many streams may be open: in all, for a caller, for a node.
+//!
+//! Only atomics on the way: a caller's count is looked up once a connection and travels with the caller, a
+//! node's comes with the picked tunnel. A permit gives back what it took when it is dropped, wherever.
+
+use crate::{
+    config,
+    error::{Error, Reason},
+};
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+/// Open streams of one caller or node.
+pub type Count = Arc<AtomicUsize>;
+
+/// The bounds and what is open.
+#[derive(Debug)]
+pub struct Limits {
+    bounds: config::Limits,
+    all: Count,
+    connections: Count,
+    callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
+}
+
+/// The right to one open stream.
+#[derive(Debug)]
+pub struct Permit {
+    _all: Taken,
+    _caller: Taken,
+    _node: Taken,
+}
+
+/// One unit of a count.
+#[derive(Debug)]
+pub struct Taken(Count);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
+}
+
+fn take(count: &Count, most: usize) -> Option<Taken> {
+    let taken = Taken(count.clone());
+    (count.fetch_add(1, Relaxed) < most).then_some(taken)
+}
+
+impl Limits {
+    /// Nothing is open.
+    pub fn new(bounds: config::Limits) -> Self {
+        Self {
+            bounds,
+            all: Count::default(),
+            connections: Count::default(),
+            callers: Mutex::default(),
+        }
+    }
+
+    /// The count of a caller, shared by all its connections.
+    pub fn caller(&self, name: &Arc<str>) -> Count {
+        let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = callers.get(name).and_then(Weak::upgrade) {
+            return count;
+        }
+        // Callers that are gone are swept when the table would grow.
+        if callers.len() == callers.capacity() {
+            callers.retain(|_, count| count.strong_count() > 0);
+        }
+        let count = Count::default();
+        callers.insert(name.clone(), Arc::downgrade(&count));
+        count
+    }
+
+    /// Room for one more connection of a caller, if there is.
+    pub fn connection(&self) -> Option<Taken> {
+        take(&self.connections, self.bounds.connections)
+    }
+
+    /// Room for one more stream.
+    ///
+    /// # Errors
+    /// [`Reason::LimitReached`], naming the limit.
+    pub fn admit(&self, caller: &Count, node: &Count) -> Result<Permit, Error> {
+        let full = |whose: &str, most: usize| {
+            Reason::LimitReached.says(format!(
+                "{whose} has {most} streams open, which is its limit"
+            ))
+        };
+        let bounds = &self.bounds;
+        Ok(Permit {
+            _all: take(&self.all, bounds.streams)
+                .ok_or_else(|| full("this gateway", bounds.streams))?,
+            _caller: take(caller, bounds.per_caller)
+                .ok_or_else(|| full("this caller", bounds.per_caller))?,
+            _node: take(node, bounds.per_node).ok_or_else(|| full("this node", bounds.per_node))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_limit_holds_alone_and_gives_back_what_was_taken() {
+        let bounds = config::Limits {
+            streams: 3,
+            per_caller: 2,
+            per_node: 2,
+            ..config::Limits::default()
+        };
+        let limits = Limits::new(bounds);
+        let alice = limits.caller(&"alice".into());
+        let bob = limits.caller(&"bob".into());
+        let (near, far) = (Count::default(), Count::default());
+        let first = limits.admit(&alice, &near).unwrap();
+        let _second = limits.admit(&alice, &far).unwrap();
+        let word = |error: Error| error.detail.split(' ').nth(1).unwrap().to_owned();
+        assert_eq!(word(limits.admit(&alice, &far).unwrap_err()), "caller");
+        let _third = limits.admit(&bob, &near).unwrap();
+        assert_eq!(word(limits.admit(&bob, &far).unwrap_err()), "gateway");
+        drop(first);
+        assert_eq!(near.load(Relaxed), 1);
+        let _fourth = limits.admit(&bob, &near).unwrap();
+        assert_eq!(word(limits.admit(&alice, &near).unwrap_err()), "gateway");
+        assert_eq!(
+            limits.caller(&"alice".into()).load(Relaxed),
+            1,
+            "the same count"
+        );
+    }
+
+    #[test]
+    fn a_node_has_a_limit_of_its_own() {
+        let limits = Limits::new(config::Limits {
+            per_node: 1,
+            ..config::Limits::default()
+        });
+        let (caller, node) = (Count::default(), Count::default());
+        let _held = limits.admit(&caller, &node).unwrap();
+        assert!(
+            limits
+                .admit(&caller, &node)
+                .unwrap_err()
+                .detail
+                .contains("this node")
+        );
+    }
+}

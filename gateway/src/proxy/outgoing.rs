@@ -1,0 +1,166 @@
+//! The body of an answer on its way to the caller.
+//!
+//! A stream that breaks must not look like an end. On HTTP/2 the error's code goes on. On HTTP/1.1 what was
+//! received is flushed first, then the body fails and the socket is dropped with a reset: without the
+//! flush the last bytes would be lost, without the reset a close-delimited answer would seem whole (trap 3).
+
+use crate::{
+    error::Error,
+    proxy::{access::Record, front::io::Condition},
+};
+use bytes::Bytes;
+use causeway_certs::NodeName;
+use causeway_tunnel::{Receive, StreamError};
+use http_body::{Body, Frame, SizeHint};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::time::Sleep;
+
+/// How long a caller that does not read may hold up the end of a broken answer.
+const FLUSH: Duration = Duration::from_secs(5);
+
+/// An answer's body.
+#[derive(Debug)]
+pub struct Outgoing {
+    inner: Inner,
+    /// Where the caller speaks HTTP/1.1: its socket, whose next head is waited for after this body.
+    socket: Option<Arc<Condition>>,
+}
+
+#[derive(Debug)]
+enum Inner {
+    Empty,
+    /// A text of our own.
+    Text(Option<Bytes>),
+    /// What a tunnel brings.
+    Stream(Box<Streamed>),
+}
+
+/// A body from a tunnel.
+#[derive(Debug)]
+struct Streamed {
+    receive: Receive,
+    node: NodeName,
+    record: Arc<Record>,
+    broken: Option<(StreamError, Pin<Box<Sleep>>)>,
+}
+
+impl Outgoing {
+    /// No body. `record` ends with the head.
+    pub fn empty() -> Self {
+        Self {
+            inner: Inner::Empty,
+            socket: None,
+        }
+    }
+
+    /// A text of our own.
+    pub fn text(text: impl Into<Bytes>) -> Self {
+        Self {
+            inner: Inner::Text(Some(text.into())),
+            socket: None,
+        }
+    }
+
+    /// A body from a tunnel.
+    pub fn stream(receive: Receive, node: &NodeName, record: &Arc<Record>) -> Self {
+        let streamed = Streamed {
+            receive,
+            node: node.clone(),
+            record: record.clone(),
+            broken: None,
+        };
+        Self {
+            inner: Inner::Stream(Box::new(streamed)),
+            socket: None,
+        }
+    }
+
+    /// Ties the body to the socket of a caller that speaks HTTP/1.1.
+    #[must_use]
+    pub fn over(mut self, socket: Option<Arc<Condition>>) -> Self {
+        self.socket = socket;
+        self
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        if let Some(socket) = &self.socket {
+            socket.answered();
+        }
+    }
+}
+
+impl Streamed {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: Option<&Arc<Condition>>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        if self.broken.is_none() {
+            match ready!(Pin::new(&mut self.receive).poll_frame(cx)) {
+                Some(Err(error)) => {
+                    self.record
+                        .failed(&Error::of_stream(self.node.as_str(), &error));
+                    self.broken = Some((error, Box::pin(tokio::time::sleep(FLUSH))));
+                }
+                Some(Ok(frame)) => {
+                    if let Some(chunk) = frame.data_ref() {
+                        let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
+                        self.record.passed.down.fetch_add(length, Relaxed);
+                    }
+                    return Poll::Ready(Some(Ok(frame)));
+                }
+                None => return Poll::Ready(None),
+            }
+        }
+        if let (Some(socket), Some((_, bound))) = (socket, &mut self.broken) {
+            let flushed = socket.poll_flushed(cx);
+            if flushed.is_pending() {
+                ready!(bound.as_mut().poll(cx));
+            }
+        }
+        Poll::Ready(self.broken.take().map(|(error, _)| Err(error)))
+    }
+}
+
+impl Body for Outgoing {
+    type Data = Bytes;
+    type Error = StreamError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        let this = self.get_mut();
+        match &mut this.inner {
+            Inner::Empty => Poll::Ready(None),
+            Inner::Text(text) => Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            Inner::Stream(streamed) => streamed.poll(cx, this.socket.as_ref()),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            Inner::Empty => true,
+            Inner::Text(text) => text.is_none(),
+            Inner::Stream(streamed) => streamed.broken.is_none() && streamed.receive.is_end(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            Inner::Empty | Inner::Text(None) => SizeHint::with_exact(0),
+            Inner::Text(Some(text)) => {
+                SizeHint::with_exact(u64::try_from(text.len()).unwrap_or(u64::MAX))
+            }
+            Inner::Stream(_) => SizeHint::default(),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Step 6c: bytes both ways, for CONNECT, for upgraded requests and for TCP fronts.
+//!
+//! The edge dials before it answers, so a refused port is a refusal here and never a success that breaks. A
+//! CONNECT is answered within a bound whatever happens: kube-apiserver sets none of its own.
+
+use crate::{
+    config::ErrorForm,
+    error::{Error, Reason},
+    proxy::{
+        Proxy, Way,
+        access::Record,
+        authorize::{self, Act, Ask},
+        forward,
+        front::{
+            Connection,
+            io::{Condition, Io},
+        },
+        outgoing::Outgoing,
+        route,
+    },
+};
+use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
+use http::{Method, Request, Response, StatusCode};
+use hyper::{
+    body::Incoming,
+    upgrade::{OnUpgrade, Upgraded},
+};
+use hyper_util::rt::TokioIo;
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tracing::debug_span;
+
+/// Answers a CONNECT, and relays behind the answer.
+///
+/// # Errors
+/// If the stream cannot be opened or the target cannot be dialled.
+pub async fn connect(
+    way: Way<'_>,
+    mut request: Request<Incoming>,
+) -> Result<Response<Outgoing>, Error> {
+    let switched = hyper::upgrade::on(&mut request);
+    let halves = open(way).await?;
+    way.record.answered(StatusCode::OK);
+    let hold = way.proxy.front.errors == ErrorForm::Kubernetes;
+    spawn(way, switched, halves, hold);
+    Ok(Response::new(Outgoing::empty()))
+}
+
+/// Opens a TCP stream to the way's target, within a bound.
+async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
+    let bound = way.proxy.shared.timeouts.open;
+    let answered = async {
+        let opened = way
+            .tunnel
+            .open(
+                Request::new(()),
+                &client::Ask::Tcp,
+                &way.route.target,
+                false,
+            )
+            .await?;
+        Ok((opened.send, opened.answer.await?))
+    };
+    match tokio::time::timeout(bound, answered).await {
+        Ok(Ok((send, answer))) => {
+            forward::refusal(way, answer.headers())?;
+            Ok((send, answer.into_body()))
+        }
+        Ok(Err(error)) => Err(forward::failed(way, &error)),
+        Err(_) => {
+            let detail = format!(
+                "{} did not connect to {} within {bound:?}",
+                way.route.node, way.route.target
+            );
+            Err(Reason::TargetTimeout.says(detail))
+        }
+    }
+}
+
+/// Relays between what becomes of the caller's connection and a stream, in a task of its own.
+pub(super) fn spawn(
+    way: Way<'_>,
+    switched: OnUpgrade,
+    (send, receive): (Send, Receive),
+    hold: bool,
+) {
+    let condition = way.connection.condition.clone();
+    let record = way.record.clone();
+    let node = way.route.node.clone();
+    way.proxy.tasks.spawn(debug_span!("session"), async move {
+        let upgraded = match switched.await {
+            Ok(upgraded) => upgraded,
+            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+        };
+        let session = Session {
+            io: TokioIo::new(upgraded),
+            condition,
+        };
+        let outcome = copy::relay(session, send, receive, record.passed.clone(), hold).await;
+        note(&record, node.as_str(), &outcome);
+    });
+}
+
+/// Runs the session of a TCP front: the way of a request, for a connection that is one.
+///
+/// # Errors
+/// If the session could not begin; the connection then ends with a reset.
+pub(super) async fn session(
+    proxy: &Proxy,
+    io: Io,
+    connection: &Arc<Connection>,
+    record: &Arc<Record>,
+) -> Result<(), Error> {
+    let begun = begin(proxy, connection, record).await;
+    let (send, receive) = begun.inspect_err(|_| io.abort())?;
+    record.answered(StatusCode::OK);
+    let outcome = copy::relay(io, send, receive, record.passed.clone(), false).await;
+    note(record, proxy.front.name.as_str(), &outcome);
+    Ok(())
+}
+
+async fn begin(
+    proxy: &Proxy,
+    connection: &Arc<Connection>,
+    record: &Arc<Record>,
+) -> Result<(Send, Receive), Error> {
+    let asked = proxy.front.asked(connection, None);
+    let shared = &proxy.shared;
+    let nothing = http::HeaderMap::new();
+    let caller = proxy
+        .front
+        .authentication
+        .identify(connection, &nothing, asked.port(), shared)?;
+    record.caller(&caller);
+    let route = route::of(&asked, &shared.nodes)?;
+    record.route(&route);
+    let ask = Ask {
+        caller: &caller,
+        route: &route,
+        act: Act::Connect,
+        method: &Method::CONNECT,
+        path: "",
+    };
+    authorize::check(shared.authorizer.as_ref(), &ask, shared.timeouts.authorize).await?;
+    let picked = proxy.pick(&route)?;
+    record.permit(shared.limits.admit(&caller.open, &picked.streams)?);
+    record.tunnel(picked.id);
+    open(Way {
+        proxy,
+        connection,
+        route: &route,
+        tunnel: &picked.tunnel,
+        record,
+    })
+    .await
+}
+
+fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
+    match outcome {
+        copy::Outcome::Clean => {}
+        copy::Outcome::Near(error) => tracing::debug!(%error, "a caller broke its session off"),
+        copy::Outcome::Far(error) => record.failed(&Error::of_stream(node, error)),
+    }
+}
+
+/// A caller's connection after HTTP gave it up.
+struct Session {
+    io: TokioIo<Upgraded>,
+    condition: Arc<Condition>,
+}
+
+impl Abort for Session {
+    fn abort(&self) {
+        self.condition.abort();
+    }
+}
+
+impl AsyncRead for Session {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Session {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,116 @@
+//! Failures as bytes: the only place that turns an [`Error`] into an answer.
+//!
+//! Three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and the
+//! same word in metrics and log through the record. A `connect` front puts the sentence into the reason
+//! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
+//! 502 with plain text, the only form that kubectl shows in every case.
+
+use crate::{
+    config::{ErrorForm, Kind},
+    error::{Error, Reason},
+    proxy::{access::Record, front::Front, outgoing::Outgoing},
+};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Response, StatusCode,
+    header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE},
+};
+use hyper::ext::ReasonPhrase;
+use serde::Serialize;
+
+const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+
+/// A problem (RFC 9457 §3), with this gateway's extension members.
+#[derive(Debug, Serialize)]
+struct Problem<'a> {
+    r#type: String,
+    title: &'static str,
+    status: u16,
+    detail: &'a str,
+    reason: &'static str,
+    trace: &'a str,
+}
+
+/// The answer that says why there is no other.
+pub fn of(front: &Front, record: &Record, error: &Error) -> Response<Outgoing> {
+    record.failed(error);
+    let status = match front.errors {
+        ErrorForm::Problem => error.reason.status(),
+        ErrorForm::Kubernetes => StatusCode::BAD_GATEWAY,
+    };
+    record.answered(status);
+    let (kind, text) = match front.errors {
+        ErrorForm::Problem => ("application/problem+json", problem(error, record)),
+        ErrorForm::Kubernetes => ("text/plain; charset=utf-8", format!("{error}\n")),
+    };
+    let mut response = Response::new(Outgoing::text(text));
+    *response.status_mut() = status;
+    fields(response.headers_mut(), front, error);
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    if front.kind == Kind::Connect
+        && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
+    {
+        response.extensions_mut().insert(phrase);
+    }
+    response
+}
+
+fn problem(error: &Error, record: &Record) -> String {
+    let word = error.reason.word();
+    let problem = Problem {
+        r#type: format!("urn:causeway:problem:{word}"),
+        title: error.reason.title(),
+        status: error.reason.status().as_u16(),
+        detail: &error.detail,
+        reason: word,
+        trace: record.trace(),
+    };
+    serde_json::to_string(&problem).unwrap_or_default()
+}
+
+fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {
+    let detail = visible(&error.detail)
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"");
+    let kind = error.reason.proxy_status();
+    let status = format!(
+        "causeway; error={kind}; details=\"{}: {detail}\"",
+        error.reason.word()
+    );
+    if let Ok(status) = HeaderValue::try_from(status) {
+        headers.insert(PROXY_STATUS, status);
+    }
+    if front.errors == ErrorForm::Kubernetes {
+        return;
+    }
+    if let Some(after) = error.reason.retry_after() {
+        headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
+    }
+    if error.reason == Reason::Unauthenticated && front.authentication.tokens.is_some() {
+        headers.insert(
+            WWW_AUTHENTICATE,
+            HeaderValue::from_static("Bearer realm=\"causeway\""),
+        );
+    }
+    if error.reason == Reason::MethodNotAllowed {
+        let allow = if front.kind == Kind::Connect {
+            "CONNECT"
+        } else {
+            "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+        };
+        headers.insert(http::header::ALLOW, HeaderValue::from_static(allow));
+    }
+}
+
+/// Visible ASCII and spaces: what a status line and a quoted string can hold.
+fn visible(text: &str) -> String {
+    let seen = |each: char| {
+        if each.is_ascii_graphic() || each == ' ' {
+            each
+        } else {
+            '?'
+        }
+    };
+    text.chars().map(seen).take(512).collect()
+}

@@ -1,0 +1,223 @@
+//! What a request is, before anything is decided about it.
+//!
+//! Pure: the checks that the parser leaves to us (how many Hosts, whether Host fits the target, control
+//! characters), what kind of stream the request asks for, and which authority it names. What is ambiguous is
+//! refused here, so that policy and app can never see two different requests.
+
+use crate::{
+    config,
+    error::{Error, Reason},
+};
+use causeway_tunnel::{headers, wire};
+use http::{
+    HeaderMap, Method, Request, Version,
+    header::{CONTENT_LENGTH, HOST, TRANSFER_ENCODING},
+};
+use http_body::Body;
+
+/// What a request asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A plain request.
+    Plain,
+    /// To switch to this protocol.
+    Upgrade(String),
+    /// A TCP connection.
+    Connect,
+}
+
+/// Refuses what is too large or means two things.
+///
+/// # Errors
+/// [`Reason::HeaderTooLarge`] or [`Reason::Malformed`].
+pub fn check<B>(request: &Request<B>, header_bytes: usize) -> Result<(), Error> {
+    let fields = request.headers();
+    let line = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |path| path.as_str().len());
+    // As HTTP/2 counts a list (RFC 9113 §6.5.2), without its 32 bytes a field.
+    let size: usize = fields
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + 4)
+        .sum();
+    if line + size > header_bytes {
+        let detail = format!(
+            "the request's head has {} bytes, at most {header_bytes} are allowed",
+            line + size
+        );
+        return Err(Reason::HeaderTooLarge.says(detail));
+    }
+    if fields.get_all(HOST).iter().nth(1).is_some() {
+        return Err(Reason::Malformed.says("the request has more than one Host"));
+    }
+    if fields.contains_key(CONTENT_LENGTH) && fields.contains_key(TRANSFER_ENCODING) {
+        return Err(
+            Reason::Malformed.says("the request has both Content-Length and Transfer-Encoding")
+        );
+    }
+    if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {
+        return Err(Reason::Malformed.says("an HTTP/1.1 request needs a Host"));
+    }
+    Ok(())
+}
+
+/// What the request asks for, on a front of this kind.
+///
+/// # Errors
+/// [`Reason::MethodNotAllowed`] if a front of this kind does not serve it.
+pub fn kind<B: Body>(request: &Request<B>, front: config::Kind) -> Result<Kind, Error> {
+    let connect = super::is_connect(request.method());
+    match (front, connect) {
+        (config::Kind::Connect, true) => Ok(Kind::Connect),
+        (config::Kind::Connect, false) => {
+            Err(Reason::MethodNotAllowed.says("this front serves CONNECT only"))
+        }
+        (_, true) => {
+            Err(Reason::MethodNotAllowed.says("CONNECT is served by a front of kind connect only"))
+        }
+        (_, false) => {
+            Ok(upgrade(request).map_or(Kind::Plain, |token| Kind::Upgrade(token.to_owned())))
+        }
+    }
+}
+
+/// The protocol to switch to. A server may ignore the wish (RFC 9110 §7.8), and we do where it comes with
+/// a body, and for `h2c`: what runs inside would be requests that no policy has seen.
+fn upgrade<B: Body>(request: &Request<B>) -> Option<&str> {
+    let token = headers::upgrade_token(request.headers())?;
+    let ours = request.version() == Version::HTTP_11 && request.body().is_end_stream();
+    let hidden = token
+        .split(',')
+        .any(|each| each.trim().to_ascii_lowercase().starts_with("h2c"));
+    (ours && !hidden).then_some(token)
+}
+
+/// The authority that a request names: of its target, or of its Host, which must be the same.
+///
+/// # Errors
+/// [`Reason::Malformed`] if they differ or are no authority.
+pub fn authority<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
+    let target = request.uri().authority().map(http::uri::Authority::as_str);
+    // The Host of a CONNECT is whatever its sender likes: kube-apiserver writes 127.0.0.1 (RFC 9110 §9.3.6).
+    if request.method() == Method::CONNECT {
+        return Ok(target);
+    }
+    let host = host(request.headers())?;
+    match (target, host) {
+        (Some(target), Some(host)) if !target.eq_ignore_ascii_case(host) => Err(Reason::Malformed
+            .says(format!(
+                "the request's target names {target:?} and its Host {host:?}"
+            ))),
+        (Some(named), _) | (None, Some(named)) if named.contains('@') => {
+            Err(Reason::Malformed.says("a Host has no user information"))
+        }
+        (target, host) => Ok(target.or(host)),
+    }
+}
+
+fn host(fields: &HeaderMap) -> Result<Option<&str>, Error> {
+    let Some(value) = fields.get(HOST) else {
+        return Ok(None);
+    };
+    let text = value
+        .to_str()
+        .ok()
+        .filter(|text| text.parse::<http::uri::Authority>().is_ok() || text.is_empty());
+    match text {
+        Some("") => Ok(None),
+        Some(text) => Ok(Some(text)),
+        None => Err(Reason::Malformed.says("the Host is not a host")),
+    }
+}
+
+/// Makes a caller's fields fit for a tunnel: nothing of its connection, nothing that only we may say.
+pub fn clean(fields: &mut HeaderMap) {
+    headers::strip_hop_by_hop(fields);
+    headers::strip_private(fields);
+    debug_assert!(!fields.contains_key(wire::TARGET));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http_body_util::Empty;
+
+    fn request(lines: &[(&str, &str)], uri: &str) -> Request<Empty<bytes::Bytes>> {
+        let mut builder = Request::builder().uri(uri);
+        for (name, value) in lines {
+            builder = builder.header(*name, *value);
+        }
+        builder.body(Empty::new()).unwrap()
+    }
+
+    fn refused(lines: &[(&str, &str)], uri: &str) -> Reason {
+        let request = request(lines, uri);
+        let checked = check(&request, 1000).and_then(|()| authority(&request).map(|_| ()));
+        checked.unwrap_err().reason
+    }
+
+    #[test]
+    fn what_means_two_things_is_malformed() {
+        for (lines, uri) in [
+            (&[("host", "a"), ("host", "a")][..], "/"),
+            (
+                &[
+                    ("host", "a"),
+                    ("content-length", "1"),
+                    ("transfer-encoding", "chunked"),
+                ][..],
+                "/",
+            ),
+            (&[][..], "/"),
+            (&[("host", "b")][..], "http://a/"),
+            (&[("host", "user@a")][..], "/"),
+            (&[("host", "a b")][..], "/"),
+        ] {
+            assert_eq!(refused(lines, uri), Reason::Malformed, "{lines:?} {uri}");
+        }
+    }
+
+    #[test]
+    fn a_large_head_is_431() {
+        let long = "x".repeat(2000);
+        assert_eq!(
+            refused(&[("host", "a"), ("x", &long)], "/"),
+            Reason::HeaderTooLarge
+        );
+    }
+
+    #[test]
+    fn an_upgrade_is_one_only_where_nothing_hides_behind_it() {
+        let kind_of =
+            |lines: &[(&str, &str)]| kind(&request(lines, "/"), config::Kind::Https).unwrap();
+        assert_eq!(
+            kind_of(&[("connection", "Upgrade"), ("upgrade", "websocket")]),
+            Kind::Upgrade("websocket".into())
+        );
+        assert_eq!(
+            kind_of(&[("connection", "Upgrade"), ("upgrade", "h2c")]),
+            Kind::Plain
+        );
+        assert_eq!(kind_of(&[("upgrade", "websocket")]), Kind::Plain);
+    }
+
+    #[test]
+    fn connect_is_for_connect_fronts_and_nothing_else_is() {
+        let mut connect = request(&[("host", "127.0.0.1")], "edge-1:10250");
+        *connect.method_mut() = Method::CONNECT;
+        assert_eq!(
+            kind(&connect, config::Kind::Connect).unwrap(),
+            Kind::Connect
+        );
+        assert_eq!(
+            authority(&connect).unwrap(),
+            Some("edge-1:10250"),
+            "its Host is not compared"
+        );
+        let elsewhere = kind(&connect, config::Kind::Https).unwrap_err();
+        assert_eq!(elsewhere.reason, Reason::MethodNotAllowed);
+        let get = request(&[("host", "a")], "/");
+        assert!(kind(&get, config::Kind::Connect).is_err());
+    }
+}

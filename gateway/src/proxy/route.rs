@@ -1,0 +1,188 @@
+//! Which node and target a stream is for.
+//!
+//! 1. The node is the SNI's if that names a node, else the original destination's (DNAT), else the front's fixed
+//!    one, else the authority's (by name, then by confirmed address, then by pod network).
+//! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched; one that
+//!    names *another* node than the rest is refused: ambiguous is never guessed.
+//! 3. The port is the authority's if that names this node, else the original destination's, else the front's
+//!    own, which is never the number that it listens on.
+
+use crate::{
+    error::{Error, Reason},
+    state::{Nodes, nodes::Named},
+};
+use causeway_certs::NodeName;
+use causeway_tunnel::{Target, target};
+use std::net::{IpAddr, SocketAddr};
+
+/// What a stream's connection, front and head say about where it goes.
+#[derive(Clone, Debug, Default)]
+pub struct Asked<'a> {
+    /// The server name of the ClientHello.
+    pub sni: Option<&'a str>,
+    /// The destination before DNAT.
+    pub original: Option<SocketAddr>,
+    /// The front's fixed node.
+    pub fixed: Option<&'a NodeName>,
+    /// The node port that the front stands for.
+    pub port: Option<u16>,
+    /// The Host, `:authority` or CONNECT authority.
+    pub authority: Option<&'a str>,
+}
+
+impl Asked<'_> {
+    /// The port as far as the words go, for rules about ports that come before the route.
+    pub fn port(&self) -> Option<u16> {
+        let named = self
+            .authority
+            .and_then(|text| target::split(text).ok())
+            .and_then(|(_, port)| port);
+        named
+            .or(self.original.map(|address| address.port()))
+            .or(self.port)
+    }
+}
+
+/// Where a stream goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// The node.
+    pub node: NodeName,
+    /// What its edge dials: the node itself under its name, or a pod's address.
+    pub target: Target,
+}
+
+/// The node that the connection or the front names before anything is read of HTTP.
+pub fn node(asked: &Asked<'_>, nodes: &Nodes) -> Option<NodeName> {
+    bound(asked, nodes).ok().flatten().map(|(node, _)| node)
+}
+
+/// What an authority means.
+#[derive(Debug)]
+struct Meant {
+    node: Option<NodeName>,
+    /// A pod's address, which the edge dials as it is.
+    pod: Option<IpAddr>,
+    port: Option<u16>,
+}
+
+/// The route of a stream.
+///
+/// # Errors
+/// [`Reason::NodeUnknown`], [`Reason::Misdirected`] or [`Reason::Malformed`], with the names.
+pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
+    let meant = asked
+        .authority
+        .map(|text| meaning(text, nodes))
+        .transpose()?;
+    let named = meant.as_ref().and_then(|meant| meant.node.clone());
+    let bound = bound(asked, nodes)?;
+    let node = match (bound, named.clone()) {
+        (Some((node, by)), Some(other)) if node != other => {
+            let host = asked.authority.unwrap_or_default();
+            return Err(Reason::Misdirected.says(format!(
+                "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
+            )));
+        }
+        (Some((node, _)), _) | (None, Some(node)) => node,
+        (None, None) => return Err(nobody(asked)),
+    };
+    let ours = meant.filter(|_| named.is_some());
+    let port = ours
+        .as_ref()
+        .and_then(|meant| meant.port)
+        .or(asked.original.map(|address| address.port()))
+        .or(asked.port)
+        .ok_or_else(|| {
+            Reason::Malformed.says(format!("no port of {node} is named; write {node}:<port>"))
+        })?;
+    let host = match ours
+        .and_then(|meant| meant.pod)
+        .or_else(|| pod(asked.original, nodes))
+    {
+        Some(pod) => pod.to_string(),
+        None => node.to_string(),
+    };
+    Ok(Route {
+        node,
+        target: Target::new(host, port),
+    })
+}
+
+/// The node that the connection or the front is bound to, and what binds it.
+fn bound(asked: &Asked<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static str)>, Error> {
+    if let Some(node) = asked.sni.and_then(|name| nodes.by_name(name)) {
+        return Ok(Some((node, "the SNI")));
+    }
+    if let Some(original) = asked.original
+        && let Some(node) = by_address(original.ip(), nodes)?.node
+    {
+        return Ok(Some((node, "the original destination")));
+    }
+    Ok(asked.fixed.map(|node| (node.clone(), "this front")))
+}
+
+fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
+    let (host, port) = target::split(authority)
+        .map_err(|why| Reason::Malformed.says(format!("{authority:?} names no target: {why}")))?;
+    if let Some(node) = nodes.by_name(host) {
+        return Ok(Meant {
+            node: Some(node),
+            pod: None,
+            port,
+        });
+    }
+    match host.parse() {
+        Ok(address) => by_address(address, nodes).map(|meant| Meant { port, ..meant }),
+        Err(_) => Ok(Meant {
+            node: None,
+            pod: None,
+            port,
+        }),
+    }
+}
+
+fn by_address(address: IpAddr, nodes: &Nodes) -> Result<Meant, Error> {
+    let (node, pod) = match nodes.by_address(address) {
+        Named::Node(node) => (Some(node), None),
+        Named::Pod(node) => (Some(node), Some(address.to_canonical())),
+        Named::Nobody => (None, None),
+        Named::Several(several) => {
+            let names: Vec<_> = several.iter().map(NodeName::as_str).collect();
+            return Err(Reason::Misdirected.says(format!(
+                "{address} is an address of several nodes ({}); call them by name",
+                names.join(", ")
+            )));
+        }
+    };
+    Ok(Meant {
+        node,
+        pod,
+        port: None,
+    })
+}
+
+fn pod(original: Option<SocketAddr>, nodes: &Nodes) -> Option<IpAddr> {
+    let address = original?.ip();
+    matches!(nodes.by_address(address), Named::Pod(_)).then(|| address.to_canonical())
+}
+
+fn nobody(asked: &Asked<'_>) -> Error {
+    let tried: Vec<String> = [
+        asked.sni.map(|name| format!("SNI {name:?}")),
+        asked
+            .original
+            .map(|address| format!("original destination {address}")),
+        asked.authority.map(|text| format!("Host {text:?}")),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if tried.is_empty() {
+        return Reason::Malformed.says("neither SNI, original destination nor Host names a node");
+    }
+    Reason::NodeUnknown.says(format!("no node is known by {}", tried.join(" or ")))
+}
+
+#[cfg(test)]
+mod tests;

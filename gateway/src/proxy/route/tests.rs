@@ -1,0 +1,175 @@
+//! One test for each rule of routing.
+
+use super::*;
+use crate::state::{Node, NodesWriter};
+
+fn nodes() -> Nodes {
+    let writer = NodesWriter::default();
+    for (name, address, pods) in [
+        ("edge-1", "10.0.0.1", "10.244.1.0/24"),
+        ("edge-2", "10.0.0.2", "10.244.2.0/24"),
+        ("twin-1", "192.168.0.9", "10.250.0.0/24"),
+        ("twin-2", "192.168.0.9", "10.250.0.0/24"),
+    ] {
+        let node = Node {
+            addresses: vec![address.parse().unwrap()],
+            pod_networks: vec![pods.parse().unwrap()],
+            pool: None,
+        };
+        writer.put(NodeName::parse(name).unwrap(), node);
+    }
+    writer.reader()
+}
+
+type Routed = Result<(String, String), Reason>;
+
+fn route(asked: &Asked<'_>) -> Routed {
+    match of(asked, &nodes()) {
+        Ok(route) => to(route.node.as_str(), &route.target.to_string()),
+        Err(error) => Err(error.reason),
+    }
+}
+
+#[allow(
+    clippy::unnecessary_wraps,
+    reason = "compared with what may be an error"
+)]
+fn to(node: &str, target: &str) -> Routed {
+    Ok((node.to_owned(), target.to_owned()))
+}
+
+fn address(text: &str) -> SocketAddr {
+    text.parse().unwrap()
+}
+
+#[test]
+fn the_sni_comes_first_and_a_foreign_host_passes() {
+    let asked = Asked {
+        sni: Some("edge-1"),
+        authority: Some("10.97.0.1:6443"),
+        port: Some(10250),
+        ..Asked::default()
+    };
+    assert_eq!(route(&asked), to("edge-1", "edge-1:10250"));
+}
+
+#[test]
+fn the_original_destination_comes_second() {
+    let asked = Asked {
+        sni: Some("gateway.example"),
+        original: Some(address("10.0.0.2:10255")),
+        authority: Some("10.97.0.1:6443"),
+        port: Some(10250),
+        ..Asked::default()
+    };
+    assert_eq!(route(&asked), to("edge-2", "edge-2:10255"));
+}
+
+#[test]
+fn the_fixed_node_comes_third() {
+    let fixed = NodeName::parse("edge-2").unwrap();
+    let asked = Asked {
+        fixed: Some(&fixed),
+        authority: Some("whatever.example"),
+        port: Some(22),
+        ..Asked::default()
+    };
+    assert_eq!(route(&asked), to("edge-2", "edge-2:22"));
+}
+
+#[test]
+fn the_host_comes_last_by_name_address_and_pod_network() {
+    for (authority, expected) in [
+        ("edge-1:9100", to("edge-1", "edge-1:9100")),
+        ("EDGE-1:9100", to("edge-1", "edge-1:9100")),
+        ("10.0.0.2:9100", to("edge-2", "edge-2:9100")),
+        ("[::ffff:10.0.0.2]:9100", to("edge-2", "edge-2:9100")),
+        ("10.244.1.7:8080", to("edge-1", "10.244.1.7:8080")),
+    ] {
+        let asked = Asked {
+            authority: Some(authority),
+            ..Asked::default()
+        };
+        assert_eq!(route(&asked), expected, "{authority}");
+    }
+}
+
+#[test]
+fn two_different_nodes_are_misdirected() {
+    let named = Asked {
+        sni: Some("edge-1"),
+        authority: Some("edge-2:10250"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&named), Err(Reason::Misdirected));
+    let addressed = Asked {
+        sni: Some("edge-1"),
+        authority: Some("10.0.0.2:10250"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&addressed), Err(Reason::Misdirected));
+}
+
+#[test]
+fn an_address_of_two_nodes_is_refused_and_their_names_are_not() {
+    let by_address = Asked {
+        authority: Some("192.168.0.9:80"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&by_address), Err(Reason::Misdirected));
+    let by_name = Asked {
+        authority: Some("twin-2:80"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&by_name), to("twin-2", "twin-2:80"));
+}
+
+#[test]
+fn the_port_is_the_hosts_only_where_the_host_names_this_node() {
+    let ours = Asked {
+        sni: Some("edge-1"),
+        authority: Some("edge-1:9100"),
+        port: Some(10250),
+        ..Asked::default()
+    };
+    assert_eq!(route(&ours), to("edge-1", "edge-1:9100"));
+    let bare = Asked {
+        authority: Some("edge-1"),
+        ..ours.clone()
+    };
+    assert_eq!(route(&bare), to("edge-1", "edge-1:10250"));
+    let foreign = Asked {
+        authority: Some("10.97.0.1:6443"),
+        ..ours
+    };
+    assert_eq!(route(&foreign), to("edge-1", "edge-1:10250"));
+}
+
+#[test]
+fn a_pod_before_dnat_stays_the_target() {
+    let asked = Asked {
+        original: Some(address("10.244.2.8:8443")),
+        ..Asked::default()
+    };
+    assert_eq!(route(&asked), to("edge-2", "10.244.2.8:8443"));
+}
+
+#[test]
+fn nobody_is_unknown_and_nothing_is_malformed() {
+    let unknown = Asked {
+        authority: Some("edge-9:80"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&unknown), Err(Reason::NodeUnknown));
+    assert_eq!(route(&Asked::default()), Err(Reason::Malformed));
+    let no_port = Asked {
+        authority: Some("edge-1"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&no_port), Err(Reason::Malformed));
+    let nonsense = Asked {
+        authority: Some("edge-1:99999"),
+        ..Asked::default()
+    };
+    assert_eq!(route(&nonsense), Err(Reason::Malformed));
+}

@@ -1,0 +1,7 @@
+//! Tables: what control writes and the way of a request reads, without waiting.
+
+pub mod nodes;
+pub mod registry;
+
+pub use nodes::{Node, Nodes, NodesWriter};
+pub use registry::{Admitted, Away, Edge, Registry, TunnelId};

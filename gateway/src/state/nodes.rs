@@ -1,0 +1,218 @@
+//! The nodes that this gateway is for: names, confirmed addresses, pod networks.
+//!
+//! Owns who is known by which name and address. An address is here only when an enrolment record (or,
+//! with Kubernetes, the Node object) confirms it: what an edge says of itself never is. Two nodes may
+//! share an address behind their NATs; such an address names nobody.
+
+use arc_swap::ArcSwap;
+use causeway_certs::NodeName;
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// What is confirmed of a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Node {
+    /// Addresses that name this node to callers.
+    pub addresses: Vec<IpAddr>,
+    /// Networks of the pods on it.
+    pub pod_networks: Vec<IpNet>,
+    /// The pool that it counts to.
+    pub pool: Option<String>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    nodes: BTreeMap<NodeName, Node>,
+    by_address: HashMap<IpAddr, Vec<NodeName>>,
+    /// Longest prefix first.
+    pod_networks: Vec<(IpNet, NodeName)>,
+}
+
+/// What an address names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Named {
+    /// One node, by an address of its own.
+    Node(NodeName),
+    /// A pod on this node.
+    Pod(NodeName),
+    /// Several nodes.
+    Several(Vec<NodeName>),
+    /// None.
+    Nobody,
+}
+
+/// The reading side: a cheap clone that never waits.
+#[derive(Clone, Debug, Default)]
+pub struct Nodes(Arc<ArcSwap<Table>>);
+
+/// The writing side.
+#[derive(Clone, Debug, Default)]
+pub struct NodesWriter {
+    nodes: Nodes,
+    /// Held while a new table is made from the old one.
+    making: Arc<Mutex<()>>,
+}
+
+impl NodesWriter {
+    /// The reading side of this table.
+    pub fn reader(&self) -> Nodes {
+        self.nodes.clone()
+    }
+
+    /// Adds or replaces one node.
+    pub fn put(&self, name: NodeName, node: Node) {
+        self.change(|nodes| {
+            nodes.insert(name, node);
+        });
+    }
+
+    /// Removes one node.
+    pub fn remove(&self, name: &NodeName) {
+        self.change(|nodes| {
+            nodes.remove(name);
+        });
+    }
+
+    /// Replaces all nodes.
+    pub fn replace(&self, all: BTreeMap<NodeName, Node>) {
+        self.change(|nodes| *nodes = all);
+    }
+
+    fn change(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut nodes = self.nodes.0.load().nodes.clone();
+        edit(&mut nodes);
+        self.nodes.0.store(Arc::new(Table::of(nodes)));
+    }
+}
+
+impl Table {
+    fn of(nodes: BTreeMap<NodeName, Node>) -> Self {
+        let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
+        let mut pod_networks = Vec::new();
+        for (name, node) in &nodes {
+            for address in &node.addresses {
+                let named = by_address.entry(address.to_canonical()).or_default();
+                if !named.contains(name) {
+                    named.push(name.clone());
+                }
+            }
+            pod_networks.extend(node.pod_networks.iter().map(|net| (*net, name.clone())));
+        }
+        pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
+        Self {
+            nodes,
+            by_address,
+            pod_networks,
+        }
+    }
+}
+
+impl Nodes {
+    /// The node of this name, if it is known. Names compare without case.
+    pub fn by_name(&self, name: &str) -> Option<NodeName> {
+        let table = self.0.load();
+        if let Some((known, _)) = table.nodes.get_key_value(name) {
+            return Some(known.clone());
+        }
+        let name = NodeName::parse(name).ok()?;
+        table.nodes.contains_key(&name).then_some(name)
+    }
+
+    /// What an address names: a node by its confirmed addresses, else by its pods' networks.
+    pub fn by_address(&self, address: IpAddr) -> Named {
+        let table = self.0.load();
+        let address = address.to_canonical();
+        match table.by_address.get(&address).map(Vec::as_slice) {
+            Some([one]) => return Named::Node(one.clone()),
+            Some([]) | None => {}
+            Some(several) => return Named::Several(several.to_vec()),
+        }
+        let mut holding = table
+            .pod_networks
+            .iter()
+            .filter(|(net, _)| net.contains(&address));
+        let Some((net, node)) = holding.next() else {
+            return Named::Nobody;
+        };
+        let mut all = vec![node.clone()];
+        let alike = holding.take_while(|(other, _)| other.prefix_len() == net.prefix_len());
+        all.extend(
+            alike
+                .map(|(_, node)| node.clone())
+                .filter(|other| other != node),
+        );
+        match all.pop() {
+            Some(only) if all.is_empty() => Named::Pod(only),
+            Some(last) => {
+                all.push(last);
+                Named::Several(all)
+            }
+            None => Named::Nobody,
+        }
+    }
+
+    /// What is confirmed of a node.
+    pub fn get(&self, name: &NodeName) -> Option<Node> {
+        self.0.load().nodes.get(name).cloned()
+    }
+
+    /// All names, in order.
+    pub fn names(&self) -> Vec<NodeName> {
+        self.0.load().nodes.keys().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(text: &str) -> NodeName {
+        NodeName::parse(text).unwrap()
+    }
+
+    fn node(addresses: &[&str], pods: &[&str]) -> Node {
+        Node {
+            addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
+            pod_networks: pods.iter().map(|text| text.parse().unwrap()).collect(),
+            pool: None,
+        }
+    }
+
+    #[test]
+    fn a_node_is_found_by_name_then_address_then_pod_network() {
+        let writer = NodesWriter::default();
+        writer.put(name("edge-1"), node(&["10.0.0.1"], &["10.244.1.0/24"]));
+        writer.put(name("edge-2"), node(&["10.0.0.2"], &["10.244.0.0/16"]));
+        let nodes = writer.reader();
+        let at = |text: &str| nodes.by_address(text.parse().unwrap());
+        assert_eq!(nodes.by_name("EDGE-1"), Some(name("edge-1")));
+        assert_eq!(nodes.by_name("edge-3"), None);
+        assert_eq!(at("10.0.0.2"), Named::Node(name("edge-2")));
+        assert_eq!(at("::ffff:10.0.0.2"), Named::Node(name("edge-2")));
+        assert_eq!(
+            at("10.244.1.7"),
+            Named::Pod(name("edge-1")),
+            "longest prefix"
+        );
+        assert_eq!(at("10.244.2.7"), Named::Pod(name("edge-2")));
+        assert_eq!(at("10.9.9.9"), Named::Nobody);
+        writer.remove(&name("edge-2"));
+        assert_eq!(at("10.0.0.2"), Named::Nobody);
+    }
+
+    #[test]
+    fn an_address_of_two_nodes_names_neither() {
+        let writer = NodesWriter::default();
+        writer.put(name("edge-1"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
+        writer.put(name("edge-2"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
+        let nodes = writer.reader();
+        let at = |text: &str| nodes.by_address(text.parse().unwrap());
+        assert!(matches!(at("192.168.0.2"), Named::Several(all) if all.len() == 2));
+        assert!(matches!(at("10.244.0.9"), Named::Several(all) if all.len() == 2));
+    }
+}

@@ -1,0 +1,282 @@
+//! The registry: which tunnels this replica holds, by node.
+//!
+//! Owns the only map from node name to live tunnels, and the choice among them.
+//! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
+//! The newest registration wins; removal compares generations, so the teardown
+//! of a half-dead tunnel cannot unregister its successor. It has a shard for each
+//! core: a request takes no lock that another core's requests hold.
+
+use crate::core::{CoreId, Cores};
+use causeway_certs::NodeName;
+use causeway_tunnel::{
+    Tunnel,
+    hello::{ToEdge, Welcome},
+};
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::SystemTime,
+};
+use tokio::{sync::mpsc, time::Instant};
+
+/// The identity of one tunnel in this process; higher is newer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TunnelId(pub u64);
+
+/// A tunnel that may be registered: its hello is answered and checked.
+#[derive(Clone, Debug)]
+pub struct Admitted {
+    /// The tunnel.
+    pub tunnel: Tunnel,
+    /// What the edge said of itself.
+    pub welcome: Arc<Welcome>,
+    /// Where the edge dialled from.
+    pub from: SocketAddr,
+    /// Lines for the tunnel's control stream.
+    pub control: mpsc::Sender<ToEdge>,
+}
+
+/// A registered tunnel, as seen from outside.
+#[derive(Clone, Debug)]
+pub struct Edge {
+    /// The tunnel's identity.
+    pub id: TunnelId,
+    /// The tunnel and what goes with it.
+    pub admitted: Admitted,
+    /// When it was registered.
+    pub since: SystemTime,
+}
+
+/// Why a node has no tunnel to choose.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Away {
+    /// It was never seen by this process.
+    Never,
+    /// It was last seen then, from there.
+    Last {
+        /// When its last tunnel ended.
+        seen: SystemTime,
+        /// Where that tunnel came from.
+        from: SocketAddr,
+    },
+    /// Its tunnels are there and do not answer, since then.
+    Suspect {
+        /// Where the newest of them came from.
+        from: SocketAddr,
+    },
+    /// All its tunnels drain.
+    Draining,
+}
+
+/// Why a tunnel was not registered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Superseded {
+    /// The instance that took the node over.
+    pub by: String,
+    /// Where it dialled from.
+    pub from: SocketAddr,
+}
+
+/// A tunnel that a registration replaced.
+#[derive(Debug)]
+pub struct Replaced {
+    /// The tunnel.
+    pub edge: Edge,
+    /// True if another process took the node over, false if its own newer tunnel replaced it.
+    pub superseded: bool,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    tunnels: Vec<Edge>,
+    /// Instances that were replaced while their successor lives.
+    superseded: Vec<String>,
+    last: Option<(SystemTime, SocketAddr)>,
+    streams: Arc<AtomicUsize>,
+}
+
+type Shard = Mutex<HashMap<NodeName, Held>>;
+
+/// The registry; a cheap clone for any thread.
+#[derive(Clone, Debug)]
+pub struct Registry {
+    shards: Arc<[Shard]>,
+    cores: Cores,
+    next: Arc<AtomicU64>,
+}
+
+/// A choice for one request.
+#[derive(Clone, Debug)]
+pub struct Picked {
+    /// The tunnel.
+    pub tunnel: Tunnel,
+    /// Its identity.
+    pub id: TunnelId,
+    /// How many streams the node's callers have open; see `proxy::limits`.
+    pub streams: Arc<AtomicUsize>,
+}
+
+impl Registry {
+    /// An empty registry with a shard for each core.
+    pub fn new(cores: &Cores) -> Self {
+        Self {
+            shards: cores.all().map(|_| Shard::default()).collect(),
+            cores: cores.clone(),
+            next: Arc::new(AtomicU64::new(1)),
+        }
+    }
+
+    /// Registers a tunnel. What it replaces is returned, to be told and closed.
+    ///
+    /// # Errors
+    /// If this instance of the edge was superseded by another, which lives.
+    pub fn register(
+        &self,
+        node: &NodeName,
+        admitted: Admitted,
+    ) -> Result<(TunnelId, Vec<Replaced>), Superseded> {
+        let mut shard = self.shard(node);
+        let held = shard.entry(node.clone()).or_default();
+        let instance = admitted.welcome.instance.clone();
+        let successor = held
+            .tunnels
+            .iter()
+            .find(|edge| edge.admitted.welcome.instance != instance);
+        match successor {
+            Some(edge) if held.superseded.contains(&instance) => {
+                return Err(Superseded {
+                    by: edge.admitted.welcome.instance.clone(),
+                    from: edge.admitted.from,
+                });
+            }
+            Some(edge) => {
+                let old = edge.admitted.welcome.instance.clone();
+                held.superseded.push(old);
+            }
+            None if held.tunnels.is_empty() => held.superseded.clear(),
+            None => {}
+        }
+        let slot = admitted.welcome.slot;
+        let (replaced, kept) = std::mem::take(&mut held.tunnels)
+            .into_iter()
+            .partition(|edge| {
+                let other = &edge.admitted.welcome;
+                other.instance != instance || other.slot == slot
+            });
+        let replaced: Vec<Edge> = replaced;
+        held.tunnels = kept;
+        let id = TunnelId(self.next.fetch_add(1, Relaxed));
+        held.tunnels.push(Edge {
+            id,
+            admitted,
+            since: SystemTime::now(),
+        });
+        let replaced = replaced.into_iter().map(|edge| Replaced {
+            superseded: edge.admitted.welcome.instance != instance,
+            edge,
+        });
+        Ok((id, replaced.collect()))
+    }
+
+    /// Removes a tunnel, if it is still the one that is registered. True if it was.
+    pub fn unregister(&self, node: &NodeName, id: TunnelId) -> bool {
+        let mut shard = self.shard(node);
+        let Some(held) = shard.get_mut(node) else {
+            return false;
+        };
+        let Some(at) = held.tunnels.iter().position(|edge| edge.id == id) else {
+            return false;
+        };
+        let gone = held.tunnels.remove(at);
+        held.last = Some((SystemTime::now(), gone.admitted.from));
+        if held.tunnels.is_empty() {
+            held.superseded.clear();
+        }
+        true
+    }
+
+    /// Chooses a tunnel for a new stream: open, not bulky, fewest streams.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn pick(&self, node: &NodeName) -> Result<Picked, Away> {
+        let now = Instant::now();
+        let shard = self.shard(node);
+        let held = shard.get(node).ok_or(Away::Never)?;
+        let best = held
+            .tunnels
+            .iter()
+            .filter(|edge| edge.admitted.tunnel.is_open())
+            .min_by_key(|edge| {
+                let load = edge.admitted.tunnel.load();
+                (load.is_bulky(now), load.streams())
+            });
+        match best {
+            Some(edge) => Ok(Picked {
+                tunnel: edge.admitted.tunnel.clone(),
+                id: edge.id,
+                streams: held.streams.clone(),
+            }),
+            None => Err(held.away()),
+        }
+    }
+
+    /// Whether any tunnel of this node is registered.
+    pub fn holds(&self, node: &NodeName) -> bool {
+        self.shard(node)
+            .get(node)
+            .is_some_and(|held| !held.tunnels.is_empty())
+    }
+
+    /// The tunnels of one node, and when and from where its last one was seen.
+    pub fn of(&self, node: &NodeName) -> (Vec<Edge>, Option<(SystemTime, SocketAddr)>) {
+        match self.shard(node).get(node) {
+            Some(held) => (held.tunnels.clone(), held.last),
+            None => (Vec::new(), None),
+        }
+    }
+
+    /// All tunnels of all nodes. Locks one shard at a time.
+    pub fn all(&self) -> Vec<(NodeName, Edge)> {
+        let mut all = Vec::new();
+        for shard in self.shards.iter() {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for (node, held) in shard.iter() {
+                all.extend(held.tunnels.iter().map(|edge| (node.clone(), edge.clone())));
+            }
+        }
+        all
+    }
+
+    /// The core that a node belongs to.
+    pub fn core(&self, node: &NodeName) -> CoreId {
+        self.cores.of(node)
+    }
+
+    fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, Held>> {
+        self.shards[self.cores.of(node).0]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    fn away(&self) -> Away {
+        let newest = self.tunnels.last();
+        match (newest, self.last) {
+            (Some(edge), _) if edge.admitted.tunnel.is_draining() => Away::Draining,
+            (Some(edge), _) => Away::Suspect {
+                from: edge.admitted.from,
+            },
+            (None, Some((seen, from))) => Away::Last { seen, from },
+            (None, None) => Away::Never,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

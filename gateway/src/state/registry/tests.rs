@@ -1,0 +1,216 @@
+use super::*;
+use causeway_tunnel::{
+    Target,
+    client::{self, Ask, Settings},
+    load::BULK_BYTES,
+    server::{self, Incoming},
+    socket::Counted,
+    task::Tasks,
+};
+use http::{Request, Response};
+use tracing::info_span;
+
+const FROM: ([u8; 4], u16) = ([192, 0, 2, 1], 4711);
+
+/// A registry, and edges that answer `/bulk` with bulk and keep all else open.
+struct World {
+    registry: Registry,
+    tasks: Tasks,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            registry: Registry::new(&Cores::here()),
+            tasks: Tasks::default(),
+        }
+    }
+
+    async fn tunnel(&self) -> Tunnel {
+        let (near, far) = tokio::io::duplex(1 << 20);
+        self.tasks.spawn(info_span!("edge"), async move {
+            let io = Counted::new(far);
+            let traffic = io.traffic();
+            let mut server = server::accept(io, traffic, server::Settings::default())
+                .await
+                .unwrap();
+            let (answers, mut open) = (Tasks::default(), Vec::new());
+            while let Ok(Incoming::Stream(asked)) = server.next().await {
+                if asked.head.uri().path() == "/bulk" {
+                    answers.spawn(info_span!("bulk"), async move {
+                        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+                        let bulk = usize::try_from(BULK_BYTES).unwrap() + 1;
+                        send.last(vec![0; bulk].into()).await.unwrap();
+                    });
+                } else {
+                    open.push(asked);
+                }
+            }
+        });
+        let io = Counted::new(near);
+        let traffic = io.traffic();
+        let (tunnel, driver) = client::connect(io, traffic, Settings::default())
+            .await
+            .unwrap();
+        self.tasks.spawn(info_span!("driver"), async move {
+            driver.run().await;
+        });
+        tunnel
+    }
+
+    async fn admitted(&self, instance: &str, slot: u32) -> Admitted {
+        let welcome = Welcome {
+            instance: instance.to_owned(),
+            slot,
+            ..Welcome::default()
+        };
+        Admitted {
+            tunnel: self.tunnel().await,
+            welcome: Arc::new(welcome),
+            from: FROM.into(),
+            control: mpsc::channel(1).0,
+        }
+    }
+
+    async fn register(
+        &self,
+        instance: &str,
+        slot: u32,
+    ) -> Result<(TunnelId, Vec<Replaced>), Superseded> {
+        let admitted = self.admitted(instance, slot).await;
+        self.registry.register(&node(), admitted)
+    }
+}
+
+fn node() -> NodeName {
+    NodeName::parse("edge-1").unwrap()
+}
+
+async fn open(tunnel: &Tunnel, path: &str) -> client::Opened {
+    let head = Request::get(path).body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    tunnel
+        .open(head, &Ask::Request, &target, true)
+        .await
+        .unwrap()
+}
+
+fn ids(replaced: &[Replaced]) -> Vec<(TunnelId, bool)> {
+    replaced
+        .iter()
+        .map(|old| (old.edge.id, old.superseded))
+        .collect()
+}
+
+#[tokio::test]
+async fn the_newest_instance_replaces_all_tunnels_of_the_old_one() {
+    let world = World::new();
+    let (first, _) = world.register("old", 0).await.unwrap();
+    let (second, _) = world.register("old", 1).await.unwrap();
+    let (newest, replaced) = world.register("new", 0).await.unwrap();
+    assert_eq!(ids(&replaced), [(first, true), (second, true)]);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, newest);
+}
+
+#[tokio::test]
+async fn a_superseded_instance_is_refused_while_its_successor_lives() {
+    let world = World::new();
+    world.register("old", 0).await.unwrap();
+    let (newest, _) = world.register("new", 0).await.unwrap();
+    let refused = world.register("old", 0).await.unwrap_err();
+    assert_eq!((refused.by.as_str(), refused.from), ("new", FROM.into()));
+    assert!(world.registry.unregister(&node(), newest));
+    world.register("old", 0).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_second_tunnel_of_the_successor_does_not_let_the_superseded_one_in() {
+    let world = World::new();
+    world.register("old", 0).await.unwrap();
+    world.register("new", 0).await.unwrap();
+    world.register("new", 1).await.unwrap();
+    assert_eq!(world.register("old", 0).await.unwrap_err().by, "new");
+}
+
+#[tokio::test]
+async fn the_same_slot_is_replaced_and_other_slots_stay() {
+    let world = World::new();
+    let (first, _) = world.register("a", 0).await.unwrap();
+    let (bulk, _) = world.register("a", 1).await.unwrap();
+    let (again, replaced) = world.register("a", 0).await.unwrap();
+    assert_eq!(ids(&replaced), [(first, false)]);
+    let held: Vec<_> = world
+        .registry
+        .of(&node())
+        .0
+        .iter()
+        .map(|edge| edge.id)
+        .collect();
+    assert_eq!(held, [bulk, again]);
+}
+
+#[tokio::test]
+async fn the_end_of_an_old_tunnel_does_not_unregister_its_successor() {
+    let world = World::new();
+    let (old, _) = world.register("a", 0).await.unwrap();
+    let (new, _) = world.register("a", 0).await.unwrap();
+    assert!(!world.registry.unregister(&node(), old));
+    assert_eq!(world.registry.pick(&node()).unwrap().id, new);
+    assert!(world.registry.unregister(&node(), new));
+    assert!(!world.registry.unregister(&node(), new));
+    assert!(!world.registry.holds(&node()));
+}
+
+#[tokio::test]
+async fn a_stream_goes_where_the_fewest_are() {
+    let world = World::new();
+    let (first, _) = world.register("a", 0).await.unwrap();
+    let (second, _) = world.register("a", 1).await.unwrap();
+    let busy = world.registry.pick(&node()).unwrap();
+    assert_eq!(busy.id, first);
+    let _open = open(&busy.tunnel, "/").await;
+    let next = world.registry.pick(&node()).unwrap();
+    assert_eq!(next.id, second);
+    let _two = (open(&next.tunnel, "/").await, open(&next.tunnel, "/").await);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, first);
+}
+
+#[tokio::test]
+async fn a_tunnel_that_moves_bulk_is_chosen_last() {
+    let world = World::new();
+    world.register("a", 0).await.unwrap();
+    let bulky = world.registry.pick(&node()).unwrap().tunnel;
+    let (second, _) = world.register("a", 1).await.unwrap();
+    let mut answer = open(&bulky, "/bulk").await.answer.await.unwrap();
+    while let Some(chunk) = answer.body_mut().data().await {
+        chunk.unwrap();
+    }
+    drop(answer);
+    let calm = world.registry.pick(&node()).unwrap();
+    assert_eq!(calm.id, second);
+    let _open = (open(&calm.tunnel, "/").await, open(&calm.tunnel, "/").await);
+    assert_eq!(
+        world.registry.pick(&node()).unwrap().id,
+        second,
+        "though it has more streams"
+    );
+    calm.tunnel.drain();
+    assert_ne!(
+        world.registry.pick(&node()).unwrap().id,
+        second,
+        "bulk is better than nothing"
+    );
+}
+
+#[tokio::test]
+async fn a_node_without_a_tunnel_says_why() {
+    let world = World::new();
+    assert_eq!(world.registry.pick(&node()).unwrap_err(), Away::Never);
+    let (id, _) = world.register("a", 0).await.unwrap();
+    let tunnel = world.registry.pick(&node()).unwrap().tunnel;
+    tunnel.drain();
+    assert_eq!(world.registry.pick(&node()).unwrap_err(), Away::Draining);
+    world.registry.unregister(&node(), id);
+    let away = world.registry.pick(&node()).unwrap_err();
+    assert!(matches!(away, Away::Last { from, .. } if from == FROM.into()));
+}

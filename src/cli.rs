@@ -1,0 +1,237 @@
+//! The command line: the clap tree, nothing else.
+//!
+//! `gateway` and `edge` take a flag for each key of their configuration; those are made
+//! from the configuration's schema, so that a new key cannot lack its flag.
+
+mod keys;
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub(crate) use keys::Keys;
+
+/// Reach what runs behind NAT at the edge as if it stood next to you.
+#[derive(Debug, Parser)]
+#[command(name = "causeway", version, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a gateway: the cloud side, where callers and edges arrive
+    Gateway(Run<causeway_gateway::config::Config>),
+    /// Run an edge: the agent on a node, which dials the gateway
+    Edge(Run<causeway_edge::config::Config>),
+    /// Run a gateway, two edges and their apps in one process
+    Demo(Demo),
+    /// Show the edges of a running gateway or demo
+    Status(Status),
+    /// Make the gateway's CA, and certificates for callers
+    #[command(subcommand)]
+    Ca(Ca),
+    /// Make tokens by which edges join
+    #[command(subcommand)]
+    Token(Token),
+    /// Make tokens by which callers are known
+    #[command(subcommand)]
+    Caller(Caller),
+    /// Ask a running gateway or edge whether it is well; exits 0 or 1
+    Health(Health),
+    /// Print the reference of all configuration keys
+    #[command(hide = true)]
+    Reference {
+        /// Whose.
+        side: Side,
+    },
+}
+
+/// Run with a configuration.
+#[derive(Debug, Args)]
+pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
+    /// YAML file; flags win over CAUSEWAY_… variables, and those over the file
+    #[arg(long, value_name = "FILE", env = "CAUSEWAY_CONFIG")]
+    pub(crate) config: Option<PathBuf>,
+    /// Read and judge the configuration, say what is wrong with it, and exit
+    #[arg(long)]
+    pub(crate) check_config: bool,
+    #[command(flatten)]
+    pub(crate) keys: Keys<C>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Demo {
+    /// Keep CA, keys and addresses here; a temporary directory without it
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+    /// Address of the https front; a free port on loopback without it
+    #[arg(long, value_name = "IP:PORT")]
+    pub(crate) listen: Option<SocketAddr>,
+}
+
+/// How a gateway's data directory is named on commands that only need that.
+#[derive(Debug, Args)]
+pub(crate) struct DataDir {
+    /// The gateway's data directory
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CAUSEWAY_DATA_DIR",
+        default_value = "/var/lib/causeway"
+    )]
+    pub(crate) data_dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Status {
+    /// The gateway's admin address; read from the data directory without it
+    #[arg(long, value_name = "HOST:PORT", env = "CAUSEWAY_ADMIN")]
+    pub(crate) admin: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+    /// How much to show, and how
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    pub(crate) output: Output,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// One line per edge
+    Table,
+    /// With tunnels, pool, instance and time last seen
+    Wide,
+    /// What the gateway says, in JSON
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Health {
+    /// The admin address: 127.0.0.1:10265 of a gateway, 127.0.0.1:10266 of an edge
+    #[arg(long, value_name = "HOST:PORT", env = "CAUSEWAY_ADMIN")]
+    pub(crate) admin: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Ca {
+    /// Make the CA of a data directory; says so if there is one already
+    Init(CaInit),
+    /// Make a certificate by which a caller is known to fronts
+    Caller(CaCaller),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaInit {
+    /// Under which name identities stand in certificates: `spiffe://NAME`
+    #[arg(long, value_name = "NAME", default_value = "causeway.local")]
+    pub(crate) trust_domain: causeway_certs::TrustDomain,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaCaller {
+    /// Name of the caller
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Group of the caller; may be given several times
+    #[arg(long = "group", value_name = "GROUP")]
+    pub(crate) groups: Vec<String>,
+    /// Life of the certificate
+    #[arg(long, default_value = "30d", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Duration,
+    /// Directory for NAME.pem and NAME-key.pem
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Token {
+    /// Make a token for one node, to be used once
+    Create(TokenCreate),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TokenCreate {
+    /// Name of the node that may join with it
+    #[arg(long)]
+    pub(crate) node: String,
+    /// How long it can be used
+    #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Duration,
+    /// Confirmed address of the node; may be given several times
+    #[arg(long = "address", value_name = "IP")]
+    pub(crate) addresses: Vec<IpAddr>,
+    /// Confirmed pool of the node
+    #[arg(long)]
+    pub(crate) pool: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Caller {
+    /// Make a bearer token; the file keeps its hash, the token is shown once
+    Token(CallerToken),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CallerToken {
+    /// Name of the caller
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Group of the caller; may be given several times
+    #[arg(long = "group", value_name = "GROUP")]
+    pub(crate) groups: Vec<String>,
+    /// The file that a front names as callers.tokens; made if absent
+    #[arg(long)]
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Side {
+    /// The gateway's keys
+    Gateway,
+    /// The edge's keys
+    Edge,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_tree_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn keys_are_flags_and_lists_have_a_singular() {
+        let line = "causeway edge --join T --gateway a:1 --gateway b:2 --tunnels-max 1";
+        let cli = Cli::try_parse_from(line.split(' ')).unwrap();
+        let Command::Edge(run) = cli.command else {
+            panic!("not the edge")
+        };
+        let given = [
+            ("gateways", vec!["a:1", "b:2"]),
+            ("join", vec!["T"]),
+            ("tunnels.max", vec!["1"]),
+        ];
+        let given = given.map(|(key, texts)| {
+            (
+                key.to_owned(),
+                texts.into_iter().map(String::from).collect(),
+            )
+        });
+        assert_eq!(run.keys.given, given);
+    }
+}

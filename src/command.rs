@@ -1,0 +1,105 @@
+//! The subcommands: one file each, configuration or arguments in, `run` out.
+//!
+//! `prepare` reads the configuration before the runtime stands, because telemetry needs
+//! it, and because a fault in it must cost nothing.
+
+mod admin;
+mod ca;
+mod caller;
+mod data;
+mod demo;
+mod edge;
+mod gateway;
+mod health;
+mod status;
+mod token;
+
+use std::pin::Pin;
+
+use causeway_config::Log;
+
+use crate::cli::{Command, Run, Side};
+use crate::settings::{self, Settings, Sources};
+
+/// The variables by which other programs are told of a proxy.
+const PROXY: &[(&str, &str)] = &[
+    ("proxy", "HTTPS_PROXY"),
+    ("proxy", "https_proxy"),
+    ("no_proxy", "NO_PROXY"),
+    ("no_proxy", "no_proxy"),
+];
+
+/// What is left to do once the configuration is known.
+pub(crate) struct Job {
+    pub(crate) log: Log,
+    pub(crate) work: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
+}
+
+impl Job {
+    fn new(log: Log, work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
+        Self {
+            log,
+            work: Box::pin(work),
+        }
+    }
+
+    /// A command that ends by itself: its output is its answer, so only trouble is logged.
+    fn brief(work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
+        let log = Log {
+            filter: "warn".into(),
+            ..Log::default()
+        };
+        Self::new(log, work)
+    }
+}
+
+/// Reads what the command needs. `None` if it has done all there is to do.
+pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
+    Ok(Some(match command {
+        Command::Gateway(run) => match configure(run, &[])? {
+            Some(config) => Job::new(config.log.clone(), gateway::run(config)),
+            None => return Ok(None),
+        },
+        Command::Edge(run) => match configure(run, PROXY)? {
+            Some(config) => Job::new(config.log.clone(), edge::run(config)),
+            None => return Ok(None),
+        },
+        Command::Demo(demo) => Job::brief(demo::run(demo)),
+        Command::Status(status) => Job::brief(status::run(status)),
+        Command::Health(health) => Job::brief(health::run(health)),
+        // Files in, files out: no runtime is needed.
+        Command::Ca(ca) => return ca::run(ca).map(|()| None),
+        Command::Token(token) => return token::run(token).map(|()| None),
+        Command::Caller(caller) => return caller::run(caller).map(|()| None),
+        Command::Reference { side } => {
+            print!(
+                "{}",
+                match side {
+                    Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
+                    Side::Edge => settings::reference::<causeway_edge::config::Config>(),
+                }
+            );
+            return Ok(None);
+        }
+    }))
+}
+
+/// The configuration, or `None` if it was only to be checked and is sound.
+fn configure<C: Settings + Send + Sync + 'static>(
+    run: Run<C>,
+    fallbacks: &'static [(&'static str, &'static str)],
+) -> anyhow::Result<Option<C>> {
+    let config = settings::load::<C>(&Sources {
+        file: run.config,
+        environment: std::env::vars_os()
+            .filter_map(|(name, text)| Some((name.into_string().ok()?, text.into_string().ok()?)))
+            .collect(),
+        flags: run.keys.given,
+        fallbacks,
+    })?;
+    if run.check_config {
+        println!("the configuration is sound");
+        return Ok(None);
+    }
+    Ok(Some(config))
+}

@@ -1,0 +1,123 @@
+//! One GET from the admin listener of a running process.
+//!
+//! The address is said by flag or environment, or stands in the data directory, where a
+//! running gateway or demo writes it. Every failure says which address was asked, how it
+//! was found and what to do.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use causeway_certs::{Access, Store, StoreError};
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Bytes;
+use hyper::{Request, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+
+/// A process on the same machine that does not answer within this is stuck.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The admin address, and in words where it was found.
+pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<(String, String)> {
+    if let Some(address) = given {
+        return Ok((address, "as told".into()));
+    }
+    let remedy =
+        "name the gateway with --admin HOST:PORT, or its data directory with --data-dir DIR";
+    let found = format!("as {} says", data_dir.display());
+    let asked =
+        Store::open(data_dir, Access::Existing).and_then(|store| store.read_runtime("admin"));
+    match asked {
+        Ok(Some(address)) => Ok((address.trim().to_owned(), found)),
+        Ok(None) | Err(StoreError::Missing { .. }) => {
+            bail!("no gateway runs in {}; {remedy}", data_dir.display())
+        }
+        Err(error) => Err(error).context(remedy),
+    }
+}
+
+/// The answer's status and body.
+pub(super) async fn get(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+    tokio::time::timeout(PATIENCE, exchange(address, path))
+        .await
+        .with_context(|| format!("{address} has not answered within {PATIENCE:?}"))?
+}
+
+async fn exchange(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+    let stream = TcpStream::connect(address)
+        .await
+        .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let request = Request::get(path)
+        .header(header::HOST, address)
+        .body(Empty::<Bytes>::new())?;
+    let ask = async move {
+        let answer = sender.send_request(request).await?;
+        let status = answer.status();
+        let body = answer.into_body().collect().await?.to_bytes();
+        Ok::<_, hyper::Error>((status, body))
+    };
+    // The connection ends by itself once `ask` has dropped its sender.
+    let (answer, _) = tokio::join!(ask, connection);
+    answer.with_context(|| format!("{address} does not answer as an admin listener does"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    /// What `get` makes of an answer.
+    async fn answered(answer: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?.to_string();
+        let serve = async {
+            let (mut stream, _) = listener.accept().await?;
+            let mut request = [0; 1024];
+            let read = stream.read(&mut request).await?;
+            assert!(request[..read].starts_with(b"GET /healthz HTTP/1.1\r\n"));
+            stream.write_all(answer.as_bytes()).await
+        };
+        let (asked, served) = tokio::join!(get(&address, "/healthz"), serve);
+        served?;
+        asked
+    }
+
+    #[tokio::test]
+    async fn an_answer_comes_back_with_its_status() {
+        let answer = "HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\nno";
+        let (status, body) = answered(answer).await.unwrap();
+        assert_eq!(
+            (status, &body[..]),
+            (StatusCode::SERVICE_UNAVAILABLE, &b"no"[..])
+        );
+    }
+
+    #[tokio::test]
+    async fn what_is_no_admin_listener_is_told_so() {
+        let error = answered("SSH-2.0-OpenSSH\r\n").await.unwrap_err();
+        assert!(
+            format!("{error:#}").contains("as an admin listener does"),
+            "{error:#}"
+        );
+    }
+
+    #[test]
+    fn an_address_that_is_told_wins() {
+        let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
+        assert_eq!(found.0, "127.0.0.1:1");
+    }
+
+    #[test]
+    fn where_no_gateway_runs_the_remedy_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = address(None, folder.path()).unwrap_err();
+        assert!(
+            format!("{error:#}").contains("--admin HOST:PORT"),
+            "{error:#}"
+        );
+    }
+}

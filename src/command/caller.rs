@@ -1,0 +1,107 @@
+//! `causeway caller token`: a bearer token for a caller.
+//!
+//! The file of a front's `callers.tokens` gets a line with the token's hash; the token
+//! itself goes to standard output, once, and is kept nowhere. The line is added in place
+//! under a lock, and taken back if it cannot be written whole.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+
+use anyhow::Context;
+use causeway_certs::CallerTokens;
+
+use crate::cli::{Caller, CallerToken};
+
+/// Makes what was asked for.
+pub(crate) fn run(caller: Caller) -> anyhow::Result<()> {
+    let Caller::Token(ask) = caller;
+    let token = add(&ask)?;
+    eprintln!(
+        "for caller {}; its hash is in {}",
+        ask.name,
+        ask.file.display()
+    );
+    eprintln!("use it as: Authorization: Bearer TOKEN");
+    println!("{token}");
+    Ok(())
+}
+
+fn add(ask: &CallerToken) -> anyhow::Result<String> {
+    let (token, line) = CallerTokens::generate(&ask.name, &ask.groups)?;
+    let place = || format!("{}", ask.file.display());
+    let mut file = OpenOptions::new()
+        .read(true)
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(&ask.file)
+        .with_context(place)?;
+    file.lock().with_context(place)?;
+    let mut text = String::new();
+    file.read_to_string(&mut text).with_context(place)?;
+    CallerTokens::parse(&text).with_context(place)?;
+    let gap = if text.is_empty() || text.ends_with('\n') {
+        ""
+    } else {
+        "\n"
+    };
+    append(&mut file, &format!("{gap}{line}\n")).with_context(place)?;
+    Ok(token.expose().to_owned())
+}
+
+fn append(file: &mut File, text: &str) -> std::io::Result<()> {
+    let before = file.metadata()?.len();
+    file.write_all(text.as_bytes())
+        .and_then(|()| file.sync_all())
+        .inspect_err(|_| {
+            // Half a line would be refused at the next reload; this error is the one to tell.
+            let _ = file.set_len(before);
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+
+    fn ask(file: &Path, name: &str) -> CallerToken {
+        CallerToken {
+            name: name.into(),
+            groups: vec!["ops".into()],
+            file: file.to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_file_keeps_hashes_only_and_grows_by_a_line_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("callers");
+        let first = add(&ask(&file, "prometheus")).unwrap();
+        let text = std::fs::read_to_string(&file).unwrap();
+        std::fs::write(&file, text.trim_end()).unwrap();
+        let second = add(&ask(&file, "curl")).unwrap();
+
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(!text.contains(&first) && !text.contains(&second));
+        let callers = CallerTokens::parse(&text).unwrap();
+        assert_eq!(callers.lookup(&first).unwrap().name, "prometheus");
+        assert_eq!(callers.lookup(&second).unwrap().groups, ["ops"]);
+        let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_file_that_is_something_else_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("notes");
+        std::fs::write(&file, "milk, eggs\n").unwrap();
+        let error = format!("{:#}", add(&ask(&file, "curl")).unwrap_err());
+        assert!(
+            error.contains("notes") && error.contains("line 1"),
+            "{error}"
+        );
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "milk, eggs\n");
+    }
+}

@@ -1,0 +1,300 @@
+//! `causeway demo`: CA, gateway, two edges and their apps in one process.
+//!
+//! Everything is real but the distance: the edges join with tokens, dial the gateway over loopback, and serve
+//! one app each as port 9100 of their node. The demo makes one HTTPS request to each node through the
+//! road before it says `ready`, and prints commands that do the same.
+
+mod app;
+mod probe;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use causeway_certs::{Access, Ca, NodeName, Store, TrustDomain};
+use causeway_edge::Edge;
+use causeway_gateway::config::{Front, Kind, Listen};
+use causeway_gateway::gateway::Addresses;
+use causeway_gateway::{Bound, Gateway};
+use causeway_tunnel::task::Tasks;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+use crate::cli;
+use crate::signal::Signals;
+
+/// The nodes of the demo.
+const NODES: [&str; 2] = ["edge-1", "edge-2"];
+/// The node port that each app is reached as.
+const PORT: u16 = 9100;
+/// Who calls in the printed commands.
+const CALLER: &str = "demo";
+/// Edges and their first requests take milliseconds; a loaded machine gets this long.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Ctrl-C should not be felt.
+const DRAIN: Duration = Duration::from_millis(500);
+
+/// Runs the demo until Ctrl-C.
+pub(crate) async fn run(args: cli::Demo) -> anyhow::Result<()> {
+    let signals = Signals::listen()?;
+    let stop = signals.stop.clone();
+    signals.run(live(args, stop)).await.unwrap_or(Ok(()))
+}
+
+async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
+    let temporary = tempfile::Builder::new()
+        .prefix("causeway-demo-")
+        .tempdir()?;
+    let dir = args
+        .data_dir
+        .clone()
+        .unwrap_or_else(|| temporary.path().to_owned());
+    let files = Files::make(&dir)?;
+    let (gateway, front) = gateway(&dir, args.listen)?;
+    let addresses = gateway.addresses();
+    gateway
+        .store()
+        .write_runtime("admin", &addresses.admin.to_string())?;
+    println!("causeway demo: a gateway and two edges in one process\n");
+    println!(
+        "data directory  {}{}",
+        dir.display(),
+        if args.data_dir.is_some() {
+            ""
+        } else {
+            " (removed at the end)"
+        }
+    );
+    println!(
+        "gateway         tunnels {}, https front {front}, admin {}",
+        addresses.tunnel, addresses.admin
+    );
+
+    let tasks = Tasks::default();
+    let (ask, demo) = (CancellationToken::new(), stop.clone());
+    let serving = gateway.run(ask.clone());
+    let running = async {
+        let ready = begin(&files, (&addresses, front), &tasks, &ask).await;
+        if ready.is_ok() {
+            demo.cancelled().await;
+            println!("\nstopping");
+        }
+        ask.cancel();
+        ready
+    };
+    let (outcome, ()) = tokio::join!(running, serving);
+    tasks.drain(DRAIN).await;
+    outcome
+}
+
+/// Starts the edges and shows that they can be reached.
+async fn begin(
+    files: &Files,
+    (addresses, front): (&Addresses, SocketAddr),
+    tasks: &Tasks,
+    stop: &CancellationToken,
+) -> anyhow::Result<()> {
+    for node in NODES {
+        let began = Instant::now();
+        let app = edge(files, node, addresses.tunnel, tasks, stop).await?;
+        println!(
+            "{node}          joined with a token in {} ms; its port {PORT} is the app at {app}",
+            began.elapsed().as_millis()
+        );
+    }
+    println!();
+    for node in NODES {
+        let began = Instant::now();
+        let patience = tokio::time::timeout(PATIENCE, probe::get(files, front, node));
+        let (took, line) = patience
+            .await
+            .with_context(|| format!("{node} was not reached within {PATIENCE:?}"))??;
+        println!(
+            "GET https://{node}:{PORT}/  200 in {took:.1?} ({:.1?} after its edge had joined): {line}",
+            began.elapsed()
+        );
+    }
+    print_commands(files, front);
+    println!("\nready");
+    Ok(())
+}
+
+fn print_commands(files: &Files, front: SocketAddr) {
+    let curl = |node: &str, rest: &str| {
+        let to = if front.port() == PORT {
+            format!("--resolve {node}:{PORT}:{}", front.ip())
+        } else {
+            format!("--connect-to {node}:{PORT}:{front}")
+        };
+        let (ca, caller) = (files.root.display(), files.caller.display());
+        println!("curl -sS --cacert {ca} --cert {caller} {to} {rest}");
+    };
+    println!("\nTry it from another terminal:\n");
+    for node in NODES {
+        curl(node, &format!("https://{node}:{PORT}/"));
+    }
+    curl(
+        "edge-1",
+        &format!("-N 'https://edge-1:{PORT}/stream?ticks=3'"),
+    );
+    curl(
+        "edge-2",
+        &format!(
+            "--data-binary @{} https://edge-2:{PORT}/upload",
+            files.root.display()
+        ),
+    );
+    curl(
+        "edge-2",
+        &format!(
+            "-o /dev/null -w '%{{size_download}} bytes at %{{speed_download}} B/s\\n' 'https://edge-2:{PORT}/download?bytes=100000000'"
+        ),
+    );
+    let program = std::env::current_exe().ok();
+    let program = program
+        .as_deref()
+        .map_or_else(|| "causeway".into(), |path| path.display().to_string());
+    println!("{program} status --data-dir {}", files.dir.display());
+}
+
+/// What the demo and its user need from the data directory.
+struct Files {
+    dir: PathBuf,
+    store: Store,
+    root: PathBuf,
+    /// Certificate and key of the caller in one file, as curl's `--cert` takes them.
+    caller: PathBuf,
+}
+
+impl Files {
+    fn make(dir: &Path) -> anyhow::Result<Self> {
+        let store = Store::open(dir, Access::Create)?;
+        let ca = match store.ca()? {
+            Some(ca) => ca,
+            None => {
+                let ca = Ca::create(&TrustDomain::parse("demo.causeway")?)?;
+                store.save_ca(&ca)?;
+                ca
+            }
+        };
+        let leaf = ca.issue_caller(CALLER, &[], Duration::from_hours(24))?;
+        let (root, caller) = (dir.join("demo-ca.pem"), dir.join("demo-caller.pem"));
+        write(&root, &ca.root_pem())?;
+        write(
+            &caller,
+            &format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()),
+        )?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            store,
+            root,
+            caller,
+        })
+    }
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let written = options
+        .open(path)
+        .and_then(|mut file| std::io::Write::write_all(&mut file, text.as_bytes()));
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// A gateway on free ports, and the address of its front.
+fn gateway(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<(Bound, SocketAddr)> {
+    let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let mut config = causeway_gateway::Config {
+        data_dir: dir.to_owned(),
+        ..Default::default()
+    };
+    config.tunnel.listen = loopback;
+    config.admin.listen = loopback;
+    config.timeouts.drain = DRAIN;
+    config.access_log = causeway_gateway::config::AccessLog::None;
+    let bind = |front: SocketAddr| {
+        let mut config = config.clone();
+        let front = Front {
+            port: Some(PORT),
+            ..Front::new("https", Kind::Https, Listen::Tcp(front))
+        };
+        config.fronts = vec![front];
+        Gateway::new(config).bind()
+    };
+    let bound = match listen {
+        Some(listen) => bind(listen)?,
+        None => bind(free(PORT))?,
+    };
+    let front = bound
+        .addresses()
+        .front("https")
+        .context("the https front has an address")?;
+    Ok((bound, front))
+}
+
+/// A loopback address where `port` is free, so that URLs can name the node's own port; else any port.
+fn free(port: u16) -> SocketAddr {
+    (1..=254)
+        .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
+        .find(|address| std::net::TcpListener::bind(address).is_ok())
+        .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+}
+
+/// Starts one edge and its app; returns the app's address when the edge has joined.
+async fn edge(
+    files: &Files,
+    node: &str,
+    gateway: SocketAddr,
+    tasks: &Tasks,
+    stop: &CancellationToken,
+) -> anyhow::Result<SocketAddr> {
+    let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let listener = TcpListener::bind(loopback)
+        .await
+        .context("no free port on loopback")?;
+    let app = listener.local_addr()?;
+    tasks.spawn(
+        info_span!("app", node),
+        app::serve(listener, node.to_owned(), stop.clone()),
+    );
+
+    let name = NodeName::parse(node)?;
+    let token = files
+        .store
+        .tokens()?
+        .create(&name, Duration::from_mins(10), Vec::new(), None)?;
+    let mut config = causeway_edge::Config {
+        data_dir: files.dir.join(node),
+        gateways: vec![gateway.to_string()],
+        join: Some(causeway_edge::config::Secret::new(token.text().expose())),
+        ..Default::default()
+    };
+    config.admin.listen = loopback;
+    config.timeouts.drain = DRAIN;
+    let target = causeway_edge::config::Port {
+        target: Some(app.to_string()),
+        ..Default::default()
+    };
+    config.ports.insert(PORT, target);
+    let edge = Edge::open(config, stop)
+        .await
+        .with_context(|| format!("{node} cannot start"))?;
+    if edge.node() != node {
+        bail!(
+            "{} holds the identity of another node",
+            files.dir.join(node).display()
+        );
+    }
+    let bound = edge.bind()?;
+    let stop = stop.clone();
+    tasks.spawn(info_span!("edge", node), async move {
+        if let Err(error) = bound.run(stop).await {
+            tracing::error!(%error, "an edge of the demo ended");
+        }
+    });
+    Ok(app)
+}

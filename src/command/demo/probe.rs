@@ -1,0 +1,82 @@
+//! The demo's own first request: HTTPS through the front, verified, with the caller's certificate.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use causeway_certs::verify::provider;
+use causeway_tunnel::task::Tasks;
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tracing::debug_span;
+
+use super::{Files, PORT};
+
+/// Gets `/` of a node as soon as its edge is connected: how long that request took, and its first line.
+pub(super) async fn get(
+    files: &Files,
+    front: SocketAddr,
+    node: &str,
+) -> anyhow::Result<(Duration, String)> {
+    let tls = TlsConnector::from(Arc::new(client(files)?));
+    loop {
+        let began = Instant::now();
+        let (status, body) = once(&tls, front, node).await?;
+        match status {
+            StatusCode::OK => {
+                let line = body.lines().next().unwrap_or_default().to_owned();
+                return Ok((began.elapsed(), line));
+            }
+            // The edge has joined and its tunnel is on its way.
+            StatusCode::SERVICE_UNAVAILABLE | StatusCode::NOT_FOUND => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            other => bail!("{node} answered {other}: {body}"),
+        }
+    }
+}
+
+fn client(files: &Files) -> anyhow::Result<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(&files.root)?)?;
+    let chain = CertificateDer::pem_file_iter(&files.caller)?.collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_file(&files.caller)?;
+    Ok(ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain, key)?)
+}
+
+async fn once(
+    tls: &TlsConnector,
+    front: SocketAddr,
+    node: &str,
+) -> anyhow::Result<(StatusCode, String)> {
+    let tcp = TcpStream::connect(front)
+        .await
+        .context("the front does not answer")?;
+    let io = tls
+        .connect(ServerName::try_from(node.to_owned())?, tcp)
+        .await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
+    let tasks = Tasks::default();
+    tasks.spawn(debug_span!("probe"), async move {
+        // What goes wrong here is seen by the request.
+        let _ = connection.await;
+    });
+    let request = Request::get("/")
+        .header("host", format!("{node}:{PORT}"))
+        .body(Empty::<Bytes>::new())?;
+    let response = sender.send_request(request).await?;
+    let status = response.status();
+    let body = response.into_body().collect().await?.to_bytes();
+    Ok((status, String::from_utf8_lossy(&body).into_owned()))
+}

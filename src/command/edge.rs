@@ -1,0 +1,24 @@
+//! `causeway edge`: an edge of a configuration, until a signal.
+
+use anyhow::bail;
+use causeway_edge::{Config, Edge, Error};
+
+use crate::signal::Signals;
+
+/// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
+pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
+    let signals = Signals::listen()?;
+    let stop = signals.stop.clone();
+    let live = async {
+        let bound = match Edge::open(config, &stop).await {
+            // Asked to stop before it had joined: nothing was begun.
+            Err(Error::Stopped) => return Ok(()),
+            opened => opened?.bind()?,
+        };
+        Ok(bound.run(stop.clone()).await?)
+    };
+    match signals.run(live).await {
+        Some(outcome) => outcome,
+        None => bail!("ended at once by a second signal; what was open is cut"),
+    }
+}

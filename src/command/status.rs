@@ -1,0 +1,194 @@
+//! `causeway status`: the edges of a running gateway, as a table or as JSON.
+//!
+//! Shows what `/api/v1/edges` says and computes nothing but ages and units. A field that
+//! this build does not know, or that an older gateway does not say, does no harm.
+
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, bail};
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::Value;
+
+use super::admin;
+use crate::cli::{Output, Status};
+
+/// Asks the gateway and prints its edges.
+pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
+    let (address, found) = admin::address(status.admin, &status.data.data_dir)?;
+    let (code, body) = admin::get(&address, "/api/v1/edges")
+        .await
+        .with_context(|| format!("the gateway's admin address is {address}, {found}"))?;
+    if !code.is_success() {
+        bail!("{address} answers {code} to /api/v1/edges; is it the admin address of a gateway?");
+    }
+    if status.output == Output::Json {
+        println!("{}", String::from_utf8_lossy(&body).trim_end());
+        return Ok(());
+    }
+    let edges: Vec<Value> = serde_json::from_slice(&body)
+        .with_context(|| format!("{address} does not answer /api/v1/edges with a list of edges"))?;
+    println!(
+        "{}",
+        render(&edges, status.output == Output::Wide, SystemTime::now())
+    );
+    Ok(())
+}
+
+fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
+    if edges.is_empty() {
+        return "no edges; make a token with: causeway token create --node NAME".into();
+    }
+    let mut header = vec![
+        "NODE",
+        "STATE",
+        "SINCE",
+        "RTT",
+        "STREAMS",
+        "BYTES UP",
+        "BYTES DOWN",
+        "VERSION",
+        "ADDRESS",
+    ];
+    if wide {
+        header.extend(["TUNNELS", "POOL", "INSTANCE", "LAST SEEN"]);
+    }
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    for edge in edges {
+        let mut row = vec![
+            text(&edge["node"]),
+            text(&edge["state"]),
+            age(&edge["since"], now),
+            edge["rtt_ms"]
+                .as_f64()
+                .map_or_else(|| "-".into(), |rtt| text(&format!("{rtt:.1} ms").into())),
+            number(&edge["streams"]),
+            bytes(&edge["bytes_up"]),
+            bytes(&edge["bytes_down"]),
+            text(&edge["version"]),
+            text(&edge["address"]),
+        ];
+        if wide {
+            row.extend([
+                number(&edge["tunnels"]),
+                text(&edge["pool"]),
+                text(&edge["instance"]),
+                age(&edge["last_seen"], now),
+            ]);
+        }
+        table.add_row(row);
+    }
+    // No blanks at the ends of lines: they spoil pasting and comparing.
+    table.trim_fmt()
+}
+
+fn text(value: &Value) -> Cell {
+    match value {
+        Value::Null => "-".into(),
+        Value::String(text) if text.is_empty() => "-".into(),
+        // What an edge says of itself is shown to a terminal.
+        Value::String(text) => text
+            .chars()
+            .filter(|c| !c.is_control())
+            .collect::<String>()
+            .into(),
+        other => other.to_string().into(),
+    }
+}
+
+fn number(value: &Value) -> Cell {
+    let count = value
+        .as_array()
+        .map_or_else(|| value.clone(), |list| list.len().into());
+    text(&count).set_alignment(CellAlignment::Right)
+}
+
+/// How long ago an RFC 3339 time was, in its two largest units.
+fn age(value: &Value, now: SystemTime) -> Cell {
+    let time = value
+        .as_str()
+        .and_then(|time| humantime::parse_rfc3339_weak(time).ok());
+    let Some(time) = time else { return text(value) };
+    let seconds = now.duration_since(time).unwrap_or_default().as_secs();
+    let whole = match seconds {
+        0..3_600 => seconds,
+        3_600..86_400 => seconds - seconds % 60,
+        _ => seconds - seconds % 3_600,
+    };
+    humantime::format_duration(Duration::from_secs(whole))
+        .to_string()
+        .into()
+}
+
+fn bytes(value: &Value) -> Cell {
+    let Some(bytes) = value.as_u64() else {
+        return number(value);
+    };
+    let units = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    let unit = units.into_iter().find(|(_, unit)| bytes >= *unit);
+    let written = match unit {
+        // Tenths in whole numbers: counters outgrow what a float holds exactly.
+        Some((name, unit)) => format!("{}.{} {name}", bytes / unit, bytes % unit * 10 / unit),
+        None => format!("{bytes} B"),
+    };
+    Cell::new(written).set_alignment(CellAlignment::Right)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn edges() -> Vec<Value> {
+        vec![
+            json!({
+                "node": "edge-1", "state": "connected", "since": "2026-01-01T00:00:00Z", "rtt_ms": 1.26,
+                "streams": 3, "bytes_up": 1536, "bytes_down": 5_368_709_120_u64, "version": "0.1.0",
+                "address": "10.0.0.1:5000", "tunnels": [{}, {}], "pool": "north",
+            }),
+            json!({ "node": "edge\u{1b}[2J-2", "state": "away", "version": "" }),
+        ]
+    }
+
+    fn rendered(wide: bool) -> String {
+        render(
+            &edges(),
+            wide,
+            humantime::parse_rfc3339("2026-01-03T01:10:30Z").unwrap(),
+        )
+    }
+
+    #[test]
+    fn the_table_shows_ages_and_units_that_people_read() {
+        let table = rendered(false);
+        let line = table.lines().nth(1).unwrap();
+        for part in [
+            "edge-1",
+            "connected",
+            "2days 1h",
+            "1.3 ms",
+            "1.5 KiB",
+            "5.0 GiB",
+            "10.0.0.1:5000",
+        ] {
+            assert!(line.contains(part), "{part}: {table}");
+        }
+        assert!(!table.contains("POOL"));
+    }
+
+    #[test]
+    fn wide_adds_tunnels_and_pool() {
+        let table = rendered(true);
+        assert!(table.contains("POOL") && table.contains("north"), "{table}");
+    }
+
+    #[test]
+    fn what_an_edge_says_cannot_steer_the_terminal() {
+        assert!(!rendered(true).contains('\u{1b}'));
+    }
+
+    #[test]
+    fn no_edges_says_how_to_get_one() {
+        assert!(render(&[], false, SystemTime::now()).contains("token create"));
+    }
+}

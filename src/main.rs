@@ -1,0 +1,57 @@
+//! `causeway`: arguments → configuration → telemetry → runtime → command → exit code.
+//!
+//! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot
+//! be used.
+
+mod cli;
+mod command;
+mod settings;
+mod signal;
+mod telemetry;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Tunnels allocate and free in bursts, which glibc's allocator keeps for itself.
+#[cfg(feature = "jemalloc")]
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
+fn main() -> ExitCode {
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are "errors" too, with exit code 0.
+            let _ = error.print();
+            return if error.use_stderr() {
+                ExitCode::from(2)
+            } else {
+                ExitCode::SUCCESS
+            };
+        }
+    };
+    match run(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<settings::Refused>() => {
+            eprintln!("{error}");
+            ExitCode::from(2)
+        }
+        Err(error) => {
+            eprintln!("causeway: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: cli::Command) -> anyhow::Result<()> {
+    causeway_certs::install_provider();
+    let Some(job) = command::prepare(command)? else {
+        return Ok(());
+    };
+    telemetry::start(&job.log)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(job.work)
+}

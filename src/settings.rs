@@ -1,0 +1,317 @@
+//! A YAML file, the environment and flags → the typed configuration of gateway or edge.
+//!
+//! 1. `yaml` reads the file and remembers where each value stands.
+//! 2. Variables and flags are laid over it: flags over environment over file.
+//! 3. `shape` holds the whole against the schema and takes out what does not fit.
+//! 4. serde reads the rest, again and again, less the value at which it stopped.
+//! 5. `validate` judges what is left. All faults of all steps come out together, each
+//!    with the file, line and column, the flag or the variable that it came from.
+
+mod path;
+mod reference;
+mod schema;
+mod shape;
+mod yaml;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use causeway_config::{Fault, Faults, Log, Validate};
+use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::telemetry;
+use path::{Path, Step, holder};
+use shape::Shape;
+use yaml::{Spot, Spots};
+
+pub(crate) use reference::{plain, reference};
+pub(crate) use schema::{Form, Key, keys};
+
+/// A configuration that can be read from files, variables and flags.
+pub(crate) trait Settings: DeserializeOwned + JsonSchema + Validate + AsRef<Log> {}
+
+impl<C: DeserializeOwned + JsonSchema + Validate + AsRef<Log>> Settings for C {}
+
+/// Where a configuration comes from.
+#[derive(Debug, Default)]
+pub(crate) struct Sources {
+    /// The YAML file; without one, defaults.
+    pub(crate) file: Option<PathBuf>,
+    /// Variables of the environment.
+    pub(crate) environment: Vec<(String, String)>,
+    /// Keys by name, each with the texts of its flag.
+    pub(crate) flags: Vec<(String, Vec<String>)>,
+    /// Keys by name that take a common variable, such as `HTTPS_PROXY`, if nothing sets them.
+    pub(crate) fallbacks: &'static [(&'static str, &'static str)],
+}
+
+/// A configuration that cannot be used: every fault, a line each.
+#[derive(Debug, thiserror::Error)]
+pub(crate) struct Refused(pub(crate) Vec<String>);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0.join("\n"))
+    }
+}
+
+/// Reads and judges the configuration.
+pub(crate) fn load<C: Settings>(sources: &Sources) -> Result<C, Refused> {
+    let mut draft = Draft::default();
+    draft.read_file(sources);
+    draft.lay_over::<C>(sources);
+    draft.finish()
+}
+
+/// The flag or variable that gave a value.
+type Origin = String;
+
+/// A configuration while it is put together.
+#[derive(Debug, Default)]
+struct Draft {
+    file: String,
+    value: Value,
+    spots: HashMap<String, Spots>,
+    origins: HashMap<String, Origin>,
+    faults: Vec<Located>,
+}
+
+/// A fault with its place, which orders it: the file from top to bottom, then the rest.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Located {
+    elsewhere: bool,
+    spot: Option<Spot>,
+    text: String,
+}
+
+impl Draft {
+    fn read_file(&mut self, sources: &Sources) {
+        self.value = Value::Object(Map::new());
+        let Some(file) = &sources.file else {
+            self.file = "configuration".into();
+            return;
+        };
+        self.file = file.display().to_string();
+        let text = match std::fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) => return self.fault_in_file(None, "", &format!("cannot be read: {error}")),
+        };
+        let document = yaml::parse(&text);
+        self.spots = document.spots;
+        for (spot, path, message) in &document.faults {
+            self.fault_in_file(Some(*spot), path, message);
+        }
+        match document.value {
+            Value::Object(_) => self.value = document.value,
+            // A fault of the text was found, and nothing can be said of the rest.
+            Value::Null => {}
+            _ => self.fault_in_file(None, "", "must be a map: lines of \"key: value\""),
+        }
+    }
+
+    fn lay_over<C: Settings>(&mut self, sources: &Sources) {
+        let keys: Vec<Key> = keys::<C>().into_iter().filter(|key| key.settable).collect();
+        let variable = |name: &str| {
+            let found = sources
+                .environment
+                .iter()
+                .find(|(variable, _)| variable == name);
+            // An empty variable is how many tools unset one.
+            found.map(|(_, text)| text).filter(|text| !text.is_empty())
+        };
+        for key in &keys {
+            let flag = sources.flags.iter().find(|(name, _)| *name == key.name);
+            if let Some((_, texts)) = flag {
+                self.lay(key, texts, format!("flag --{}", key.flag()));
+            } else if let Some(text) = variable(&key.variable()) {
+                self.lay(
+                    key,
+                    std::slice::from_ref(text),
+                    format!("environment {}", key.variable()),
+                );
+            }
+        }
+        for (name, fallback) in sources.fallbacks {
+            let key = keys.iter().find(|key| key.name == *name);
+            let absent = self.value.get(*name).is_none_or(Value::is_null);
+            if let (Some(key), true, Some(text)) = (key, absent, variable(fallback)) {
+                self.lay(
+                    key,
+                    std::slice::from_ref(text),
+                    format!("environment {fallback}"),
+                );
+            }
+        }
+    }
+
+    /// Lays one key's texts over what the file says of it.
+    fn lay(&mut self, key: &Key, texts: &[String], origin: Origin) {
+        let start = Path::default();
+        let path = key.name.split('.').fold(start, |path, step| path.key(step));
+        let last = texts.last().map_or("", String::as_str);
+        let value = match key.form {
+            Form::Text => Value::from(last),
+            Form::Scalar => yaml::scalar(last),
+            Form::List if !last.starts_with('[') => texts
+                .iter()
+                .flat_map(|text| text.split(','))
+                .map(|text| Value::from(text.trim()))
+                .collect(),
+            Form::List | Form::Yaml => {
+                let document = yaml::parse(last);
+                for (spot, _, message) in document.faults {
+                    let column = spot.column;
+                    self.fault_elsewhere(
+                        &origin,
+                        &key.name,
+                        &format!("column {column}: {message}"),
+                    );
+                }
+                document.value
+            }
+        };
+        path.set(&mut self.value, value);
+        let name = path.to_string();
+        self.spots.retain(|spot, _| !is_within(spot, &name));
+        self.origins.insert(name, origin);
+    }
+
+    fn finish<C: Settings>(mut self) -> Result<C, Refused> {
+        let schema = schema::of::<C>();
+        let mut value = std::mem::take(&mut self.value);
+        let mut shape = Shape::default();
+        shape.check(&mut value, &schema, &Path::default());
+        let config = self.read::<C>(&mut value, &mut shape);
+        for finding in std::mem::take(&mut shape.findings) {
+            self.fault(&finding.path.to_string(), finding.at_key, &finding.message);
+        }
+        let written = |path: &str| shape.pruned.original(&Path::parse(path)).to_string();
+        let spoilt = shape.pruned.spoilt();
+        let sound = |path: &str| {
+            let overlap = |around: &String| is_within(path, around) || is_within(around, path);
+            !spoilt.iter().any(overlap)
+        };
+        for fault in config.iter().flat_map(judge) {
+            let (path, rests_on) = (written(&fault.path), fault.rests_on.as_deref().map(written));
+            if sound(&path) && rests_on.as_deref().is_none_or(sound) {
+                self.fault(&path, false, &fault.message);
+            }
+        }
+        match config {
+            Some(config) if self.faults.is_empty() => Ok(config),
+            _ => {
+                self.faults.sort();
+                self.faults.dedup();
+                Err(Refused(
+                    self.faults.into_iter().map(|fault| fault.text).collect(),
+                ))
+            }
+        }
+    }
+
+    /// Lets serde read the value; where it stops, that is a fault and is taken out.
+    fn read<C: Settings>(&mut self, value: &mut Value, shape: &mut Shape) -> Option<C> {
+        loop {
+            let error = match serde_path_to_error::deserialize::<_, C>(&*value) {
+                Ok(config) => return Some(config),
+                Err(error) => error,
+            };
+            let path = steps(error.path());
+            let written = shape.pruned.original(&path);
+            // A struct that lacks what was taken out of it has had its fault already.
+            if !shape.pruned.within(&written) {
+                self.fault(&written.to_string(), false, &error.inner().to_string());
+            }
+            if !path.remove(value) {
+                return None;
+            }
+            shape.pruned.add(written);
+        }
+    }
+
+    fn fault(&mut self, path: &str, at_key: bool, message: &str) {
+        let mut at = Some(path);
+        while let Some(place) = at {
+            if let Some(origin) = self.origins.get(place).cloned() {
+                return self.fault_elsewhere(&origin, path, message);
+            }
+            if let Some(spots) = self.spots.get(place).copied() {
+                let spot = if at_key && place == path {
+                    spots.key
+                } else {
+                    spots.value
+                };
+                return self.fault_in_file(Some(spot), path, message);
+            }
+            at = holder(place);
+        }
+        self.fault_in_file(None, path, message);
+    }
+
+    fn fault_in_file(&mut self, spot: Option<Spot>, path: &str, message: &str) {
+        let mut place = self.file.clone();
+        if let Some(Spot { line, column }) = spot {
+            place = format!("{place}:{line}:{column}");
+        }
+        self.push(false, spot, &place, (path, message));
+    }
+
+    fn fault_elsewhere(&mut self, origin: &str, path: &str, message: &str) {
+        self.push(true, None, origin, (path, message));
+    }
+
+    fn push(
+        &mut self,
+        elsewhere: bool,
+        spot: Option<Spot>,
+        place: &str,
+        (path, message): (&str, &str),
+    ) {
+        let about = if path.is_empty() {
+            String::new()
+        } else {
+            format!("{path}: ")
+        };
+        let text = format!("{place}: {about}{message}");
+        self.faults.push(Located {
+            elsewhere,
+            spot,
+            text,
+        });
+    }
+}
+
+/// What the configuration finds wrong with itself, and what the log does.
+fn judge<C: Settings>(config: &C) -> Vec<Fault> {
+    let mut faults = Faults::default();
+    let log: &Log = config.as_ref();
+    if let Err(error) = telemetry::filter(&log.filter) {
+        faults.add("log.filter", error.to_string());
+    }
+    let mut all = config.validate();
+    all.extend(faults.into_vec());
+    all
+}
+
+/// Whether `path` is `around` or inside it.
+fn is_within(path: &str, around: &str) -> bool {
+    path.strip_prefix(around)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+}
+
+fn steps(path: &serde_path_to_error::Path) -> Path {
+    use serde_path_to_error::Segment;
+    path.iter()
+        .fold(Path::default(), |path, segment| match segment {
+            Segment::Seq { index } => path.step(Step::Index(*index)),
+            Segment::Map { key } => path.key(key),
+            Segment::Enum { variant } => path.key(variant),
+            Segment::Unknown => path,
+        })
+}
+
+#[cfg(test)]
+mod tests;

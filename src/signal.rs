@@ -1,0 +1,76 @@
+//! SIGTERM and SIGINT ask the process to stop; SIGHUP, which would end it, is caught.
+//!
+//! The first SIGTERM or SIGINT cancels `stop`, and what runs drains. The second cancels
+//! `now`, and the command returns at once, whatever is still open.
+
+use anyhow::Context;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// The signals of a process that runs until it is told to stop.
+pub(crate) struct Signals {
+    /// Cancelled by the first SIGTERM or SIGINT.
+    pub(crate) stop: CancellationToken,
+    /// Cancelled by the second.
+    pub(crate) now: CancellationToken,
+    /// Each SIGHUP.
+    pub(crate) hangup: Signal,
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    /// Takes the signals over; from here on they no longer end the process by themselves.
+    pub(crate) fn listen() -> anyhow::Result<Self> {
+        let take = |kind| signal(kind).context("cannot listen to signals");
+        Ok(Self {
+            stop: CancellationToken::new(),
+            now: CancellationToken::new(),
+            hangup: take(SignalKind::hangup())?,
+            terminate: take(SignalKind::terminate())?,
+            interrupt: take(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Runs `work` until it ends (its outcome), or until a second signal ends it (none).
+    pub(crate) async fn run<T>(mut self, work: impl Future<Output = T>) -> Option<T> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                biased;
+                outcome = &mut work => return Some(outcome),
+                _ = self.terminate.recv() => ask("SIGTERM", &self.stop, &self.now),
+                _ = self.interrupt.recv() => ask("SIGINT", &self.stop, &self.now),
+                _ = self.hangup.recv() => {
+                    tracing::warn!("SIGHUP does nothing yet: restart to read the configuration anew");
+                }
+                () = self.now.cancelled() => return None,
+            }
+        }
+    }
+}
+
+/// The first signal asks, the second ends.
+fn ask(name: &str, stop: &CancellationToken, now: &CancellationToken) {
+    if stop.is_cancelled() {
+        tracing::warn!("{name} again: ending at once");
+        now.cancel();
+    } else {
+        tracing::info!("{name}: draining; once more ends at once");
+        stop.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_signal_drains_and_the_second_ends() {
+        let (stop, now) = (CancellationToken::new(), CancellationToken::new());
+        ask("SIGTERM", &stop, &now);
+        assert!(stop.is_cancelled() && !now.is_cancelled());
+        ask("SIGINT", &stop, &now);
+        assert!(now.is_cancelled());
+    }
+}

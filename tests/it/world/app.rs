@@ -1,0 +1,218 @@
+//! Apps on the node's side of a test: real sockets on port 0, tokio alone, exact to the byte.
+//!
+//! An app plays a [`Script`] of steps: one per connection (`tcp`), or one per request, chosen by its head
+//! (`http`). What it sees (heads, bodies, how each connection ended) goes into channels that a test awaits, each
+//! wait bounded, so that no test sleeps. No HTTP library takes part: what a script writes is what is sent, and
+//! what is recorded is what was received.
+
+pub(crate) mod answer;
+mod script;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub(crate) use script::{Gate, Script};
+pub(crate) use wire::Head;
+
+use script::Outcome;
+use socket2::{Domain, Socket, Type};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    net::TcpListener,
+    sync::{
+        Mutex,
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    },
+    task::JoinSet,
+    time::timeout,
+};
+use wire::Wire;
+
+/// How long a test waits for what an app should see.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// How a connection ended, seen from the app.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The peer ended its sending side (FIN).
+    Finished,
+    /// The peer reset the connection, or took no more.
+    Reset,
+}
+
+/// What an app writes down.
+struct Record {
+    heads: UnboundedSender<Head>,
+    bodies: UnboundedSender<Vec<u8>>,
+    ends: UnboundedSender<End>,
+    connections: AtomicUsize,
+    requests: AtomicUsize,
+}
+
+type Seen<T> = Mutex<UnboundedReceiver<T>>;
+
+/// A running app; dropping it ends its listener and its connections.
+pub(crate) struct App {
+    address: SocketAddr,
+    record: Arc<Record>,
+    heads: Seen<Head>,
+    bodies: Seen<Vec<u8>>,
+    ends: Seen<End>,
+    /// Bound and never listened on, for `refusing`: connections are refused, and nobody else gets the port.
+    _reserved: Option<Socket>,
+    serving: JoinSet<()>,
+}
+
+impl App {
+    /// An HTTP/1.1 app with keep-alive: `choose` picks the script from each request's head, before its body
+    /// has been read.
+    pub(crate) async fn http(choose: impl Fn(&Head) -> Script + Send + Sync + 'static) -> Self {
+        Self::start(Arc::new(Play::Http(Box::new(choose)))).await
+    }
+
+    /// An app that plays the same script on each connection and then closes it.
+    pub(crate) async fn tcp(script: Script) -> Self {
+        Self::start(Arc::new(Play::Tcp(script))).await
+    }
+
+    /// An address where connections are refused.
+    pub(crate) fn refusing() -> Self {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        socket.bind(&any.into()).unwrap();
+        let address = socket.local_addr().unwrap().as_socket().unwrap();
+        Self::new(address, Some(socket))
+    }
+
+    /// A normal app: 200 with `body` for every request.
+    pub(crate) async fn saying(body: &str) -> Self {
+        let body = body.to_owned();
+        Self::http(move |_| answer::ok(&body)).await
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The port of [`App::address`].
+    pub(crate) fn port(&self) -> u16 {
+        self.address.port()
+    }
+
+    /// How many connections were accepted so far.
+    pub(crate) fn connections(&self) -> usize {
+        self.record.connections.load(Ordering::SeqCst)
+    }
+
+    /// How many request heads were read so far.
+    pub(crate) fn requests(&self) -> usize {
+        self.record.requests.load(Ordering::SeqCst)
+    }
+
+    /// The next request's head, as soon as it has been read.
+    pub(crate) async fn head(&self) -> Head {
+        next(&self.heads, "request").await
+    }
+
+    /// The next body (HTTP), or all bytes up to the peer's FIN (`read_to_end`), once complete.
+    pub(crate) async fn body(&self) -> Vec<u8> {
+        next(&self.bodies, "complete body").await
+    }
+
+    /// How the next connection to end was ended by its peer. A connection that the app itself ends tells nothing.
+    pub(crate) async fn end(&self) -> End {
+        next(&self.ends, "end of a connection").await
+    }
+
+    fn new(address: SocketAddr, reserved: Option<Socket>) -> Self {
+        let (head_sender, heads) = unbounded_channel();
+        let (body_sender, bodies) = unbounded_channel();
+        let (end_sender, ends) = unbounded_channel();
+        Self {
+            address,
+            record: Arc::new(Record {
+                heads: head_sender,
+                bodies: body_sender,
+                ends: end_sender,
+                connections: AtomicUsize::new(0),
+                requests: AtomicUsize::new(0),
+            }),
+            heads: Mutex::new(heads),
+            bodies: Mutex::new(bodies),
+            ends: Mutex::new(ends),
+            _reserved: reserved,
+            serving: JoinSet::new(),
+        }
+    }
+
+    async fn start(play: Arc<Play>) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let mut app = Self::new(listener.local_addr().unwrap(), None);
+        let record = app.record.clone();
+        app.serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (socket, _) = listener.accept().await.unwrap();
+                // Else the many small writes of a script wait for each other's acknowledgement.
+                socket.set_nodelay(true).unwrap();
+                record.connections.fetch_add(1, Ordering::SeqCst);
+                connections.spawn(serve(Wire::new(socket), play.clone(), record.clone()));
+            }
+        });
+        app
+    }
+}
+
+async fn next<T>(seen: &Seen<T>, what: &str) -> T {
+    timeout(PATIENCE, async { seen.lock().await.recv().await })
+        .await
+        .unwrap_or_else(|_| panic!("the app saw no {what} within {PATIENCE:?}"))
+        .expect("the app holds the other end")
+}
+
+/// What an app does with a connection.
+enum Play {
+    Http(Box<dyn Fn(&Head) -> Script + Send + Sync>),
+    Tcp(Script),
+}
+
+async fn serve(mut wire: Wire, play: Arc<Play>, record: Arc<Record>) {
+    let ended = match &*play {
+        Play::Tcp(script) => match script.play(&mut wire, None, &record).await {
+            Outcome::Gone(end) => Some(end),
+            Outcome::Done | Outcome::Over => None,
+        },
+        Play::Http(choose) => serve_requests(&mut wire, choose, &record).await,
+    };
+    if let Some(end) = ended {
+        let _ = record.ends.send(end);
+    }
+}
+
+async fn serve_requests(
+    wire: &mut Wire,
+    choose: &(dyn Fn(&Head) -> Script + Send + Sync),
+    record: &Record,
+) -> Option<End> {
+    loop {
+        let head = match wire.read_head().await {
+            Ok(head) => head,
+            Err(end) => return Some(end),
+        };
+        record.requests.fetch_add(1, Ordering::SeqCst);
+        let _ = record.heads.send(head.clone());
+        match choose(&head).play(wire, Some(&head), record).await {
+            Outcome::Done => {}
+            Outcome::Over => return None,
+            Outcome::Gone(end) => return Some(end),
+        }
+    }
+}

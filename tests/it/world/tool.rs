@@ -1,0 +1,314 @@
+//! Real clients and servers as child processes: curl, netcat, Python, the built binary.
+//!
+//! `need!` ends a test whose tools are not here, saying so on the real stderr (the test runner swallows what
+//! `eprintln!` writes); under `CAUSEWAY_TEST_REQUIRE_ALL=1` it fails the test instead.
+//! Every child is bounded in time and dies with the value that holds it.
+
+use std::{
+    env,
+    ffi::OsStr,
+    io::Write,
+    path::PathBuf,
+    process::{ExitStatus, Stdio},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines},
+    process::{Child, ChildStdin, ChildStdout, Command},
+    time::timeout,
+};
+
+/// What a child gets unless `within` says otherwise: for a machine that does other work besides.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What would send a client somewhere else than where its test says.
+const PROXY_VARIABLES: [&str; 8] = [
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+];
+
+/// Returns from the test unless every tool is here: `need!("curl", "python:grpc")`.
+macro_rules! need {
+    ($($tool:expr),+ $(,)?) => {
+        $(if !$crate::world::tool::have($tool) {
+            return;
+        })+
+    };
+}
+pub(crate) use need;
+
+/// Whether `tool` is here: a program, or a module as `python:name`. Reports a missing one.
+pub(crate) fn have(tool: &str) -> bool {
+    if is_here(tool) {
+        return true;
+    }
+    let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
+    assert!(!required, "needs {tool} (run .ci/setup)");
+    let name = std::thread::current().name().unwrap_or("a test").to_owned();
+    let mut stderr = std::io::stderr().lock();
+    writeln!(stderr, "{name}: skipped: needs {tool} (run .ci/setup)").unwrap();
+    false
+}
+
+fn is_here(tool: &str) -> bool {
+    let (program, arguments): (&OsStr, &[&str]) = match tool.split_once(':') {
+        Some(("python", module)) => {
+            let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)";
+            let python = python();
+            return probe(python.as_ref(), &["-c", find, module]).is_some();
+        }
+        // netcat-traditional, which has the same name, knows neither unix sockets nor CONNECT.
+        None if tool == "nc" => (tool.as_ref(), &["-h"]),
+        None if tool == "openssl" => (tool.as_ref(), &["version"]),
+        _ => (tool.as_ref(), &["--version"]),
+    };
+    probe(program, arguments).is_some_and(|said| tool != "nc" || said.contains("OpenBSD"))
+}
+
+/// What the program says, if it runs and ends well.
+fn probe(program: &OsStr, arguments: &[&str]) -> Option<String> {
+    let output = std::process::Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .ok()
+        .filter(|output| output.status.success())?;
+    let said = [output.stdout, output.stderr].concat();
+    Some(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// The interpreter of `.ci/setup`'s environment, else the system's.
+fn python() -> PathBuf {
+    if let Some(named) = env::var_os("CAUSEWAY_TEST_PYTHON") {
+        return named.into();
+    }
+    let folder = |name| env::var_os(name).filter(|value| !value.is_empty());
+    let cache = folder("CAUSEWAY_CACHE")
+        .map(PathBuf::from)
+        .or_else(|| folder("XDG_CACHE_HOME").map(|home| PathBuf::from(home).join("causeway")))
+        .or_else(|| folder("HOME").map(|home| PathBuf::from(home).join(".cache/causeway")));
+    cache
+        .map(|cache| cache.join("python/bin/python3"))
+        .filter(|python| python.exists())
+        .unwrap_or_else(|| "python3".into())
+}
+
+/// A child about to be started.
+pub(crate) struct Tool {
+    command: Command,
+    patience: Duration,
+    input: Vec<u8>,
+}
+
+impl Tool {
+    /// Any program.
+    pub(crate) fn new(program: impl AsRef<OsStr>) -> Self {
+        let mut command = Command::new(program);
+        for variable in PROXY_VARIABLES {
+            command.env_remove(variable);
+        }
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        Self {
+            command,
+            patience: PATIENCE,
+            input: Vec::new(),
+        }
+    }
+
+    /// curl, silent but for errors, without the user's configuration.
+    pub(crate) fn curl() -> Self {
+        Self::new("curl").args(["-q", "-sS"])
+    }
+
+    /// A script of `tests/it/clients`.
+    pub(crate) fn python(script: &str) -> Self {
+        let path: PathBuf = [env!("CARGO_MANIFEST_DIR"), "tests/it/clients", script]
+            .iter()
+            .collect();
+        Self::new(python()).args(["-u"]).args([path])
+    }
+
+    /// netcat. It ends its sending side when its input ends.
+    pub(crate) fn nc() -> Self {
+        Self::new("nc").args(["-N"])
+    }
+
+    /// Adds arguments.
+    pub(crate) fn args<A: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = A>) -> Self {
+        self.command.args(arguments);
+        self
+    }
+
+    /// Sets a variable of the child's environment.
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// What `run` sends to the child's standard input.
+    pub(crate) fn input(mut self, input: impl Into<Vec<u8>>) -> Self {
+        self.input = input.into();
+        self
+    }
+
+    /// How long the child, or a line of it, may take.
+    pub(crate) fn within(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// Runs the child to its end.
+    pub(crate) async fn run(mut self) -> Ran {
+        let input = std::mem::take(&mut self.input);
+        let mut running = self.start();
+        let input = async {
+            let mut stdin = running.stdin.take().unwrap();
+            // A child that does not read its input to the end is no fault.
+            let _ = stdin.write_all(&input).await;
+        };
+        let what = &running.what;
+        let ended = timeout(running.patience, async {
+            tokio::join!(input, ended(&mut running.child, &mut running.lines)).1
+        });
+        ended
+            .await
+            .unwrap_or_else(|_| panic!("{what} did not end within {:?}", running.patience))
+    }
+
+    /// Starts the child and leaves it running.
+    pub(crate) fn start(mut self) -> Running {
+        let what = format!("{:?}", self.command.as_std());
+        let mut child = self
+            .command
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {what}: {error}"));
+        let stdout = child.stdout.take().unwrap();
+        Running {
+            stdin: child.stdin.take(),
+            lines: BufReader::new(stdout).lines(),
+            patience: self.patience,
+            what,
+            child,
+        }
+    }
+}
+
+/// A child that runs; dropping it kills it.
+pub(crate) struct Running {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: Lines<BufReader<ChildStdout>>,
+    patience: Duration,
+    what: String,
+}
+
+impl Running {
+    /// The next line of the child's output.
+    pub(crate) async fn line(&mut self) -> String {
+        let next = timeout(self.patience, self.lines.next_line()).await;
+        let next = next
+            .unwrap_or_else(|_| panic!("{} said nothing within {:?}", self.what, self.patience));
+        if let Some(line) = next.unwrap() {
+            return line;
+        }
+        let mut said = String::new();
+        let mut stderr = self.child.stderr.take().unwrap();
+        let _ = timeout(self.patience, stderr.read_to_string(&mut said)).await;
+        panic!("{} ended without a further line: {said}", self.what)
+    }
+
+    /// The next line, as JSON.
+    pub(crate) async fn json(&mut self) -> serde_json::Value {
+        let line = self.line().await;
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"))
+    }
+
+    /// Writes to the child's input.
+    pub(crate) async fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        let stdin = self.stdin.as_mut().expect("the input is still open");
+        stdin.write_all(bytes.as_ref()).await.unwrap();
+        stdin.flush().await.unwrap();
+    }
+
+    /// Ends the child's input.
+    pub(crate) fn close_input(&mut self) {
+        self.stdin = None;
+    }
+
+    /// Sends a signal by its name, such as `INT`.
+    pub(crate) async fn signal(&self, name: &str) {
+        let id = self.child.id().expect("the child runs").to_string();
+        let kill = r#"kill -s "$1" "$2""#;
+        let sent = Tool::new("sh").args(["-c", kill, "sh", name, &id]).run();
+        // Boxed: `run` and `signal` would otherwise contain each other's size.
+        Box::pin(sent).await.ok();
+    }
+
+    /// Waits for the child's end, closing its input; the output is what no `line` has taken.
+    pub(crate) async fn finish(mut self) -> Ran {
+        self.stdin = None;
+        let ended = ended(&mut self.child, &mut self.lines);
+        timeout(self.patience, ended)
+            .await
+            .unwrap_or_else(|_| panic!("{} did not end within {:?}", self.what, self.patience))
+    }
+}
+
+async fn ended(child: &mut Child, lines: &mut Lines<BufReader<ChildStdout>>) -> Ran {
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let mut errors = child.stderr.take().unwrap();
+    let (status, ..) = tokio::join!(
+        child.wait(),
+        lines.get_mut().read_to_end(&mut stdout),
+        errors.read_to_end(&mut stderr),
+    );
+    Ran {
+        status: status.unwrap(),
+        stdout,
+        stderr: String::from_utf8_lossy(&stderr).into_owned(),
+    }
+}
+
+/// A child that has ended.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    /// How it ended.
+    pub(crate) status: ExitStatus,
+    /// What it wrote.
+    pub(crate) stdout: Vec<u8>,
+    /// What it complained of.
+    pub(crate) stderr: String,
+}
+
+impl Ran {
+    /// The same, once it is sure that it ended well.
+    pub(crate) fn ok(self) -> Self {
+        let (status, stdout) = (self.status, String::from_utf8_lossy(&self.stdout));
+        assert!(status.success(), "{status}\n{stdout}\n{}", self.stderr);
+        self
+    }
+
+    /// What it wrote, as text.
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.stdout).into_owned()
+    }
+
+    /// What it wrote, as JSON.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {:?}\n{}", self.text(), self.stderr))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,102 @@
+//! How long to wait before dialling again.
+//!
+//! A long back-off protects the gateway but keeps an edge away after its network returned. So it is
+//! long only when the other end refused, or said how long; a silent network is tried every 2 s. Jitter
+//! spreads over the upper half of each delay, so that a fleet that lost its gateway at one moment does
+//! not come back at one moment.
+
+use std::time::Duration;
+
+/// The bounds of the back-off.
+#[derive(Clone, Copy, Debug)]
+pub struct Backoff {
+    /// The longest delay while nothing answers.
+    pub silent_max: Duration,
+    /// The longest delay after refusals.
+    pub refused_max: Duration,
+    refusals: u32,
+    silences: u32,
+}
+
+/// The first delay; it doubles from here.
+const FIRST: Duration = Duration::from_millis(250);
+
+impl Backoff {
+    /// A back-off at its beginning.
+    pub fn new(silent_max: Duration, refused_max: Duration) -> Self {
+        Self {
+            silent_max,
+            refused_max,
+            refusals: 0,
+            silences: 0,
+        }
+    }
+
+    /// A tunnel stood: the next trouble begins anew.
+    pub fn reset(&mut self) {
+        self.refusals = 0;
+        self.silences = 0;
+    }
+
+    /// The delay after an attempt that nobody answered. `random` is from 0 to 1.
+    pub fn silent(&mut self, random: f64) -> Duration {
+        self.silences = self.silences.saturating_add(1);
+        spread(grown(self.silences, self.silent_max), random)
+    }
+
+    /// The delay after a refusal, at least what the other end `asked` for.
+    pub fn refused(&mut self, asked: Option<Duration>, random: f64) -> Duration {
+        self.refusals = self.refusals.saturating_add(1);
+        let own = spread(grown(self.refusals, self.refused_max), random);
+        match asked {
+            // A fleet that was told one number still spreads, upwards.
+            Some(asked) => own.max(asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0)),
+            None => own,
+        }
+    }
+
+    /// The delay at the maximum, for a refusal that time alone does not mend.
+    pub fn most(&mut self, random: f64) -> Duration {
+        self.refusals = u32::MAX;
+        spread(self.refused_max, random)
+    }
+}
+
+fn grown(tries: u32, most: Duration) -> Duration {
+    let factor = 1_u32
+        .checked_shl(tries.saturating_sub(1).min(16))
+        .unwrap_or(u32::MAX);
+    FIRST.saturating_mul(factor).min(most)
+}
+
+fn spread(delay: Duration, random: f64) -> Duration {
+    delay.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_network_is_tried_every_two_seconds_and_a_refusal_backs_off_to_a_minute() {
+        let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
+        for _ in 0..40 {
+            assert!(backoff.silent(1.0) <= Duration::from_secs(2));
+        }
+        let delays: Vec<_> = (0..10).map(|_| backoff.refused(None, 1.0)).collect();
+        assert!(delays.is_sorted());
+        assert_eq!(delays[0], Duration::from_millis(250));
+        assert_eq!(delays[9], Duration::from_mins(1));
+        backoff.reset();
+        assert_eq!(backoff.refused(None, 0.0), Duration::from_millis(125));
+        assert_eq!(backoff.most(0.0), Duration::from_secs(30));
+    }
+
+    #[test]
+    fn a_delay_that_the_server_asked_for_is_honoured_and_spread_upwards() {
+        let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
+        let asked = Some(Duration::from_secs(10));
+        assert_eq!(backoff.refused(asked, 0.0), Duration::from_secs(10));
+        assert_eq!(backoff.refused(asked, 1.0), Duration::from_secs(15));
+    }
+}

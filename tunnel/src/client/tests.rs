@@ -1,0 +1,439 @@
+//! Both ends of a tunnel over one in-memory pipe.
+
+#![allow(clippy::disallowed_methods, reason = "tests own their tasks")]
+
+use super::*;
+use crate::{
+    body::pump,
+    copy::{self, Passed},
+    error::Refusal,
+    hello::{ToEdge, ToGateway},
+    server::{self, Asked, Incoming, Kind, Server},
+    socket::Counted,
+};
+use http::StatusCode;
+use http_body_util::{BodyExt, Full, StreamBody};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+};
+
+type Edge = Server<Counted<DuplexStream>>;
+
+async fn pair(settings: Settings) -> (Tunnel, mpsc::UnboundedReceiver<Ended>, Edge) {
+    let (near, far) = duplex(256 * 1024);
+    let (near, far) = (Counted::new(near), Counted::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = server::accept(far, far_traffic, server::Settings::default());
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let (tunnel, driver) = connected.unwrap();
+    let (tell, ended) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let _ = tell.send(driver.run().await);
+    });
+    (tunnel, ended, accepted.unwrap())
+}
+
+/// A tunnel whose edge serves each stream with `serve`.
+async fn serving<F>(serve: impl Fn(Box<Asked>) -> F + std::marker::Send + 'static) -> Tunnel
+where
+    F: Future<Output = ()> + std::marker::Send + 'static,
+{
+    let (tunnel, _, mut edge) = pair(Settings::default()).await;
+    tokio::spawn(async move {
+        while let Ok(incoming) = edge.next().await {
+            if let Incoming::Stream(asked) = incoming {
+                tokio::spawn(serve(asked));
+            }
+        }
+    });
+    tunnel
+}
+
+fn target() -> Target {
+    Target::new("edge-1", 9100)
+}
+
+fn get(path: &str) -> Request<()> {
+    Request::builder()
+        .uri(format!("https://edge-1:9100{path}"))
+        .body(())
+        .unwrap()
+}
+
+async fn fetch(tunnel: &Tunnel, path: &str) -> Result<Bytes, StreamError> {
+    let opened = tunnel
+        .open(get(path), &Ask::Request, &target(), true)
+        .await?;
+    let body = opened.answer.await?.into_body();
+    Ok(body.collect().await?.to_bytes())
+}
+
+async fn answer_with(asked: Box<Asked>, body: Bytes) {
+    let mut send = asked.reply.send(Response::new(()), false).unwrap();
+    let _ = pump(Full::new(body), &mut send).await;
+}
+
+#[tokio::test]
+async fn a_request_reaches_the_edge_with_target_and_without_private_fields() {
+    let tunnel = serving(|asked| async move {
+        assert_eq!(asked.kind, Kind::Request);
+        assert_eq!(asked.target, target());
+        assert!(
+            asked
+                .head
+                .headers()
+                .keys()
+                .all(|name| !name.as_str().starts_with("causeway"))
+        );
+        let path = asked.head.uri().to_string();
+        answer_with(asked, Bytes::from(path)).await;
+    })
+    .await;
+    let body = fetch(&tunnel, "/a//b?c=%2f").await.unwrap();
+    assert_eq!(body, "https://edge-1:9100/a//b?c=%2f");
+}
+
+#[tokio::test]
+async fn an_upgrade_keeps_its_method_and_token() {
+    let tunnel = serving(|asked| async move {
+        assert_eq!(asked.kind, Kind::Upgrade("SPDY/3.1".into()));
+        assert_eq!(asked.head.method(), Method::POST);
+        answer_with(asked, Bytes::from_static(b"whole")).await;
+    })
+    .await;
+    // SETTINGS of the edge arrive with its first answer at the latest (trap 5).
+    let _ = fetch(&tunnel, "/").await;
+    let mut head = get("/exec");
+    *head.method_mut() = Method::POST;
+    let ask = Ask::Upgrade("SPDY/3.1".into());
+    let opened = tunnel.open(head, &ask, &target(), false).await.unwrap();
+    let answer = opened.answer.await.unwrap();
+    assert_eq!(
+        answer.into_body().collect().await.unwrap().to_bytes(),
+        "whole"
+    );
+}
+
+#[tokio::test]
+async fn an_edges_refusal_carries_its_word_and_sentence() {
+    let tunnel = serving(|asked| async move {
+        asked
+            .reply
+            .refuse(&Refusal::TargetRefused.because("could not dial 127.0.0.1:9: refused"));
+    })
+    .await;
+    let opened = tunnel
+        .open(Request::new(()), &Ask::Tcp, &target(), false)
+        .await
+        .unwrap();
+    let answer = opened.answer.await.unwrap();
+    assert_eq!(answer.status(), StatusCode::BAD_GATEWAY);
+    let word = answer.headers()[wire::FAILURE].to_str().unwrap();
+    assert_eq!(Refusal::parse(word), Some(Refusal::TargetRefused));
+    assert!(
+        answer.headers()[wire::DETAIL]
+            .to_str()
+            .unwrap()
+            .contains("127.0.0.1:9")
+    );
+}
+
+#[tokio::test]
+async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
+    let tunnel = serving(|asked| async move {
+        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+        let chunk = |_| {
+            Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(&[7; 64])))
+        };
+        let chunks = futures_util::stream::iter((0..200_000).map(chunk));
+        pump(StreamBody::new(chunks), &mut send).await.unwrap();
+    })
+    .await;
+    let body = fetch(&tunnel, "/").await.unwrap();
+    assert_eq!(body.len(), 64 * 200_000);
+    assert!(fetch(&tunnel, "/").await.is_ok(), "the tunnel lives on");
+}
+
+#[tokio::test]
+async fn trap_2_callers_that_hang_up_by_the_thousand_keep_the_tunnel() {
+    let tunnel = serving(|mut asked| async move {
+        asked.reply.reset().await;
+    })
+    .await;
+    for _ in 0..100 {
+        let mut waiting = Vec::new();
+        for _ in 0..50 {
+            let opened = tunnel
+                .open(get("/"), &Ask::Request, &target(), true)
+                .await
+                .unwrap();
+            waiting.push(opened);
+        }
+        tokio::task::yield_now().await;
+        drop(waiting);
+    }
+    assert_eq!(tunnel.load().streams(), 0);
+    assert!(tunnel.is_open());
+    let opened = tunnel.open(get("/"), &Ask::Request, &target(), true).await;
+    assert!(opened.is_ok(), "5,000 resets are ordinary on a tunnel");
+}
+
+#[tokio::test]
+async fn trap_3_an_abort_is_a_reset_and_never_a_clean_end() {
+    let (saw, mut seen) = mpsc::unbounded_channel();
+    let tunnel = serving(move |mut asked| {
+        let saw = saw.clone();
+        async move {
+            let first = asked.body.data().await;
+            assert!(matches!(first, Some(Ok(_))));
+            let second = asked.body.data().await;
+            saw.send(matches!(second, Some(Err(error)) if error.is_reset()))
+                .unwrap();
+        }
+    })
+    .await;
+    let mut opened = tunnel
+        .open(get("/"), &Ask::Request, &target(), false)
+        .await
+        .unwrap();
+    opened.send.data(Bytes::from_static(b"half")).await.unwrap();
+    tokio::task::yield_now().await;
+    drop(opened.send);
+    assert!(seen.recv().await.unwrap());
+
+    let tunnel = serving(|asked| async move {
+        let mut send = asked.reply.send(Response::new(()), false).unwrap();
+        send.data(Bytes::from_static(b"half")).await.unwrap();
+        drop(send);
+    })
+    .await;
+    let error = fetch(&tunnel, "/").await.unwrap_err();
+    assert!(error.is_reset(), "{error}");
+}
+
+#[tokio::test]
+async fn an_answer_before_the_request_is_read_is_whole() {
+    let tunnel = serving(|asked| async move {
+        let Asked { reply, body, .. } = *asked;
+        let mut send = reply.send(Response::new(()), false).unwrap();
+        send.last(Bytes::from(vec![1; 300_000])).await.unwrap();
+        drop((send, body));
+    })
+    .await;
+    let mut opened = tunnel
+        .open(get("/"), &Ask::Request, &target(), false)
+        .await
+        .unwrap();
+    // May fail already: the edge wants no more of it.
+    let _ = opened.send.data(Bytes::from_static(b"never read")).await;
+    let body = opened.answer.await.unwrap().into_body();
+    assert_eq!(body.collect().await.unwrap().to_bytes().len(), 300_000);
+}
+
+#[tokio::test]
+async fn a_half_close_and_a_reset_travel_through_a_relay() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tunnel = serving(move |asked| async move {
+        let app = TcpStream::connect(address).await.unwrap();
+        let send = asked.reply.send(Response::new(()), false).unwrap();
+        copy::relay(app, send, asked.body, Arc::new(Passed::default()), false).await;
+    })
+    .await;
+    let open = async || {
+        let opened = tunnel
+            .open(Request::new(()), &Ask::Tcp, &target(), false)
+            .await
+            .unwrap();
+        let (app, _) = listener.accept().await.unwrap();
+        (opened.send, opened.answer.await.unwrap().into_body(), app)
+    };
+
+    let (mut send, mut receive, mut app) = open().await;
+    send.last(Bytes::from_static(b"question")).await.unwrap();
+    let mut heard = Vec::new();
+    app.read_to_end(&mut heard).await.unwrap();
+    assert_eq!(heard, b"question", "the app sees the half-close");
+    app.write_all(b"answer").await.unwrap();
+    assert_eq!(receive.data().await.unwrap().unwrap(), "answer");
+    drop(app);
+    let end = receive.data().await;
+    assert!(end.is_none(), "a clean end stays one: {end:?}");
+
+    let (_send, mut receive, app) = open().await;
+    socket2::SockRef::from(&app)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(app);
+    assert!(receive.data().await.unwrap().unwrap_err().is_reset());
+
+    let (send, receive, mut app) = open().await;
+    drop((send, receive));
+    let error = app.read_u8().await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn the_control_stream_speaks_both_ways() {
+    let (tunnel, _ended, mut edge) = pair(Settings::default()).await;
+    let edge = tokio::spawn(async move {
+        let Ok(Incoming::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let talk = async {
+            let heard: ToEdge = control.hear().await.unwrap();
+            assert_eq!(heard, ToEdge::Registered);
+            let leave = ToGateway::Leave {
+                detail: "bye".into(),
+            };
+            control.tell(&leave).await.unwrap();
+            let end = control.hear::<ToEdge>().await;
+            assert!(end.is_err());
+        };
+        tokio::select! { () = talk => {}, _ = edge.next() => panic!("no other stream") }
+    });
+    let mut control = tunnel.control().await.unwrap();
+    control.tell(&ToEdge::Registered).await.unwrap();
+    let heard: ToGateway = control.hear_within(Duration::from_secs(5)).await.unwrap();
+    assert_eq!(
+        heard,
+        ToGateway::Leave {
+            detail: "bye".into()
+        }
+    );
+    control.close();
+    edge.await.unwrap();
+}
+
+#[tokio::test]
+async fn streams_beyond_the_limit_are_refused_and_counted_back() {
+    let settings = Settings {
+        max_streams: 2,
+        ..Settings::default()
+    };
+    let (tunnel, _ended, mut edge) = pair(settings).await;
+    tokio::spawn(async move { while edge.next().await.is_ok() {} });
+    let open = || async { tunnel.open(get("/"), &Ask::Request, &target(), true).await };
+    let first = open().await.unwrap();
+    let _second = open().await.unwrap();
+    assert!(matches!(open().await, Err(StreamError::Busy)));
+    drop(first);
+    assert!(open().await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
+    // The edge is never polled: it hears nothing and answers no PING.
+    let (tunnel, mut ended, _edge) = pair(Settings::default()).await;
+    let started = Instant::now();
+    tokio::time::sleep(Duration::from_millis(9_500)).await;
+    assert!(tunnel.is_open());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(tunnel.is_suspect());
+    assert_eq!(ended.recv().await, Some(Ended::Silent));
+    assert!(started.elapsed() <= Duration::from_secs(15));
+    assert!(!tunnel.is_open());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_tunnel_is_kept_alive_by_round_trips_and_both_ends_hear_them() {
+    let (tunnel, mut ended, mut edge) = pair(Settings::default()).await;
+    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    tokio::time::sleep(Duration::from_mins(10)).await;
+    assert!(tunnel.is_open());
+    assert!(ended.try_recv().is_err());
+    assert!(!edge.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
+    let (near, far) = duplex(64 * 1024);
+    let (near, far) = (Counted::new(near), Counted::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = server::accept(far, far_traffic, server::Settings::default());
+    let (connected, accepted) =
+        tokio::join!(connect(near, near_traffic, Settings::default()), accept);
+    // The driver is never polled: the gateway has died without a word.
+    let _dead = connected.unwrap();
+    let started = Instant::now();
+    let ended = accepted.unwrap().next().await.unwrap_err();
+    assert_eq!(ended, Ended::Silent);
+    assert!(started.elapsed() <= Duration::from_secs(15));
+}
+
+/// Serves every stream by sending back what it brings.
+async fn echo(mut edge: Edge) {
+    while let Ok(incoming) = edge.next().await {
+        let Incoming::Stream(asked) = incoming else {
+            continue;
+        };
+        tokio::spawn(async move {
+            let Asked {
+                reply, mut body, ..
+            } = *asked;
+            let mut send = reply.send(Response::new(()), false).unwrap();
+            while let Some(Ok(chunk)) = body.data().await {
+                if send.data(chunk).await.is_err() {
+                    return;
+                }
+            }
+            let _ = send.end();
+        });
+    }
+}
+
+/// Sends 4 MiB at a time through an echoing tunnel until then; how many bytes came back.
+async fn shout(tunnel: Tunnel, until: Instant) -> usize {
+    let mut moved = 0;
+    while Instant::now() < until {
+        let opened = tunnel
+            .open(get("/"), &Ask::Request, &target(), false)
+            .await
+            .unwrap();
+        let mut send = opened.send;
+        let up = tokio::spawn(async move {
+            for _ in 0..64 {
+                send.data(Bytes::from(vec![3; 64 * 1024])).await.unwrap();
+            }
+            send.end().unwrap();
+        });
+        let mut body = opened.answer.await.unwrap().into_body();
+        while let Some(chunk) = body.data().await {
+            moved += chunk.unwrap().len();
+        }
+        up.await.unwrap();
+    }
+    moved
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
+    let liveness = Bounds {
+        probe_after: Duration::from_millis(50),
+        ..Bounds::default()
+    };
+    let settings = Settings {
+        liveness,
+        budget: 16 << 20,
+        round_trip: Duration::from_millis(100),
+        ..Settings::default()
+    };
+    let (tunnel, mut ended, edge) = pair(settings).await;
+    tokio::spawn(echo(edge));
+    let full = std::env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    let lasts = Duration::from_secs(if full { 30 } else { 3 });
+    let until = Instant::now() + lasts;
+    // A crowd that comes and goes makes the window change all the time.
+    let crowd: Vec<_> = (0..12)
+        .map(|_| tokio::spawn(shout(tunnel.clone(), until)))
+        .collect();
+    for each in crowd {
+        let bound = lasts + Duration::from_secs(30);
+        let moved = tokio::time::timeout(bound, each).await.expect("it hangs");
+        assert!(moved.unwrap() > 0);
+    }
+    assert!(ended.try_recv().is_err(), "the tunnel lives on");
+    assert!(tunnel.round_trip() > Duration::ZERO);
+}

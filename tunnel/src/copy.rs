@@ -1,0 +1,260 @@
+//! Bytes both ways between a socket and a stream.
+//!
+//! One future, no task and no lock: up is socket to stream, down is stream to socket. A half that ends in
+//! order ends the other side's half in order; a reset on either side becomes a reset on the other and
+//! ends both directions. Read buffers live only while there is something to read: an idle relay holds
+//! none, a busy one up to 64 KiB.
+
+use crate::{
+    error::StreamError,
+    socket::Abort,
+    stream::{Receive, Send},
+};
+use bytes::{Bytes, BytesMut};
+use std::{
+    future::{Future, poll_fn},
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_util::io::poll_read_buf;
+
+const SMALLEST: usize = 2 * 1024;
+const LARGEST: usize = 64 * 1024;
+
+/// Bytes that passed, for whoever watches while the relay runs.
+#[derive(Debug, Default)]
+pub struct Passed {
+    /// From the socket into the stream.
+    pub up: AtomicU64,
+    /// From the stream to the socket.
+    pub down: AtomicU64,
+}
+
+/// How a relay ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// Both directions ended in order.
+    Clean,
+    /// The socket's peer reset or broke its connection; the stream was reset.
+    Near(io::Error),
+    /// The stream was reset or its tunnel lost; the socket closes with a reset.
+    Far(StreamError),
+}
+
+/// Relays until both directions have ended.
+///
+/// With `hold`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
+/// behind the answer to its CONNECT before it has spoken (design trap 4).
+pub async fn relay<S>(
+    mut socket: S,
+    send: Send,
+    receive: Receive,
+    passed: Arc<Passed>,
+    hold: bool,
+) -> Outcome
+where
+    S: AsyncRead + AsyncWrite + Abort + Unpin,
+{
+    let mut up = Up::new(send);
+    let mut down = Down::new(receive);
+    let outcome =
+        poll_fn(|cx| poll_both(cx, &mut socket, (&mut up, &mut down), (&passed, hold))).await;
+    match &outcome {
+        Outcome::Clean => {}
+        Outcome::Near(_) => up.send.abort(),
+        Outcome::Far(_) => socket.abort(),
+    }
+    outcome
+}
+
+fn poll_both<S>(
+    cx: &mut Context<'_>,
+    socket: &mut S,
+    (up, down): (&mut Up, &mut Down),
+    (passed, hold): (&Passed, bool),
+) -> Poll<Outcome>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    if !up.done
+        && let Poll::Ready(Err(outcome)) = up.poll(cx, socket, &passed.up)
+    {
+        return Poll::Ready(outcome);
+    }
+    let waits = hold && !up.done && passed.up.load(Relaxed) == 0;
+    if !waits
+        && !down.done
+        && let Poll::Ready(Err(outcome)) = down.poll(cx, socket, &passed.down)
+    {
+        return Poll::Ready(outcome);
+    }
+    if up.done && down.done {
+        return Poll::Ready(Outcome::Clean);
+    }
+    // Down may be over or wait, and up idle: only this hears a reset then.
+    if !up.done
+        && (waits || down.done)
+        && let Poll::Ready(error) = up.send.poll_reset(cx)
+    {
+        return Poll::Ready(Outcome::Far(error));
+    }
+    Poll::Pending
+}
+
+/// Socket to stream.
+struct Up {
+    send: Send,
+    buffer: BytesMut,
+    size: usize,
+    chunk: Bytes,
+    done: bool,
+}
+
+impl Up {
+    fn new(send: Send) -> Self {
+        Self {
+            send,
+            buffer: BytesMut::new(),
+            size: SMALLEST,
+            chunk: Bytes::new(),
+            done: false,
+        }
+    }
+
+    fn poll<S: AsyncRead + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &mut S,
+        passed: &AtomicU64,
+    ) -> Poll<Result<(), Outcome>> {
+        loop {
+            if !self.chunk.is_empty() {
+                ready!(self.send.poll_data(cx, &mut self.chunk)).map_err(Outcome::Far)?;
+            }
+            let read = ready!(self.poll_read(cx, socket)).map_err(Outcome::Near)?;
+            if read == 0 {
+                self.done = true;
+                self.buffer = BytesMut::new();
+                return Poll::Ready(self.send.end().map_err(Outcome::Far));
+            }
+            passed.fetch_add(u64::try_from(read).unwrap_or(u64::MAX), Relaxed);
+            self.chunk = self.buffer.split().freeze();
+        }
+    }
+
+    fn poll_read<S: AsyncRead + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &mut S,
+    ) -> Poll<io::Result<usize>> {
+        self.buffer.reserve(self.size);
+        let room = self.buffer.capacity();
+        let polled = poll_read_buf(Pin::new(socket), cx, &mut self.buffer);
+        match &polled {
+            Poll::Ready(Ok(read)) if *read >= room => self.size = (self.size * 2).min(LARGEST),
+            Poll::Ready(_) => {}
+            Poll::Pending => {
+                self.buffer = BytesMut::new();
+                self.size = SMALLEST;
+            }
+        }
+        polled
+    }
+}
+
+/// Stream to socket.
+struct Down {
+    receive: Receive,
+    chunk: Bytes,
+    unflushed: bool,
+    ended: bool,
+    done: bool,
+}
+
+impl Down {
+    fn new(receive: Receive) -> Self {
+        Self {
+            receive,
+            chunk: Bytes::new(),
+            unflushed: false,
+            ended: false,
+            done: false,
+        }
+    }
+
+    fn poll<S: AsyncWrite + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &mut S,
+        passed: &AtomicU64,
+    ) -> Poll<Result<(), Outcome>> {
+        while !self.ended {
+            ready!(self.poll_write(cx, socket, passed)).map_err(Outcome::Near)?;
+            match self.receive.poll_data(cx) {
+                Poll::Ready(Some(Ok(chunk))) => self.chunk = chunk,
+                Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(Outcome::Far(error))),
+                Poll::Ready(None) => self.ended = true,
+                Poll::Pending => {
+                    ready!(self.poll_flush(cx, socket)).map_err(Outcome::Near)?;
+                    return Poll::Pending;
+                }
+            }
+        }
+        // A peer that closed both ways already needs no half-close; its reset, if any, is read by `Up`.
+        let shut = ready!(Pin::new(socket).poll_shutdown(cx));
+        self.done = true;
+        match shut {
+            Err(error) if error.kind() != io::ErrorKind::NotConnected => {
+                Poll::Ready(Err(Outcome::Near(error)))
+            }
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn poll_write<S: AsyncWrite + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &mut S,
+        passed: &AtomicU64,
+    ) -> Poll<io::Result<()>> {
+        while !self.chunk.is_empty() {
+            let written = ready!(Pin::new(&mut *socket).poll_write(cx, &self.chunk))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.unflushed = true;
+            passed.fetch_add(u64::try_from(written).unwrap_or(u64::MAX), Relaxed);
+            self.chunk = self.chunk.split_off(written);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_flush<S: AsyncWrite + Unpin>(
+        &mut self,
+        cx: &mut Context<'_>,
+        socket: &mut S,
+    ) -> Poll<io::Result<()>> {
+        if self.unflushed {
+            ready!(Pin::new(socket).poll_flush(cx))?;
+            self.unflushed = false;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// Waits for `future`, unless the other end resets the stream first.
+///
+/// # Errors
+/// The reset.
+pub async fn unless_reset<F: Future>(send: &mut Send, future: F) -> Result<F::Output, StreamError> {
+    tokio::select! {
+        output = future => Ok(output),
+        error = send.reset() => Err(error),
+    }
+}

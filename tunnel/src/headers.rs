@@ -1,0 +1,188 @@
+//! Header fields between HTTP/1.1 and HTTP/2, as pure functions with the RFC's section each.
+//!
+//! Everything that is not named here passes untouched: number, order and bytes of like-named fields too
+//! (`X-Stream-Protocol-Version` comes five times, and its order means something).
+
+use crate::wire::PRIVATE_PREFIX;
+use http::{
+    HeaderMap, HeaderName, HeaderValue,
+    header::{CONNECTION, CONTENT_LENGTH, COOKIE, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE},
+    uri::Authority,
+};
+
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+
+/// Removes what belongs to one connection only (RFC 9110 §7.6.1): `Connection` and what it names,
+/// `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding`, `Upgrade`, and `TE` but for `trailers`.
+///
+/// `Connection` cannot name away what routing and framing stand on (`Host`, `Content-Length` …).
+pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|token| HeaderName::from_bytes(token.trim().as_bytes()).ok())
+        .filter(|name| name != HOST && name != CONTENT_LENGTH && name != TE && name != TRAILER)
+        .collect();
+    for name in named {
+        headers.remove(name);
+    }
+    for name in [
+        CONNECTION,
+        KEEP_ALIVE,
+        PROXY_CONNECTION,
+        TRANSFER_ENCODING,
+        UPGRADE,
+    ] {
+        headers.remove(name);
+    }
+    keep_te_trailers(headers);
+}
+
+/// HTTP/2 knows `TE: trailers` and nothing else of it (RFC 9113 §8.2.2).
+fn keep_te_trailers(headers: &mut HeaderMap) {
+    if !headers.contains_key(TE) {
+        return;
+    }
+    let trailers = lists(headers, &TE, "trailers");
+    headers.remove(TE);
+    if trailers {
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+}
+
+/// Whether a comma-separated field holds `token`, whatever its case and parameters.
+pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
+    headers
+        .get_all(name)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|item| item.split(';').next())
+        .any(|item| item.trim().eq_ignore_ascii_case(token))
+}
+
+/// The protocols that a request asks to switch to (RFC 9110 §7.8), if it asks: `Upgrade` counts
+/// only where `Connection` names it.
+pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {
+    let token = headers.get(UPGRADE)?.to_str().ok()?;
+    (lists(headers, &CONNECTION, "upgrade") && !token.is_empty()).then_some(token)
+}
+
+/// Removes every private field, so that a caller cannot speak for a gateway nor an app for an edge.
+pub fn strip_private(headers: &mut HeaderMap) {
+    let private: Vec<HeaderName> = headers
+        .keys()
+        .filter(|name| name.as_str().starts_with(PRIVATE_PREFIX))
+        .cloned()
+        .collect();
+    for name in private {
+        headers.remove(name);
+    }
+}
+
+/// Takes the Host field out, to become `:authority` (RFC 9113 §8.3.1).
+pub fn take_host(headers: &mut HeaderMap) -> Option<Authority> {
+    let host = headers.remove(HOST)?;
+    Authority::from_maybe_shared(bytes::Bytes::copy_from_slice(host.as_bytes())).ok()
+}
+
+/// Puts `:authority` back into the Host field, first as HTTP/1.1 wants it (RFC 9110 §7.2).
+pub fn put_host(headers: &mut HeaderMap, authority: &Authority) {
+    if let Ok(value) = HeaderValue::from_str(authority.as_str()) {
+        headers.insert(HOST, value);
+    }
+}
+
+/// Joins cookies that HTTP/2 split into several fields (RFC 9113 §8.2.3).
+pub fn join_cookies(headers: &mut HeaderMap) {
+    let mut crumbs = headers.get_all(COOKIE).iter();
+    let (Some(first), Some(second)) = (crumbs.next(), crumbs.next()) else {
+        return;
+    };
+    let mut joined = first.as_bytes().to_vec();
+    for crumb in std::iter::once(second).chain(crumbs) {
+        joined.extend_from_slice(b"; ");
+        joined.extend_from_slice(crumb.as_bytes());
+    }
+    if let Ok(joined) = HeaderValue::from_bytes(&joined) {
+        headers.insert(COOKIE, joined);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fields(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(*name, HeaderValue::from_static(value));
+        }
+        headers
+    }
+
+    #[test]
+    fn hop_by_hop_fields_go_and_all_others_stay() {
+        let mut headers = fields(&[
+            ("connection", "close, X-Hop, Host"),
+            ("x-hop", "1"),
+            ("host", "edge-1"),
+            ("keep-alive", "5"),
+            ("te", "gzip, Trailers;q=1"),
+            ("transfer-encoding", "chunked"),
+            ("x-stream-protocol-version", "v5"),
+            ("x-stream-protocol-version", "v4"),
+        ]);
+        strip_hop_by_hop(&mut headers);
+        let left = fields(&[
+            ("host", "edge-1"),
+            ("te", "trailers"),
+            ("x-stream-protocol-version", "v5"),
+            ("x-stream-protocol-version", "v4"),
+        ]);
+        assert_eq!(headers, left);
+    }
+
+    #[test]
+    fn te_without_trailers_goes() {
+        let mut headers = fields(&[("te", "gzip")]);
+        strip_hop_by_hop(&mut headers);
+        assert!(headers.is_empty());
+    }
+
+    #[test]
+    fn an_upgrade_counts_only_where_connection_names_it() {
+        let asked = fields(&[
+            ("connection", "keep-alive, Upgrade"),
+            ("upgrade", "SPDY/3.1"),
+        ]);
+        assert_eq!(upgrade_token(&asked), Some("SPDY/3.1"));
+        assert_eq!(upgrade_token(&fields(&[("upgrade", "h2c")])), None);
+    }
+
+    #[test]
+    fn split_cookies_are_joined_in_order() {
+        let mut headers = fields(&[("cookie", "a=1"), ("cookie", "b=2"), ("cookie", "c=3")]);
+        join_cookies(&mut headers);
+        assert_eq!(headers, fields(&[("cookie", "a=1; b=2; c=3")]));
+    }
+
+    #[test]
+    fn private_fields_of_strangers_go() {
+        let mut headers = fields(&[("causeway-target", "10.0.0.1:22"), ("x", "1")]);
+        strip_private(&mut headers);
+        assert_eq!(headers, fields(&[("x", "1")]));
+    }
+
+    #[test]
+    fn host_and_authority_are_one() {
+        let mut headers = fields(&[("host", "edge-1:9100")]);
+        let authority = take_host(&mut headers).unwrap();
+        assert!(headers.is_empty());
+        put_host(&mut headers, &authority);
+        assert_eq!(headers, fields(&[("host", "edge-1:9100")]));
+    }
+}

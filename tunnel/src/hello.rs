@@ -1,0 +1,224 @@
+//! Who are you, and what may you serve: the control stream of a tunnel.
+//!
+//! The gateway's first request on a tunnel opens it, and it stays open as long as the tunnel: one JSON object a
+//! line in each direction. The gateway begins with [`Hello`]; until the edge's [`Welcome`] is checked the
+//! tunnel takes no other stream. What an edge says of itself is data; its identity is its
+//! certificate's. An edge cannot open streams, so it speaks here when it wants to leave.
+
+use crate::{
+    error::StreamError,
+    stream::{Receive, Send},
+    wire::MAX_MESSAGE,
+};
+use bytes::{Bytes, BytesMut};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+
+/// What a gateway says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`crate::wire::VERSION`] of the gateway.
+    pub protocol: u32,
+    /// The gateway's own version, for people.
+    pub version: String,
+    /// The gateway's name, for people.
+    pub gateway: String,
+    /// The node that the edge's certificate names.
+    pub node: String,
+    /// All addresses (`host:port`) at which gateways can be had.
+    pub gateways: Vec<String>,
+}
+
+/// What an edge says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// [`crate::wire::VERSION`] of the edge.
+    pub protocol: u32,
+    /// The edge's own version, for people.
+    pub version: String,
+    /// Random for each edge process: a restart or a clone has another.
+    pub instance: String,
+    /// When this process began, in milliseconds of the Unix epoch, for people.
+    pub started: u64,
+    /// Which of the process's tunnels this is, from 0.
+    pub slot: u32,
+    /// Addresses of the node, as the edge sees them; routable only when confirmed.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
+    /// Labels, as configured on the edge.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// The pool, as configured on the edge; counts only when confirmed.
+    #[serde(default)]
+    pub pool: Option<String>,
+    /// The node ports that the edge's allow-list names.
+    #[serde(default)]
+    pub ports: Vec<u16>,
+    /// Whether the edge has other gateways to go to (a drain then waits for less).
+    #[serde(default)]
+    pub elsewhere: bool,
+}
+
+/// Why a gateway sends a tunnel away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dismissal {
+    /// Another process with this node's certificate came later.
+    Superseded,
+    /// The node is not welcome (revoked, unknown to the gateway).
+    Unwelcome,
+    /// The hello was not acceptable.
+    Malformed,
+    /// The gateway has as many edges as it may have.
+    Full,
+}
+
+impl Dismissal {
+    /// The word, for logs and metric labels.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Superseded => "superseded",
+            Self::Unwelcome => "unwelcome",
+            Self::Malformed => "malformed",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// A line from the gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ToEdge {
+    /// The first line.
+    Hello(Hello),
+    /// The hello was accepted: the tunnel is registered.
+    Registered,
+    /// The gateways' addresses changed.
+    Gateways {
+        /// All of them, `host:port`.
+        gateways: Vec<String>,
+    },
+    /// The gateway stops: connect elsewhere first.
+    Drain {
+        /// What is open gets this long, in milliseconds.
+        grace_ms: u64,
+    },
+    /// Go away.
+    Dismiss {
+        /// Why, as one of the known kinds.
+        why: Dismissal,
+        /// Why, for people.
+        detail: String,
+        /// Do not come back before, in milliseconds.
+        retry_after_ms: u64,
+    },
+}
+
+/// A line from the edge.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ToGateway {
+    /// The answer to the hello.
+    Welcome(Welcome),
+    /// The edge wants to leave, or has connected elsewhere after a drain: open no further streams.
+    Leave {
+        /// Why, for people.
+        detail: String,
+    },
+}
+
+/// Why a control stream failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The stream or the tunnel ended.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The other end closed the control stream.
+    #[error("the other end closed the control stream")]
+    Closed,
+    /// A line is longer than [`MAX_MESSAGE`].
+    #[error("a control message is longer than {MAX_MESSAGE} bytes")]
+    TooLong,
+    /// A line is not what it should be.
+    #[error("a control message is malformed: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// Nothing came in time.
+    #[error("no answer to the hello within {0:?}")]
+    TooSlow(Duration),
+}
+
+/// One end of a control stream. Reading is cancel-safe.
+#[derive(Debug)]
+pub struct Control {
+    send: Send,
+    receive: Receive,
+    unread: BytesMut,
+}
+
+impl Control {
+    pub(crate) fn new(send: Send, receive: Receive) -> Self {
+        Self {
+            send,
+            receive,
+            unread: BytesMut::new(),
+        }
+    }
+
+    /// Sends one line.
+    ///
+    /// # Errors
+    /// If the stream is gone.
+    pub async fn tell<M: Serialize>(&mut self, message: &M) -> Result<(), ControlError> {
+        let mut line = serde_json::to_vec(message)?;
+        line.push(b'\n');
+        Ok(self.send.data(Bytes::from(line)).await?)
+    }
+
+    /// The next line.
+    ///
+    /// # Errors
+    /// If the stream is gone, or the line is too long or malformed.
+    pub async fn hear<M: DeserializeOwned>(&mut self) -> Result<M, ControlError> {
+        loop {
+            if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {
+                let line = self.unread.split_to(end + 1);
+                return parse(&line);
+            }
+            if self.unread.len() > MAX_MESSAGE {
+                return Err(ControlError::TooLong);
+            }
+            let chunk = self.receive.data().await.ok_or(ControlError::Closed)??;
+            self.unread.extend_from_slice(&chunk);
+        }
+    }
+
+    /// As [`Control::hear`], within a bound.
+    ///
+    /// # Errors
+    /// As [`Control::hear`], and [`ControlError::TooSlow`].
+    pub async fn hear_within<M: DeserializeOwned>(
+        &mut self,
+        bound: Duration,
+    ) -> Result<M, ControlError> {
+        tokio::time::timeout(bound, self.hear())
+            .await
+            .map_err(|_| ControlError::TooSlow(bound))?
+    }
+
+    /// Ends this side of the stream in order.
+    pub fn close(&mut self) {
+        // A stream that is gone is closed.
+        let _ = self.send.end();
+    }
+}
+
+/// One line of a control stream.
+///
+/// # Errors
+/// If it is too long or not the message that is expected here.
+pub fn parse<M: DeserializeOwned>(line: &[u8]) -> Result<M, ControlError> {
+    if line.len() > MAX_MESSAGE + 1 {
+        return Err(ControlError::TooLong);
+    }
+    Ok(serde_json::from_slice(line)?)
+}

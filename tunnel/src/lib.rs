@@ -1,0 +1,34 @@
+//! What both ends of a Causeway tunnel share.
+//!
+//! A tunnel is one mutually authenticated TLS 1.3 connection, dialled by an edge, on which HTTP/2 runs
+//! reversed (ALPN `rh2`): the gateway is the HTTP/2 client, the edge the server. This crate knows
+//! HTTP/2 and sockets; it reads no configuration file and knows nothing of Kubernetes.
+//! Reading order: what is on the wire, the two ends of a connection, its streams, their bytes, and
+//! below them the runtime pieces that every connection needs.
+
+pub mod wire;
+
+pub mod hello;
+pub mod target;
+
+pub mod client;
+pub mod liveness;
+pub mod server;
+pub mod window;
+
+pub mod body;
+pub mod copy;
+pub mod headers;
+pub mod load;
+pub mod stream;
+
+pub mod backoff;
+pub mod error;
+pub mod listener;
+pub mod socket;
+pub mod task;
+
+pub use client::Tunnel;
+pub use error::{Ended, Refusal, StreamError};
+pub use stream::{Receive, Send};
+pub use target::Target;

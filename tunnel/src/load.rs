@@ -1,0 +1,213 @@
+//! What a tunnel carries: how many streams, how many bytes, and whether one of them is bulk.
+//!
+//! Written by the streams as they move bytes, read by whoever chooses a tunnel or dials a second one.
+//! Only atomics: nothing here waits, and nothing takes a lock.
+
+use futures_util::task::AtomicWaker;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{sync::Notify, time::Instant};
+
+/// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
+pub const BULK_BYTES: u64 = 1024 * 1024;
+/// See [`BULK_BYTES`].
+pub const BULK_SPAN: Duration = Duration::from_secs(2);
+
+/// The load of one tunnel.
+#[derive(Debug)]
+pub struct Load {
+    began: Instant,
+    streams: AtomicUsize,
+    opened: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
+    /// Milliseconds after `began` at which bulk was last seen, plus one; 0 is never.
+    bulk_at: AtomicU64,
+    bulk_seen: Notify,
+    /// When the number of streams reaches this, whoever sizes windows wants to know.
+    crowd: AtomicUsize,
+    crowded: AtomicWaker,
+}
+
+impl Default for Load {
+    fn default() -> Self {
+        Self {
+            began: Instant::now(),
+            streams: AtomicUsize::new(0),
+            opened: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            bulk_at: AtomicU64::new(0),
+            bulk_seen: Notify::new(),
+            crowd: AtomicUsize::new(usize::MAX),
+            crowded: AtomicWaker::new(),
+        }
+    }
+}
+
+impl Load {
+    /// Streams that are open now.
+    pub fn streams(&self) -> usize {
+        self.streams.load(Relaxed)
+    }
+
+    /// Streams opened since the tunnel began.
+    pub fn opened(&self) -> u64 {
+        self.opened.load(Relaxed)
+    }
+
+    /// Payload bytes sent into the tunnel since it began.
+    pub fn sent(&self) -> u64 {
+        self.sent.load(Relaxed)
+    }
+
+    /// Payload bytes received from the tunnel since it began.
+    pub fn received(&self) -> u64 {
+        self.received.load(Relaxed)
+    }
+
+    /// Whether a stream moved bulk within the last [`BULK_SPAN`].
+    pub fn is_bulky(&self, now: Instant) -> bool {
+        self.bulk_age(now).is_some_and(|age| age <= BULK_SPAN)
+    }
+
+    /// How long ago a stream last moved bulk.
+    pub fn bulk_age(&self, now: Instant) -> Option<Duration> {
+        let at = self.bulk_at.load(Relaxed).checked_sub(1)?;
+        Some(now.saturating_duration_since(self.began + Duration::from_millis(at)))
+    }
+
+    /// Waits until a stream moves bulk.
+    pub async fn bulk(&self) {
+        self.bulk_seen.notified().await;
+    }
+
+    pub(crate) fn set_crowd(&self, streams: usize) {
+        self.crowd.store(streams, Relaxed);
+    }
+
+    pub(crate) fn crowded(&self) -> &AtomicWaker {
+        &self.crowded
+    }
+
+    fn mark_bulk(&self, now: Instant) {
+        let age = now.saturating_duration_since(self.began).as_millis();
+        self.bulk_at
+            .store(u64::try_from(age).unwrap_or(u64::MAX - 1) + 1, Relaxed);
+        self.bulk_seen.notify_one();
+    }
+}
+
+/// One open stream; dropping the last clone closes the count.
+#[derive(Clone, Debug)]
+pub(crate) struct Open(Arc<OpenInner>);
+
+#[derive(Debug)]
+struct OpenInner(Arc<Load>);
+
+impl Open {
+    /// Counts a stream, unless there are `limit` already.
+    pub(crate) fn new(load: &Arc<Load>, limit: usize) -> Option<Self> {
+        let streams = load.streams.fetch_add(1, Relaxed) + 1;
+        let open = Self(Arc::new(OpenInner(load.clone())));
+        if streams > limit {
+            return None;
+        }
+        load.opened.fetch_add(1, Relaxed);
+        if streams >= load.crowd.load(Relaxed) {
+            load.crowded.wake();
+        }
+        Some(open)
+    }
+}
+
+impl Drop for OpenInner {
+    fn drop(&mut self) {
+        self.0.streams.fetch_sub(1, Relaxed);
+    }
+}
+
+/// The bytes of one direction of a stream.
+#[derive(Debug)]
+pub(crate) struct Moved {
+    open: Open,
+    since: Instant,
+    recent: u64,
+}
+
+impl Moved {
+    pub(crate) fn new(open: Open) -> Self {
+        Self {
+            open,
+            since: Instant::now(),
+            recent: 0,
+        }
+    }
+
+    pub(crate) fn sent(&mut self, bytes: usize) {
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
+        self.open.0.0.sent.fetch_add(bytes, Relaxed);
+        self.add(bytes);
+    }
+
+    pub(crate) fn received(&mut self, bytes: usize) {
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
+        self.open.0.0.received.fetch_add(bytes, Relaxed);
+        self.add(bytes);
+    }
+
+    fn add(&mut self, bytes: u64) {
+        self.recent += bytes;
+        if self.recent <= BULK_BYTES {
+            return;
+        }
+        let now = Instant::now();
+        if now - self.since <= BULK_SPAN {
+            self.open.0.0.mark_bulk(now);
+        }
+        self.since = now;
+        self.recent = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_is_bulk_while_it_moves_a_mebibyte_in_two_seconds() {
+        let load = Arc::new(Load::default());
+        let mut fast = Moved::new(Open::new(&load, 9).unwrap());
+        fast.received(1024 * 1024);
+        assert!(!load.is_bulky(Instant::now()), "exactly 1 MiB is not more");
+        fast.received(1);
+        assert!(load.is_bulky(Instant::now()));
+        tokio::time::advance(Duration::from_millis(2_001)).await;
+        assert!(!load.is_bulky(Instant::now()));
+
+        let mut slow = Moved::new(Open::new(&load, 9).unwrap());
+        for _ in 0..10 {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            slow.sent(300_000);
+        }
+        assert!(!load.is_bulky(Instant::now()), "300 kB/s is not bulk");
+    }
+
+    #[test]
+    fn a_stream_counts_until_its_last_half_is_gone() {
+        let load = Arc::new(Load::default());
+        let open = Open::new(&load, 1).unwrap();
+        assert!(Open::new(&load, 1).is_none(), "over the limit");
+        let half = open.clone();
+        drop(open);
+        assert_eq!(load.streams(), 1);
+        drop(half);
+        assert_eq!(load.streams(), 0);
+        assert_eq!(load.opened(), 1);
+    }
+}

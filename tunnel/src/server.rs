@@ -1,0 +1,296 @@
+//! The edge's end of a tunnel: the HTTP/2 server.
+//!
+//! Takes streams from the gateway and says what each is for. It initiates neither PING nor SETTINGS after the
+//! handshake (design trap 11); its liveness is silence: a gateway that is alive is heard every 5 s.
+
+use crate::{
+    error::{Ended, Refused, StreamError},
+    hello::Control,
+    load::{Load, Moved, Open},
+    socket::Traffic,
+    stream::{Receive, Send},
+    target::Target,
+    window, wire,
+};
+use bytes::Bytes;
+use h2::ext::Protocol;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use std::{
+    future::poll_fn,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::{Instant, sleep_until},
+};
+
+/// What the edge's end of a tunnel needs to know.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Silence after which the tunnel is given up.
+    pub silence: Duration,
+    /// Bytes that all streams of the tunnel may have unread at this end.
+    pub budget: usize,
+    /// Streams that may be open at once.
+    pub max_streams: u32,
+    /// The round trip that TLS's handshake took.
+    pub round_trip: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            silence: Duration::from_secs(15),
+            budget: 64 << 20,
+            max_streams: 10_000,
+            round_trip: Duration::ZERO,
+        }
+    }
+}
+
+/// The edge's end of one tunnel.
+#[derive(Debug)]
+pub struct Server<S: AsyncRead + AsyncWrite + Unpin> {
+    connection: h2::server::Connection<S, Bytes>,
+    traffic: Arc<Traffic>,
+    load: Arc<Load>,
+    settings: Settings,
+}
+
+/// A stream from the gateway.
+#[derive(Debug)]
+pub enum Incoming {
+    /// The control stream.
+    Control(Control),
+    /// A plain request, an upgrade or a TCP session.
+    Stream(Box<Asked>),
+}
+
+/// What a stream asks for, and what is needed to serve it.
+#[derive(Debug)]
+pub struct Asked {
+    /// What it is for.
+    pub kind: Kind,
+    /// The address to dial, as the gateway names it.
+    pub target: Target,
+    /// The request as the app is to see it, without private fields.
+    pub head: Request<()>,
+    /// The request's body, or the far half of a session.
+    pub body: Receive,
+    /// The way to answer.
+    pub reply: Reply,
+}
+
+/// What a stream is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A plain request.
+    Request,
+    /// An upgrade to this protocol; the head has the caller's own method again.
+    Upgrade(String),
+    /// A TCP session.
+    Tcp,
+}
+
+/// The way to answer a stream. Dropping it resets the stream.
+#[derive(Debug)]
+pub struct Reply {
+    inner: h2::server::SendResponse<Bytes>,
+    moved: Moved,
+}
+
+/// Begins HTTP/2 on a connection whose TLS is done.
+///
+/// # Errors
+/// If the connection fails.
+pub async fn accept<S>(io: S, traffic: Arc<Traffic>, settings: Settings) -> Result<Server<S>, Ended>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let handshake = h2::server::Builder::new()
+        .initial_window_size(window::size(settings.round_trip, 1, settings.budget))
+        .initial_connection_window_size(wire::CONNECTION_WINDOW)
+        .max_frame_size(wire::MAX_FRAME)
+        .max_header_list_size(wire::MAX_HEADER_LIST)
+        .max_concurrent_streams(settings.max_streams)
+        .max_concurrent_reset_streams(wire::MAX_RESETS)
+        .max_pending_accept_reset_streams(wire::MAX_RESETS)
+        .max_local_error_reset_streams(None)
+        .data_frame_budget(wire::DATA_FRAME_BUDGET)
+        .enable_connect_protocol()
+        .handshake(io);
+    let connection = tokio::time::timeout(settings.silence, handshake)
+        .await
+        .map_err(|_| Ended::Silent)?
+        .map_err(|error| Ended::of(Err(error)))?;
+    Ok(Server {
+        connection,
+        traffic,
+        load: Arc::default(),
+        settings,
+    })
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
+    /// What the tunnel carries.
+    pub fn load(&self) -> Arc<Load> {
+        self.load.clone()
+    }
+
+    /// The next stream. Drives the whole connection: it must be polled for any stream to move.
+    /// Cancel-safe.
+    ///
+    /// # Errors
+    /// How the tunnel ended.
+    pub async fn next(&mut self) -> Result<Incoming, Ended> {
+        loop {
+            let (request, respond) = self.accept().await?;
+            let max = usize::try_from(self.settings.max_streams).unwrap_or(usize::MAX);
+            let Some(open) = Open::new(&self.load, max.saturating_add(1)) else {
+                continue;
+            };
+            let reply = Reply {
+                inner: respond,
+                moved: Moved::new(open.clone()),
+            };
+            let (head, body) = request.into_parts();
+            let body = Receive::new(body, Moved::new(open));
+            let head = Request::from_parts(head, ());
+            if head.headers().contains_key(wire::CONTROL) {
+                if let Ok(send) = reply.send(Response::new(()), false) {
+                    return Ok(Incoming::Control(Control::new(send, body)));
+                }
+                continue;
+            }
+            match understand(head) {
+                Ok((kind, target, head)) => {
+                    let asked = Asked {
+                        kind,
+                        target,
+                        head,
+                        body,
+                        reply,
+                    };
+                    return Ok(Incoming::Stream(Box::new(asked)));
+                }
+                Err(detail) => reply.refuse(&crate::Refusal::Malformed.because(detail)),
+            }
+        }
+    }
+
+    async fn accept(
+        &mut self,
+    ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), Ended> {
+        let silence = self.settings.silence;
+        let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + silence));
+        loop {
+            tokio::select! {
+                biased;
+                accepted = self.connection.accept() => return match accepted {
+                    Some(Ok(accepted)) => Ok(accepted),
+                    Some(Err(error)) => Err(Ended::of(Err(error))),
+                    None => Err(Ended::Peer),
+                },
+                () = timer.as_mut() => {
+                    let due = self.traffic.last_read() + silence;
+                    if due <= Instant::now() {
+                        return Err(Ended::Silent);
+                    }
+                    timer.as_mut().reset(due);
+                }
+            }
+        }
+    }
+}
+
+/// What a head asks for; private fields are read and removed.
+fn understand(mut head: Request<()>) -> Result<(Kind, Target, Request<()>), &'static str> {
+    let protocol = head.extensions_mut().remove::<Protocol>();
+    if head.method() == Method::CONNECT && protocol.is_none() {
+        let authority = head.uri().authority().ok_or("CONNECT without a target")?;
+        let target = authority
+            .as_str()
+            .parse()
+            .map_err(|_| "CONNECT to no target")?;
+        return Ok((Kind::Tcp, target, head));
+    }
+    let target = take(head.headers_mut(), &wire::TARGET)
+        .ok_or("a request without a target")?
+        .parse()
+        .map_err(|_| "a request whose target is none")?;
+    let kind = match protocol {
+        None => Kind::Request,
+        Some(protocol) => {
+            let method =
+                take(head.headers_mut(), &wire::METHOD).ok_or("an upgrade without a method")?;
+            *head.method_mut() =
+                Method::from_bytes(method.as_bytes()).map_err(|_| "an upgrade with no method")?;
+            Kind::Upgrade(protocol.as_str().to_owned())
+        }
+    };
+    crate::headers::strip_private(head.headers_mut());
+    Ok((kind, target, head))
+}
+
+fn take(headers: &mut HeaderMap, name: &http::HeaderName) -> Option<String> {
+    headers.remove(name)?.to_str().ok().map(str::to_owned)
+}
+
+impl Reply {
+    /// Answers; with `end` nothing follows the head.
+    ///
+    /// # Errors
+    /// If the stream was reset or the tunnel is gone.
+    pub fn send(mut self, head: Response<()>, end: bool) -> Result<Send, StreamError> {
+        let send = self.inner.send_response(head, end)?;
+        Ok(Send::new(send, self.moved, end))
+    }
+
+    /// Sends an interim answer (1xx, RFC 9110 §15.2).
+    ///
+    /// # Errors
+    /// If the stream was reset or the tunnel is gone.
+    pub fn interim(&mut self, head: Response<()>) -> Result<(), StreamError> {
+        Ok(self.inner.send_informational(head)?)
+    }
+
+    /// Answers that the edge itself failed the stream.
+    pub fn refuse(self, refused: &Refused) {
+        let mut head = Response::new(());
+        *head.status_mut() = StatusCode::BAD_GATEWAY;
+        let word = HeaderValue::from_static(refused.refusal.word());
+        head.headers_mut().insert(wire::FAILURE, word);
+        // What is not visible ASCII would not be a field value.
+        let plain: String = refused
+            .detail
+            .chars()
+            .map(|each| {
+                if each.is_ascii_graphic() || each == ' ' {
+                    each
+                } else {
+                    '?'
+                }
+            })
+            .take(1024)
+            .collect();
+        if let Ok(detail) = HeaderValue::try_from(plain) {
+            head.headers_mut().insert(wire::DETAIL, detail);
+        }
+        // A caller that is gone needs no answer.
+        let _ = self.send(head, true);
+    }
+
+    /// Waits until the gateway resets the stream: the caller went away.
+    pub async fn reset(&mut self) -> StreamError {
+        poll_fn(|cx| self.poll_reset(cx)).await
+    }
+
+    fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
+        match ready!(self.inner.poll_reset(cx)) {
+            Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
+            Err(error) => Poll::Ready(error.into()),
+        }
+    }
+}

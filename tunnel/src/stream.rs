@@ -1,0 +1,231 @@
+//! The two halves of a stream on a tunnel: what is sent, and what is received.
+//!
+//! The rule that keeps them right: a half that is dropped before its end *resets* the stream. An abort is
+//! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
+//! that is when the far socket took the last one, and never before.
+
+use crate::{error::StreamError, load::Moved};
+use bytes::Bytes;
+use h2::Reason;
+use http::HeaderMap;
+use std::{
+    future::poll_fn,
+    task::{Context, Poll, ready},
+};
+
+/// What this end sends on a stream.
+#[derive(Debug)]
+pub struct Send {
+    inner: h2::SendStream<Bytes>,
+    moved: Moved,
+    ended: bool,
+}
+
+impl Send {
+    pub(crate) fn new(inner: h2::SendStream<Bytes>, moved: Moved, ended: bool) -> Self {
+        Self {
+            inner,
+            moved,
+            ended,
+        }
+    }
+
+    /// Sends a chunk, waiting for the peer's window as often as needed.
+    ///
+    /// # Errors
+    /// If the peer reset the stream or the tunnel is gone.
+    pub async fn data(&mut self, mut chunk: Bytes) -> Result<(), StreamError> {
+        poll_fn(|cx| self.poll_data(cx, &mut chunk)).await
+    }
+
+    /// Sends as much of `chunk` as the window takes; ready when it is empty.
+    ///
+    /// # Errors
+    /// As [`Send::data`].
+    pub fn poll_data(
+        &mut self,
+        cx: &mut Context<'_>,
+        chunk: &mut Bytes,
+    ) -> Poll<Result<(), StreamError>> {
+        while !chunk.is_empty() {
+            let room = ready!(self.poll_room(cx, chunk.len()))?;
+            let part = chunk.split_to(room.min(chunk.len()));
+            self.moved.sent(part.len());
+            self.inner.send_data(part, false)?;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_room(
+        &mut self,
+        cx: &mut Context<'_>,
+        wanted: usize,
+    ) -> Poll<Result<usize, StreamError>> {
+        self.inner.reserve_capacity(wanted);
+        loop {
+            let room = self.inner.capacity();
+            if room > 0 {
+                return Poll::Ready(Ok(room));
+            }
+            match ready!(self.inner.poll_capacity(cx)) {
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Poll::Ready(Err(error.into())),
+                None => return Poll::Ready(Err(StreamError::cancelled())),
+            }
+        }
+    }
+
+    /// Ends this half in order (`END_STREAM`).
+    ///
+    /// # Errors
+    /// If the stream is reset already.
+    pub fn end(&mut self) -> Result<(), StreamError> {
+        if !self.ended {
+            self.ended = true;
+            self.inner.send_data(Bytes::new(), true)?;
+        }
+        Ok(())
+    }
+
+    /// Sends the last chunk and ends this half, in one frame if the window allows.
+    ///
+    /// # Errors
+    /// As [`Send::data`].
+    pub async fn last(&mut self, chunk: Bytes) -> Result<(), StreamError> {
+        let mut chunk = chunk;
+        poll_fn(|cx| {
+            while !chunk.is_empty() {
+                let room = ready!(self.poll_room(cx, chunk.len()))?;
+                if room >= chunk.len() {
+                    break;
+                }
+                let part = chunk.split_to(room);
+                self.moved.sent(part.len());
+                self.inner.send_data(part, false)?;
+            }
+            Poll::Ready(Ok::<_, StreamError>(()))
+        })
+        .await?;
+        self.moved.sent(chunk.len());
+        self.ended = true;
+        Ok(self.inner.send_data(chunk, true)?)
+    }
+
+    /// Ends this half with trailers.
+    ///
+    /// # Errors
+    /// If the stream is reset already.
+    pub fn trailers(&mut self, trailers: HeaderMap) -> Result<(), StreamError> {
+        self.ended = true;
+        Ok(self.inner.send_trailers(trailers)?)
+    }
+
+    /// Gives the whole stream up, both directions (`RST_STREAM` with CANCEL).
+    pub fn abort(&mut self) {
+        self.ended = true;
+        self.inner.send_reset(Reason::CANCEL);
+    }
+
+    /// Waits until the other end resets the stream (or the tunnel goes).
+    pub async fn reset(&mut self) -> StreamError {
+        poll_fn(|cx| self.poll_reset(cx)).await
+    }
+
+    /// See [`Send::reset`].
+    pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
+        match ready!(self.inner.poll_reset(cx)) {
+            Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
+            Err(error) => Poll::Ready(error.into()),
+        }
+    }
+}
+
+impl Drop for Send {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.inner.send_reset(Reason::CANCEL);
+        }
+    }
+}
+
+/// What this end receives on a stream.
+#[derive(Debug)]
+pub struct Receive {
+    inner: h2::RecvStream,
+    moved: Moved,
+    /// Bytes handed out whose window has not been given back.
+    held: usize,
+    ended: bool,
+}
+
+impl Receive {
+    pub(crate) fn new(inner: h2::RecvStream, moved: Moved) -> Self {
+        Self {
+            inner,
+            moved,
+            held: 0,
+            ended: false,
+        }
+    }
+
+    /// The next chunk; `None` after the last.
+    ///
+    /// # Errors
+    /// If the peer reset the stream or the tunnel is gone.
+    pub async fn data(&mut self) -> Option<Result<Bytes, StreamError>> {
+        poll_fn(|cx| self.poll_data(cx)).await
+    }
+
+    /// See [`Receive::data`].
+    pub fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
+        if self.held > 0 {
+            let held = std::mem::take(&mut self.held);
+            // A stream that was reset meanwhile says so in the poll below.
+            let _ = self.inner.flow_control().release_capacity(held);
+        }
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        match ready!(self.poll_chunk(cx)) {
+            Some(Ok(chunk)) => {
+                self.held = chunk.len();
+                self.moved.received(chunk.len());
+                Poll::Ready(Some(Ok(chunk)))
+            }
+            Some(Err(error)) => {
+                self.ended = true;
+                Poll::Ready(Some(Err(error.into())))
+            }
+            None => {
+                self.ended = true;
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    /// An `END_STREAM` on its own comes as an empty chunk, which is none.
+    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
+        loop {
+            match ready!(self.inner.poll_data(cx)) {
+                Some(Ok(chunk)) if chunk.is_empty() => {}
+                other => return Poll::Ready(other),
+            }
+        }
+    }
+
+    /// The trailers, after the last chunk.
+    ///
+    /// # Errors
+    /// As [`Receive::data`].
+    pub fn poll_trailers(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Option<HeaderMap>, StreamError>> {
+        self.inner.poll_trailers(cx).map_err(StreamError::from)
+    }
+
+    /// Whether nothing more will come, not even trailers.
+    pub fn is_end(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+}

@@ -1,0 +1,140 @@
+//! The target: the address that the edge dials for a stream, as seen from the node.
+//!
+//! A host that is the node's own name means the node itself; only the edge knows what that is.
+//! Parsing is pure and total: whatever a caller writes is either a target or a clear refusal.
+
+use std::{fmt, net::IpAddr, str::FromStr};
+
+/// `host:port` as seen from the node. The host is a name or an address, without brackets.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Target {
+    /// A DNS name, the node's own name, or an IP address.
+    pub host: String,
+    /// The TCP port, never 0.
+    pub port: u16,
+}
+
+/// Why a text is not a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TargetError {
+    /// There is no `:port`.
+    #[error("a target is host:port; the port is missing")]
+    NoPort,
+    /// The port is not a number from 1 to 65535.
+    #[error("the port must be a number from 1 to 65535")]
+    BadPort,
+    /// The host is empty, or holds characters that no host has.
+    #[error("the host must be a DNS name or an IP address (IPv6 in brackets)")]
+    BadHost,
+}
+
+impl Target {
+    /// A target from its parts.
+    pub fn new(host: impl Into<String>, port: u16) -> Self {
+        Self {
+            host: host.into(),
+            port,
+        }
+    }
+
+    /// The host as an address, if it is one.
+    pub fn ip(&self) -> Option<IpAddr> {
+        self.host.parse().ok()
+    }
+}
+
+/// Splits `host:port` or `[v6]:port` or a bare host, as in a Host field or a CONNECT authority
+/// (RFC 9110 §7.2, RFC 3986 §3.2).
+///
+/// # Errors
+/// If the host is empty or not a host, or the port is not a port. A missing port is `None`.
+pub fn split(text: &str) -> Result<(&str, Option<u16>), TargetError> {
+    let (host, port) = if let Some(rest) = text.strip_prefix('[') {
+        let (host, rest) = rest.split_once(']').ok_or(TargetError::BadHost)?;
+        host.parse::<std::net::Ipv6Addr>()
+            .map_err(|_| TargetError::BadHost)?;
+        match rest.strip_prefix(':') {
+            Some(port) => (host, Some(port)),
+            None if rest.is_empty() => (host, None),
+            None => return Err(TargetError::BadHost),
+        }
+    } else {
+        match text.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (text, None),
+        }
+    };
+    if !host_is_sound(host) {
+        return Err(TargetError::BadHost);
+    }
+    port.map(parse_port).transpose().map(|port| (host, port))
+}
+
+fn parse_port(text: &str) -> Result<u16, TargetError> {
+    if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(TargetError::BadPort);
+    }
+    match text.parse() {
+        Ok(0) | Err(_) => Err(TargetError::BadPort),
+        Ok(port) => Ok(port),
+    }
+}
+
+fn host_is_sound(host: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+    let is_v6 = host.contains(':') && host.parse::<std::net::Ipv6Addr>().is_ok();
+    !host.is_empty() && host.len() <= 255 && (is_v6 || host.bytes().all(allowed))
+}
+
+impl FromStr for Target {
+    type Err = TargetError;
+
+    fn from_str(text: &str) -> Result<Self, TargetError> {
+        match split(text)? {
+            (host, Some(port)) => Ok(Self::new(host, port)),
+            (_, None) => Err(TargetError::NoPort),
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_printed_is_what_was_parsed() {
+        for text in ["edge-1:9100", "10.0.0.1:10250", "[::1]:80", "a_b.c:65535"] {
+            assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn what_is_no_target_is_refused_with_its_reason() {
+        for (text, why) in [
+            ("edge-1", TargetError::NoPort),
+            ("edge-1:", TargetError::BadPort),
+            ("edge-1:0", TargetError::BadPort),
+            ("edge-1:+80", TargetError::BadPort),
+            ("edge-1:65536", TargetError::BadPort),
+            (":80", TargetError::BadHost),
+            ("a b:80", TargetError::BadHost),
+            ("user@edge-1:80", TargetError::BadHost),
+            ("[::1:80", TargetError::BadHost),
+            ("[edge-1]:80", TargetError::BadHost),
+            ("[::1]x:80", TargetError::BadHost),
+            ("::1:80", TargetError::BadHost),
+        ] {
+            assert_eq!(text.parse::<Target>(), Err(why), "{text}");
+        }
+    }
+}

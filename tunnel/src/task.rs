@@ -1,0 +1,97 @@
+//! Tasks that have an owner: the only `spawn` of the workspace.
+//!
+//! Dropping a [`Tasks`] cancels everything below it. Stopping has three stages, always the same:
+//! *ask* (a token that the tasks hold), *wait* ([`Tasks::drain`]'s grace), *end* (cancel).
+
+use std::{future::Future, time::Duration};
+use tokio::{runtime::Handle, time::timeout};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tracing::{Instrument, Span};
+
+/// A branch of the tree of tasks. Dropping it cancels everything below.
+#[derive(Debug, Default)]
+pub struct Tasks {
+    tracker: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Tasks {
+    /// A branch that ends when `parent` is cancelled.
+    pub fn new(parent: &CancellationToken) -> Self {
+        Self {
+            tracker: TaskTracker::new(),
+            stop: parent.child_token(),
+        }
+    }
+
+    /// Runs `task` on this thread's runtime until it ends or the branch does.
+    pub fn spawn<F>(&self, span: Span, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.spawn_on(&Handle::current(), span, task);
+    }
+
+    /// Runs `task` on another runtime.
+    pub fn spawn_on<F>(&self, runtime: &Handle, span: Span, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let stop = self.stop.clone();
+        let owned = async move {
+            let _ = stop.run_until_cancelled(task).await;
+        };
+        self.tracker.spawn_on(owned.instrument(span), runtime);
+    }
+
+    /// How many run.
+    pub fn len(&self) -> usize {
+        self.tracker.len()
+    }
+
+    /// Whether none runs.
+    pub fn is_empty(&self) -> bool {
+        self.tracker.is_empty()
+    }
+
+    /// Waits for what runs, then cancels what is left. Says how much was left.
+    pub async fn drain(&self, grace: Duration) -> usize {
+        self.tracker.close();
+        let _ = timeout(grace, self.tracker.wait()).await;
+        let left = self.tracker.len();
+        self.stop.cancel();
+        self.tracker.wait().await;
+        left
+    }
+}
+
+impl Drop for Tasks {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tracing::info_span;
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_ends_what_does_not_end_itself() {
+        let tasks = Tasks::new(&CancellationToken::new());
+        tasks.spawn(info_span!("t"), std::future::pending());
+        assert_eq!(tasks.drain(Duration::from_secs(30)).await, 1);
+    }
+
+    #[tokio::test]
+    async fn dropping_the_owner_ends_its_tasks() {
+        let tasks = Tasks::default();
+        let (alive, mut gone) = tokio::sync::mpsc::channel::<()>(1);
+        tasks.spawn(info_span!("t"), async move {
+            std::future::pending::<()>().await;
+            drop(alive);
+        });
+        drop(tasks);
+        assert!(gone.recv().await.is_none());
+    }
+}

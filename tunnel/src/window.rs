@@ -1,0 +1,95 @@
+//! How large a tunnel's stream window is.
+//!
+//! A large window fills long links but lets each stalled reader hold as much, and the engine has one
+//! initial window for a whole connection. So: the least of (160 MB/s × round trip, from 4 to 16 MiB)
+//! and (the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two only,
+//! down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
+
+use std::time::Duration;
+
+/// What fills a link: bytes per second of round trip.
+const RATE: u64 = 160_000_000;
+const LEAST_FILL: u64 = 4 << 20;
+const MOST_FILL: u64 = 16 << 20;
+const FLOOR: u64 = 64 << 10;
+
+/// The window that fills a link of this round trip, in bytes.
+pub fn fill(round_trip: Duration) -> u32 {
+    let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
+    let bytes = (RATE / 1_000_000).saturating_mul(micros);
+    u32::try_from(bytes.clamp(LEAST_FILL, MOST_FILL)).unwrap_or(u32::MAX)
+}
+
+/// The window for `streams` open streams that share `budget` bytes.
+pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
+    let share = budget / streams.max(1);
+    let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);
+    u32::try_from(share)
+        .unwrap_or(u32::MAX)
+        .min(fill(round_trip))
+}
+
+/// The window to change to, if `wanted` is at least a factor of two away from `current`.
+pub(crate) fn step(current: u32, wanted: u32) -> Option<u32> {
+    let mut next = current;
+    while next > wanted {
+        next = next.div_ceil(2);
+    }
+    while next <= wanted / 2 {
+        next *= 2;
+    }
+    (next != current).then_some(next.max(64 << 10))
+}
+
+/// How many streams bring the window below `current`.
+pub(crate) fn crowd(current: u32, budget: usize) -> usize {
+    if current <= 64 << 10 {
+        return usize::MAX;
+    }
+    let window = usize::try_from(current).unwrap_or(usize::MAX);
+    (budget / window).saturating_add(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BUDGET: usize = 64 << 20;
+
+    #[test]
+    fn a_window_follows_the_round_trip_and_the_crowd() {
+        let near = Duration::from_micros(100);
+        let far = Duration::from_millis(50);
+        assert_eq!(size(near, 1, BUDGET), 4 << 20);
+        assert_eq!(size(far, 1, BUDGET), 8_000_000);
+        assert_eq!(size(Duration::from_millis(200), 1, BUDGET), 16 << 20);
+        assert_eq!(size(far, 64, BUDGET), 1 << 20);
+        assert_eq!(size(far, 100_000, BUDGET), 64 << 10);
+    }
+
+    #[test]
+    fn it_changes_by_factors_of_two_only() {
+        assert_eq!(step(4 << 20, 4 << 20), None);
+        assert_eq!(step(4 << 20, 3 << 20), Some(2 << 20));
+        assert_eq!(step(4 << 20, 7 << 20), None);
+        assert_eq!(step(4 << 20, 8 << 20), Some(8 << 20));
+        assert_eq!(step(4 << 20, 64 << 10), Some(64 << 10));
+        assert_eq!(step(64 << 10, 4 << 20), Some(4 << 20));
+        assert_eq!(step(64 << 10, 64 << 10), None);
+    }
+
+    #[test]
+    fn the_crowd_that_lowers_a_window_is_the_first_that_does() {
+        for window in [4 << 20, 1 << 20, 128 << 10] {
+            let streams = crowd(window, BUDGET);
+            assert_eq!(
+                step(
+                    window,
+                    size(Duration::ZERO, streams - 1, BUDGET).min(window)
+                ),
+                None
+            );
+            assert!(step(window, size(Duration::ZERO, streams, BUDGET)).is_some());
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Every constant on the wire: ALPN, private header names, the protocol's version, sizes.
+//!
+//! A name that begins with [`PRIVATE_PREFIX`] belongs to the two ends of a tunnel. A gateway strips such
+//! fields from whatever a caller sends, an edge from whatever an app answers, so that neither can
+//! speak for the other end.
+
+use http::HeaderName;
+
+/// ALPN of a tunnel: HTTP/2 with the roles reversed (draft-thomson-ptth-potato).
+pub const ALPN_TUNNEL: &[u8] = b"rh2";
+/// ALPN of an edge's own connection over HTTP/2 (enrolment, renewal).
+pub const ALPN_H2: &[u8] = b"h2";
+/// ALPN of an edge's own connection over HTTP/1.1.
+pub const ALPN_HTTP11: &[u8] = b"http/1.1";
+
+/// The version of the hello and of the private headers. A change that an older peer cannot bear raises it.
+pub const VERSION: u32 = 1;
+
+/// What the names of private header fields begin with.
+pub const PRIVATE_PREFIX: &str = "causeway-";
+/// Request: the address that the edge dials, `host:port` as seen from the node.
+pub const TARGET: HeaderName = HeaderName::from_static("causeway-target");
+/// Request of an upgrade: the method that the caller used (kubectl uses POST and GET).
+pub const METHOD: HeaderName = HeaderName::from_static("causeway-method");
+/// Request: marks the control stream of a tunnel.
+pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
+/// Answer of an upgrade: the app switched protocols (its 101 travels as 200).
+pub const SWITCHED: HeaderName = HeaderName::from_static("causeway-switched");
+/// Answer: the edge itself failed the stream; the value is a [`crate::Refusal`]'s word.
+pub const FAILURE: HeaderName = HeaderName::from_static("causeway-failure");
+/// Answer: the sentence that goes with [`FAILURE`].
+pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");
+
+/// Largest HTTP/2 frame that either end accepts, in bytes. Larger ones delay small requests beside bulk.
+pub const MAX_FRAME: u32 = 64 * 1024;
+/// The connection window, in bytes: the maximum of RFC 9113 §6.9.1, so that it is never the bottleneck.
+pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+/// Largest header block that either end accepts, in bytes (apps may send 60 KiB and more).
+pub const MAX_HEADER_LIST: u32 = 256 * 1024;
+/// How many streams whose reset is still remembered a tunnel bears: its peer is authenticated, and many
+/// callers may hang up at once.
+pub const MAX_RESETS: usize = 65_536;
+/// Budget for small DATA frames, in bytes of overhead: apps that answer in chunks of a few bytes are
+/// ordinary (h2's default ends the connection after some megabytes of them).
+pub const DATA_FRAME_BUDGET: usize = usize::MAX / 4;
+/// Longest line of the control stream, in bytes.
+pub const MAX_MESSAGE: usize = 64 * 1024;
