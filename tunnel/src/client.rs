@@ -33,7 +33,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::{Instant, Sleep},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// How many PINGs the round trip is the least of: one under load measures queues.
 const RECENT: usize = 8;
@@ -299,6 +299,7 @@ where
         sender,
         shared: shared.clone(),
     };
+    let closing = Box::pin(shared.close.clone().cancelled_owned());
     let driver = Driver {
         connection,
         ping_pong,
@@ -311,6 +312,7 @@ where
         window,
         raised: Instant::now(),
         air: Air::Clear,
+        closing,
     };
     Ok((tunnel, driver))
 }
@@ -340,19 +342,35 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     window: u32,
     raised: Instant,
     air: Air,
+    closing: Pin<Box<WaitForCancellationFutureOwned>>,
+}
+
+struct Running<S: AsyncRead + AsyncWrite + Unpin>(Driver<S>);
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Future for Running<S> {
+    type Output = Ended;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
+        let driver = &mut self.get_mut().0;
+        let ended = std::task::ready!(driver.drive(cx));
+        // Whoever still holds a handle sees a closed tunnel.
+        driver.shared.close.cancel();
+        Poll::Ready(ended)
+    }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
-    /// Runs the connection until it ends.
-    pub async fn run(mut self) -> Ended {
-        let shared = self.shared.clone();
-        let ended = tokio::select! {
-            ended = poll_fn(|cx| self.poll(cx)) => ended,
-            () = shared.close.cancelled() => Ended::Closed,
-        };
-        // Whoever still holds a handle sees a closed tunnel.
-        shared.close.cancel();
-        ended
+    /// Runs the connection until it ends. The driver is moved into the future once: an idle edge costs
+    /// what this holds.
+    pub fn run(self) -> impl Future<Output = Ended> {
+        Running(self)
+    }
+
+    fn drive(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+        if self.closing.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Ended::Closed);
+        }
+        self.poll(cx)
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {

@@ -22,6 +22,8 @@ pub const BULK_SPAN: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Load {
     began: Instant,
+    /// What makes a stream bulk, in bytes within [`BULK_SPAN`].
+    bulk: u64,
     streams: AtomicUsize,
     opened: AtomicU64,
     sent: AtomicU64,
@@ -36,8 +38,16 @@ pub struct Load {
 
 impl Default for Load {
     fn default() -> Self {
+        Self::new(BULK_BYTES)
+    }
+}
+
+impl Load {
+    /// A load that calls a stream bulk once it has moved more than `bulk` bytes within [`BULK_SPAN`].
+    pub fn new(bulk: u64) -> Self {
         Self {
             began: Instant::now(),
+            bulk,
             streams: AtomicUsize::new(0),
             opened: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -48,9 +58,7 @@ impl Default for Load {
             crowded: AtomicWaker::new(),
         }
     }
-}
 
-impl Load {
     /// Streams that are open now.
     pub fn streams(&self) -> usize {
         self.streams.load(Relaxed)
@@ -163,7 +171,7 @@ impl Moved {
 
     fn add(&mut self, bytes: u64) {
         self.recent += bytes;
-        if self.recent <= BULK_BYTES {
+        if self.recent <= self.open.0.0.bulk {
             return;
         }
         let now = Instant::now();

@@ -6,7 +6,7 @@
 use crate::{
     error::{Ended, Refused, StreamError},
     hello::Control,
-    load::{Load, Moved, Open},
+    load::{self, Load, Moved, Open},
     socket::Traffic,
     stream::{Receive, Send},
     target::Target,
@@ -37,6 +37,8 @@ pub struct Settings {
     pub max_streams: u32,
     /// The round trip that TLS's handshake took.
     pub round_trip: Duration,
+    /// A stream is bulk once it has moved more than this many bytes within [`load::BULK_SPAN`].
+    pub bulk: u64,
 }
 
 impl Default for Settings {
@@ -46,6 +48,7 @@ impl Default for Settings {
             budget: 64 << 20,
             max_streams: 10_000,
             round_trip: Duration::ZERO,
+            bulk: load::BULK_BYTES,
         }
     }
 }
@@ -128,7 +131,7 @@ where
     Ok(Server {
         connection,
         traffic,
-        load: Arc::default(),
+        load: Arc::new(Load::new(settings.bulk)),
         settings,
     })
 }

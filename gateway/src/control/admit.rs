@@ -250,7 +250,6 @@ impl Admission {
         let span = info_span!("tunnel", node = name, from = %arrived.from);
         // Boxed: what a task's wrappers copy would count for every idle edge.
         let conversation = Box::pin(conversation::run(self.clone(), Box::new(arrived)));
-        eprintln!("SIZE {} arrived {}", std::mem::size_of_val(&*conversation), std::mem::size_of::<Arrived>());
         tasks.spawn_on(self.cores.runtime(core), span, conversation);
     }
 }

@@ -29,7 +29,7 @@ use tracing::info_span;
 
 /// A head has to be there within this time.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
-/// A connection is closed after this time: a scraper that comes every minute keeps its own, and a
+/// A connection is asked to end after this time: a scraper that comes every minute keeps its own, and a
 /// stranger's is gone soon.
 const LIFE: Duration = Duration::from_mins(5);
 /// Requests at once on one HTTP/2 connection.
@@ -105,8 +105,8 @@ where
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
     let ended = tokio::select! {
-        ended = timeout(LIFE, connection.as_mut()) => ended.unwrap_or(Ok(())),
-        () = stop.cancelled() => {
+        ended = connection.as_mut() => ended,
+        _ = timeout(LIFE, stop.cancelled()) => {
             connection.as_mut().graceful_shutdown();
             timeout(GRACE, connection.as_mut()).await.unwrap_or(Ok(()))
         }

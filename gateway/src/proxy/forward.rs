@@ -234,7 +234,14 @@ pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
         .unwrap_or("the edge failed the request")
         .to_owned();
     let reason = Refusal::parse(word).map_or(Reason::TargetBroken, Reason::from);
-    Err(reason.says(format!("{}: {detail}", way.route.node)))
+    // Edges name themselves in most sentences; a caller should always read who speaks.
+    let node = way.route.node.as_str();
+    let named = detail.starts_with(node);
+    Err(reason.says(if named {
+        detail
+    } else {
+        format!("{node}: {detail}")
+    }))
 }
 
 /// A stream that failed before its answer.

@@ -83,7 +83,6 @@ impl Link {
         let (tell, over) = oneshot::channel();
         let tasks = Tasks::default();
         let drive = Box::pin(driver.run());
-        eprintln!("SIZE drive {}", std::mem::size_of_val(&*drive));
         tasks.spawn(Span::current(), async move {
             // Nobody listens only where the conversation is being dropped.
             let _ = tell.send(drive.await);
