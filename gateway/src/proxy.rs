@@ -32,15 +32,16 @@ use crate::{
 };
 use access::Record;
 use authorize::{Act, Ask, Authorize};
+use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::task::Tasks;
 use front::{Connection, Front};
-use http::{Method, Request, Response};
+use http::{HeaderMap, Method, Request, Response};
 use hyper::body::Incoming;
 use limits::Limits;
 use outgoing::Outgoing;
 use request::Kind;
-use route::Route;
+use route::{Asked, Route};
 use std::{sync::Arc, time::SystemTime};
 
 /// What all fronts of a gateway share.
@@ -99,18 +100,11 @@ impl Proxy {
         request: Request<Incoming>,
         record: &Arc<Record>,
     ) -> Result<Response<Outgoing>, Error> {
-        request::check(&request, self.shared.header_bytes)?;
+        request::check(&request, self.shared.header_bytes, self.shared.max_headers)?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);
-        // Who calls comes first: what nodes there are is nobody's business but a known caller's.
-        let caller = self.front.authentication.identify(
-            connection,
-            request.headers(),
-            asked.port(),
-            &self.shared,
-        )?;
+        let (caller, route) = self.meet(connection, request.headers(), &asked)?;
         record.caller(&caller);
-        let route = route::of(&asked, &self.shared.nodes)?;
         record.route(&route);
         let act = match kind {
             Kind::Plain => Act::Request,
@@ -145,6 +139,21 @@ impl Proxy {
             Kind::Upgrade(token) => upgrade::run(way, request, &token).await,
             Kind::Connect => relay::connect(way, request).await,
         }
+    }
+
+    /// Who calls, and where to. The route is looked up first, because who may come as nobody depends on the
+    /// port that is really reached; but that a route is wrong is told to a known caller only.
+    pub(crate) fn meet(
+        &self,
+        connection: &Connection,
+        fields: &HeaderMap,
+        asked: &Asked<'_>,
+    ) -> Result<(Caller, Route), Error> {
+        let routed = route::of(asked, &self.shared.nodes);
+        let port = routed.as_ref().ok().map(|route| route.target.port);
+        let authentication = &self.front.authentication;
+        let caller = authentication.identify(connection, fields, port, &self.shared)?;
+        Ok((caller, routed?))
     }
 
     /// The tunnel to use, or why there is none.

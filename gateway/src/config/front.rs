@@ -98,9 +98,11 @@ impl Front {
         }
     }
 
-    /// Callers may speak TLS here. `http` and unix sockets never do.
+    /// Callers speak TLS here. `http` and unix sockets never do, nor does a `tcp` front that serves anybody: ssh
+    /// and netcat speak none, and where the app speaks first there is nothing to tell the two by.
     pub fn has_tls(&self) -> bool {
-        self.kind != Kind::Http && matches!(self.listen, Listen::Tcp(_))
+        let bare = self.kind == Kind::Http || (self.kind == Kind::Tcp && self.anonymous);
+        !bare && matches!(self.listen, Listen::Tcp(_))
     }
 }
 

@@ -196,6 +196,7 @@ impl FrontCheck<'_> {
     fn place(&self) -> String {
         match self.front.listen {
             Listen::Unix(_) => "a unix socket".into(),
+            Listen::Tcp(_) if self.front.kind == Kind::Tcp => "an anonymous tcp front".into(),
             Listen::Tcp(_) => format!("kind {}", self.front.kind.as_str()),
         }
     }

@@ -16,7 +16,6 @@ use crate::{
             io::{Condition, Io},
         },
         outgoing::Outgoing,
-        route,
     },
 };
 use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
@@ -132,12 +131,8 @@ async fn begin(
     let asked = proxy.front.asked(connection, None);
     let shared = &proxy.shared;
     let nothing = http::HeaderMap::new();
-    let caller = proxy
-        .front
-        .authentication
-        .identify(connection, &nothing, asked.port(), shared)?;
+    let (caller, route) = proxy.meet(connection, &nothing, &asked)?;
     record.caller(&caller);
-    let route = route::of(&asked, &shared.nodes)?;
     record.route(&route);
     let ask = Ask {
         caller: &caller,

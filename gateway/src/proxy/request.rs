@@ -30,8 +30,15 @@ pub enum Kind {
 ///
 /// # Errors
 /// [`Reason::HeaderTooLarge`] or [`Reason::Malformed`].
-pub fn check<B>(request: &Request<B>, header_bytes: usize) -> Result<(), Error> {
+pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Result<(), Error> {
     let fields = request.headers();
+    if fields.len() > headers {
+        let detail = format!(
+            "the request has {} fields, at most {headers} are allowed",
+            fields.len()
+        );
+        return Err(Reason::HeaderTooLarge.says(detail));
+    }
     let line = request
         .uri()
         .path_and_query()
@@ -153,7 +160,7 @@ mod tests {
 
     fn refused(lines: &[(&str, &str)], uri: &str) -> Reason {
         let request = request(lines, uri);
-        let checked = check(&request, 1000).and_then(|()| authority(&request).map(|_| ()));
+        let checked = check(&request, 1000, 10).and_then(|()| authority(&request).map(|_| ()));
         checked.unwrap_err().reason
     }
 
@@ -185,6 +192,8 @@ mod tests {
             refused(&[("host", "a"), ("x", &long)], "/"),
             Reason::HeaderTooLarge
         );
+        let many = [("host", "a"); 11];
+        assert_eq!(refused(&many, "/"), Reason::HeaderTooLarge);
     }
 
     #[test]

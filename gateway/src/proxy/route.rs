@@ -30,19 +30,6 @@ pub struct Asked<'a> {
     pub authority: Option<&'a str>,
 }
 
-impl Asked<'_> {
-    /// The port as far as the words go, for rules about ports that come before the route.
-    pub fn port(&self) -> Option<u16> {
-        let named = self
-            .authority
-            .and_then(|text| target::split(text).ok())
-            .and_then(|(_, port)| port);
-        named
-            .or(self.original.map(|address| address.port()))
-            .or(self.port)
-    }
-}
-
 /// Where a stream goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {

@@ -96,7 +96,7 @@ fn builder(proxy: &Proxy) -> auto::Builder<Owned> {
         .title_case_headers(true)
         .half_close(false)
         .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
-        .max_headers(proxy.shared.max_headers)
+        .max_headers(proxy.shared.max_headers * 2)
         // Twice the limit: what lies between is refused by us, with a reason; what is beyond, by hyper.
         .max_buf_size((bytes * 2).max(16 * 1024));
     builder
