@@ -114,7 +114,10 @@ impl Ca {
         params.serial_number = Some(serial());
         params.not_before = moment(now.saturating_sub(CLOCK_SKEW.as_secs()));
         params.not_after = moment(now.saturating_add(ROOT_LIFETIME.as_secs()));
-        params.distinguished_name = subject(&format!("Causeway {domain}"), None);
+        // Roots of one name would differ in their signatures only: a certificate of another gateway
+        // would be called badly signed instead of unknown.
+        let id = u32::from_be_bytes(secret::random::<4>());
+        params.distinguished_name = subject(&format!("Causeway {id:08x} {domain}"), None);
         params.subject_alt_names = vec![SanType::URI(identity::root_uri(domain).try_into()?)];
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];

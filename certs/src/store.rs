@@ -29,6 +29,8 @@ const ROOT: &str = "ca.pem";
 const ROOT_KEY: &str = "ca.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
+/// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
+const EDGE_SIZE: usize = 8 * 1024;
 
 /// Whether a data directory may be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +134,12 @@ impl Store {
         EdgeIdentity::from_file(file)
             .map(Some)
             .map_err(|error| self.dir.corrupt(EDGE, error))
+    }
+
+    /// Makes sure that an edge's identity can be kept, before a token is given for it.
+    pub fn prepare_edge(&self) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.rehearse(EDGE, EDGE_SIZE)
     }
 
     /// Keeps an edge's identity in place of the one before, all of it at once.

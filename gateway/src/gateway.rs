@@ -189,17 +189,22 @@ impl Bound {
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
+        // Whoever drops this future ends the gateway.
+        let _end = self.tasks.guard();
         let (control, closing) = (Tasks::default(), CancellationToken::new());
+        let leaving = CancellationToken::new();
         let runtime = self.cores.runtime(CoreId(0));
         for (name, door, listener) in self.doors {
             match door.open(&listener) {
                 Ok(()) => {
-                    tracing::info!(front = name, address = ?listener.local_addr(), "front open");
+                    let address = listener.local_addr();
+                    let address = address.map_or_else(|| "unix".to_owned(), |at| at.to_string());
+                    tracing::info!(front = name, address, "front open");
                 }
                 Err(error) => tracing::error!(front = name, %error, "this front cannot be served"),
             }
         }
-        let admission = self.admission.run(self.tunnel, closing.clone());
+        let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
@@ -209,21 +214,23 @@ impl Bound {
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
         stop.cancelled().await;
-        let fronts = async {
-            // Whoever balances callers learns from `/readyz` first; refusing them at once would lose some.
-            tokio::time::sleep(LAME_DUCK.min(grace / 4)).await;
-            self.ending.cancel();
-            self.tasks
-                .drain(grace.saturating_sub(LAME_DUCK.min(grace / 4)))
-                .await
-        };
+        self.readiness.drains();
+        self.shared.metrics.drains();
+        // Whoever balances callers learns from `/readyz` first; refusing them at once would lose some. Edges go
+        // when no more callers come.
+        let lame_duck = LAME_DUCK.min(grace / 4);
+        tokio::time::sleep(lame_duck).await;
+        self.ending.cancel();
+        // What was asked to connect elsewhere must not come back here.
+        leaving.cancel();
+        let grace = grace.saturating_sub(lame_duck);
         let edges = drain::drain(
             &self.shared.registry,
             &self.shared.metrics,
             &self.readiness,
             grace,
         );
-        let (left, ()) = tokio::join!(fronts, edges);
+        let (left, ()) = tokio::join!(self.tasks.drain(grace), edges);
         closing.cancel();
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");

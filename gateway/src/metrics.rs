@@ -5,20 +5,22 @@
 //! never a node's or a caller's name: what is known by node is in the admin API. Fields are private, so
 //! that a metric that nothing touches does not compile.
 
+mod front;
 mod latency;
 
 #[cfg(test)]
 mod tests;
 
-use crate::{config::Kind, error::Reason};
 use latency::Latency;
+
+pub use front::{ConnectionGuard, FrontMetrics, StreamGuard, StreamOver};
+
 use prometheus_client::{
     encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 use std::{
-    borrow::Cow,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -27,11 +29,10 @@ use std::{
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 const PREFIX: &str = "causeway_gateway";
-const KINDS: [Kind; 4] = [Kind::Https, Kind::Http, Kind::Tcp, Kind::Connect];
-/// The outcome of a stream that did not fail.
-const OK: &str = "ok";
 
 type Label = (&'static str, &'static str);
+/// Of a front: its name is the user's.
+type FrontLabel = (&'static str, String);
 type Seconds = Gauge<f64, AtomicU64>;
 
 macro_rules! declare {
@@ -56,23 +57,23 @@ macro_rules! declare {
 
 declare! {
     /// Callers' connections that are open.
-    open_connections: Family<[Label; 1], Gauge>,
+    open_connections: Family<[FrontLabel; 1], Gauge>,
     /// Callers' connections accepted.
-    connections: Family<[Label; 1], Counter>,
+    connections: Family<[FrontLabel; 1], Counter>,
     /// TLS handshakes that failed, at fronts and at the tunnel port.
     handshakes_failed: Family<[Label; 2], Counter>,
     /// Streams that are open.
-    open_streams: Family<[Label; 1], Gauge>,
+    open_streams: Family<[FrontLabel; 1], Gauge>,
     /// Streams that ended, by outcome: ok, or the reason of the failure.
-    streams: Family<[Label; 2], Counter>,
+    streams: Family<[FrontLabel; 2], Counter>,
     /// Streams that ended, by class of the status that the caller saw.
-    responses: Family<[Label; 2], Counter>,
+    responses: Family<[FrontLabel; 2], Counter>,
     /// Time from a stream's begin to its end.
-    stream_duration_seconds: Family<[Label; 1], Latency>,
+    stream_duration_seconds: Family<[FrontLabel; 1], Latency>,
     /// Time from a stream's begin to the first byte of its answer.
-    stream_first_byte_seconds: Family<[Label; 1], Latency>,
+    stream_first_byte_seconds: Family<[FrontLabel; 1], Latency>,
     /// Payload bytes of ended streams; up is from the caller to the app.
-    stream_bytes: Family<[Label; 2], Counter>,
+    stream_bytes: Family<[FrontLabel; 2], Counter>,
     /// Streams served by another core than their node's.
     streams_crossed: Counter,
     /// Times that a limit was reached.
@@ -96,75 +97,6 @@ declare! {
 pub struct Metrics {
     registry: Registry,
     declared: Declared,
-    fronts: [Front; KINDS.len()],
-}
-
-/// The handles of one kind of front.
-#[derive(Clone, Debug)]
-struct Front {
-    kind: &'static str,
-    open_connections: Gauge,
-    connections: Counter,
-    open_streams: Gauge,
-    ok: Counter,
-    failed: [Counter; Reason::ALL.len()],
-    /// By hundreds, from 1xx.
-    responses: [Counter; 5],
-    duration: Latency,
-    first_byte: Latency,
-    up: Counter,
-    down: Counter,
-}
-
-impl Front {
-    fn of(declared: &Declared, kind: &'static str) -> Self {
-        let front = ("front", kind);
-        let streams = |outcome| {
-            let labels = [front, ("outcome", outcome)];
-            declared.streams.get_or_create_owned(&labels)
-        };
-        let bytes = |direction| {
-            let labels = [front, ("direction", direction)];
-            declared.stream_bytes.get_or_create_owned(&labels)
-        };
-        let responses = |class| {
-            let labels = [front, ("class", class)];
-            declared.responses.get_or_create_owned(&labels)
-        };
-        Self {
-            kind,
-            open_connections: declared.open_connections.get_or_create_owned(&[front]),
-            connections: declared.connections.get_or_create_owned(&[front]),
-            open_streams: declared.open_streams.get_or_create_owned(&[front]),
-            ok: streams(OK),
-            failed: Reason::ALL.map(|reason| streams(reason.word())),
-            responses: ["1xx", "2xx", "3xx", "4xx", "5xx"].map(responses),
-            duration: declared
-                .stream_duration_seconds
-                .get_or_create_owned(&[front]),
-            first_byte: declared
-                .stream_first_byte_seconds
-                .get_or_create_owned(&[front]),
-            up: bytes("up"),
-            down: bytes("down"),
-        }
-    }
-
-    fn streams(&self, outcome: &str) -> Option<&Counter> {
-        if outcome == OK {
-            return Some(&self.ok);
-        }
-        let known = Reason::ALL.iter().zip(&self.failed);
-        known
-            .filter(|(reason, _)| reason.word() == outcome)
-            .map(|(_, counter)| counter)
-            .next()
-    }
-
-    fn response(&self, status: u16) -> Option<&Counter> {
-        let class = usize::from(status / 100).checked_sub(1)?;
-        self.responses.get(class)
-    }
 }
 
 /// Something that is open; dropping it closes the count.
@@ -184,18 +116,6 @@ impl Drop for Open {
     }
 }
 
-/// A caller's connection, for as long as it is open.
-#[derive(Debug)]
-pub struct ConnectionGuard {
-    _open: Open,
-}
-
-/// A stream, for as long as it is open.
-#[derive(Debug)]
-pub struct StreamGuard {
-    _open: Open,
-}
-
 /// A registered tunnel, for as long as it is registered.
 #[derive(Debug)]
 pub struct TunnelGuard {
@@ -209,11 +129,7 @@ impl Metrics {
         let declared = Declared::default();
         let mut registry = Registry::with_prefix(PREFIX);
         declared.register(&mut registry);
-        Arc::new(Self {
-            fronts: KINDS.map(|kind| Front::of(&declared, kind.as_str())),
-            registry,
-            declared,
-        })
+        Arc::new(Self { registry, declared })
     }
 
     /// All metrics in `OpenMetrics` text format, to be served as [`CONTENT_TYPE`].
@@ -223,59 +139,15 @@ impl Metrics {
         all
     }
 
-    /// A connection at a front.
-    pub fn connection(&self, front: &'static str) -> ConnectionGuard {
-        let front = self.front(front);
-        front.connections.inc();
-        ConnectionGuard {
-            _open: Open::new(&front.open_connections),
-        }
+    /// The handles of a front, by its configured name.
+    pub fn front(&self, name: &str) -> Arc<FrontMetrics> {
+        Arc::new(FrontMetrics::of(&self.declared, name))
     }
 
     /// A TLS handshake failed.
     pub fn handshake_failed(&self, listener: &'static str, why: &'static str) {
         let labels = [("listener", listener), ("why", why)];
         self.declared.handshakes_failed.get_or_create(&labels).inc();
-    }
-
-    /// A stream began.
-    pub fn stream(&self, front: &'static str) -> StreamGuard {
-        StreamGuard {
-            _open: Open::new(&self.front(front).open_streams),
-        }
-    }
-
-    /// A stream ended. `outcome` is `ok` or the word of a [`Reason`].
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "the fields of one record, each of its own type or name"
-    )]
-    pub fn stream_ended(
-        &self,
-        front: &'static str,
-        outcome: &'static str,
-        status: u16,
-        duration: Duration,
-        first_byte: Option<Duration>,
-        up: u64,
-        down: u64,
-    ) {
-        let front = self.front(front);
-        if let Some(streams) = front.streams(outcome) {
-            streams.inc();
-        } else {
-            let labels = [("front", front.kind), ("outcome", outcome)];
-            self.declared.streams.get_or_create(&labels).inc();
-        }
-        if let Some(responses) = front.response(status) {
-            responses.inc();
-        }
-        front.duration.observe(duration);
-        if let Some(first_byte) = first_byte {
-            front.first_byte.observe(first_byte);
-        }
-        front.up.inc_by(up);
-        front.down.inc_by(down);
     }
 
     /// A stream is served by another core than its node's.
@@ -332,13 +204,5 @@ impl Metrics {
     /// The gateway drains.
     pub fn drains(&self) {
         self.declared.draining.set(1);
-    }
-
-    /// The handles of a front; of a kind that is not listed they are looked up.
-    fn front(&self, kind: &'static str) -> Cow<'_, Front> {
-        match self.fronts.iter().find(|front| front.kind == kind) {
-            Some(front) => Cow::Borrowed(front),
-            None => Cow::Owned(Front::of(&self.declared, kind)),
-        }
     }
 }

@@ -59,7 +59,8 @@ pub enum PumpError<E> {
     Stream(#[from] StreamError),
 }
 
-/// Sends all of `body`, and its trailers, into the stream. A body that fails resets the stream.
+/// Sends all of `body`, and its trailers, into the stream. A body that fails resets the stream, behind what it
+/// brought before.
 ///
 /// # Errors
 /// If the body or the stream fails.
@@ -81,7 +82,7 @@ where
         let frame = match frame {
             None => return Ok(send.end()?),
             Some(Err(error)) => {
-                send.abort();
+                send.break_off().await;
                 return Err(PumpError::Body(error));
             }
             Some(Ok(frame)) => frame,

@@ -67,7 +67,7 @@ where
         poll_fn(|cx| poll_both(cx, &mut socket, (&mut up, &mut down), (&passed, hold))).await;
     match &outcome {
         Outcome::Clean => {}
-        Outcome::Near(_) => up.send.abort(),
+        Outcome::Near(_) => up.send.break_off().await,
         Outcome::Far(_) => socket.abort(),
     }
     outcome
@@ -97,9 +97,9 @@ where
     if up.done && down.done {
         return Poll::Ready(Outcome::Clean);
     }
-    // Down may be over or wait, and up idle: only this hears a reset then.
-    if !up.done
-        && (waits || down.done)
+    // Down may be over, wait, or stand before a socket that takes nothing, and up idle: only this hears a reset then.
+    let stuck = !down.chunk.is_empty();
+    if (stuck || (!up.done && (waits || down.done)))
         && let Poll::Ready(error) = up.send.poll_reset(cx)
     {
         return Poll::Ready(Outcome::Far(error));

@@ -89,7 +89,7 @@ pub fn take_host(headers: &mut HeaderMap) -> Option<Authority> {
     Authority::from_maybe_shared(bytes::Bytes::copy_from_slice(host.as_bytes())).ok()
 }
 
-/// Puts `:authority` back into the Host field, first as HTTP/1.1 wants it (RFC 9110 §7.2).
+/// Puts `:authority` back into the Host field (RFC 9110 §7.2).
 pub fn put_host(headers: &mut HeaderMap, authority: &Authority) {
     if let Ok(value) = HeaderValue::from_str(authority.as_str()) {
         headers.insert(HOST, value);

@@ -126,6 +126,14 @@ impl Send {
         self.inner.send_reset(Reason::CANCEL);
     }
 
+    /// As [`Send::abort`], for a far end that broke off: its last bytes are still good, and go first if the
+    /// tunnel takes them at once.
+    pub async fn break_off(&mut self) {
+        // A reset clears what the engine has queued for the stream, the head included: its driver gets a turn before.
+        tokio::task::yield_now().await;
+        self.abort();
+    }
+
     /// Waits until the other end resets the stream (or the tunnel goes).
     pub async fn reset(&mut self) -> StreamError {
         poll_fn(|cx| self.poll_reset(cx)).await

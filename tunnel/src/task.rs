@@ -5,7 +5,10 @@
 
 use std::{future::Future, time::Duration};
 use tokio::{runtime::Handle, time::timeout};
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::{CancellationToken, DropGuard},
+    task::TaskTracker,
+};
 use tracing::{Instrument, Span};
 
 /// A branch of the tree of tasks. Dropping it cancels everything below.
@@ -42,6 +45,11 @@ impl Tasks {
             let _ = stop.run_until_cancelled(task).await;
         };
         self.tracker.spawn_on(owned.instrument(span), runtime);
+    }
+
+    /// Ends the branch when it is dropped: for an owner whose tasks hold the branch themselves, and so keep it.
+    pub fn guard(&self) -> DropGuard {
+        self.stop.clone().drop_guard()
     }
 
     /// How many run.

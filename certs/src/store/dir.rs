@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tempfile::NamedTempFile;
 use thiserror::Error;
 
 const LOCK: &str = ".lock";
@@ -116,15 +117,26 @@ impl Dir {
         self.replace(&path, text).map_err(failed("write", &path))
     }
 
+    /// Whether a file of this size could be written now. Leaves nothing behind.
+    pub(crate) fn rehearse(&self, name: &str, size: usize) -> Result<(), StoreError> {
+        let written = self.beside(&" ".repeat(size));
+        written.map(drop).map_err(failed("write", &self.path(name)))
+    }
+
     fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
-        // tempfile makes it 0600, and removes it where a later step fails.
+        self.beside(text)?.persist(path)?;
+        File::open(&self.0)?.sync_all()
+    }
+
+    /// A file without its place yet, on the disk. tempfile makes it 0600, and removes it where it
+    /// does not come to its place.
+    fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
         let mut file = tempfile::Builder::new()
             .prefix(".new-")
             .tempfile_in(&self.0)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;
-        file.persist(path)?;
-        File::open(&self.0)?.sync_all()
+        Ok(file)
     }
 
     pub(crate) fn remove(&self, name: &str) -> Result<(), StoreError> {

@@ -214,3 +214,16 @@ fn runtime_facts_stay_in_the_directory() {
     store.remove_runtime("../admin").unwrap();
     assert_eq!(store.read_runtime("../admin").unwrap(), None);
 }
+
+#[test]
+fn preparing_for_an_edge_leaves_nothing_behind_and_says_what_stands_in_the_way() {
+    let (dir, store) = open();
+    let data = dir.path().join("data");
+    store.prepare_edge().unwrap();
+    let mut left = names(&data);
+    left.sort();
+    assert_eq!(left, [".lock", "version"]);
+    fs::remove_dir_all(&data).unwrap();
+    let error = store.prepare_edge().unwrap_err().to_string();
+    assert!(error.contains(data.to_str().unwrap()), "{error}");
+}

@@ -238,7 +238,8 @@ impl Admission {
                 }
             }
         }
-        drop(arrivals);
+        // Refused at once, an edge goes elsewhere sooner than one that waits in a queue which nobody serves.
+        drop((listener, arrivals));
         tasks.drain(grace).await;
     }
 

@@ -18,7 +18,7 @@ use crate::{
     proxy::{Proxy, Shared, authorize::Authorize, front::Door, limits::Limits},
     state::{Node, NodesWriter, Registry},
 };
-use causeway_certs::{Access, Ca, HostName, LiveLeaf, Store};
+use causeway_certs::{Access, Ca, HostName, LiveLeaf, Store, StoreError};
 use causeway_tunnel::{listener, target, task::Tasks};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
@@ -96,7 +96,12 @@ struct Base {
 
 impl Base {
     fn open(config: &Config) -> Result<Self, BindError> {
-        let store = Store::open(&config.data_dir, Access::Existing)?;
+        let store = match Store::open(&config.data_dir, Access::Existing) {
+            Err(StoreError::Missing { .. }) => {
+                return Err(BindError::NoCa(config.data_dir.clone()));
+            }
+            opened => opened?,
+        };
         let ca = store.ca()?;
         let ca = ca.ok_or_else(|| BindError::NoCa(config.data_dir.clone()))?;
         Ok(Self {
@@ -175,7 +180,8 @@ fn doors(
     let mut doors = Vec::with_capacity(config.fronts.len());
     for front in &config.fronts {
         let listener = bind(&format!("front {:?}", front.name), &front.listen)?;
-        let built = Arc::new(front::build(front, &base.ca, &shared.nodes)?);
+        let listens = listener.local_addr().map(|address| address.port());
+        let built = Arc::new(front::build(front, &base.ca, shared, listens)?);
         let proxy = |core| Proxy {
             shared: shared.clone(),
             front: built.clone(),

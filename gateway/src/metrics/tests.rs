@@ -1,4 +1,5 @@
 use super::*;
+use crate::error::Reason;
 
 fn line(all: &str, begin: &str) -> Option<String> {
     let full = format!("causeway_gateway_{begin} ");
@@ -10,8 +11,8 @@ fn line(all: &str, begin: &str) -> Option<String> {
 fn guards_count_what_is_open() {
     let metrics = Metrics::new();
     let open = r#"open_connections{front="https"}"#;
-    let connection = metrics.connection("https");
-    let stream = metrics.stream("tcp");
+    let connection = metrics.front("https").connection();
+    let stream = metrics.front("tcp").stream();
     assert_eq!(line(&metrics.encode(), open).as_deref(), Some("1"));
     let streams = r#"open_streams{front="tcp"}"#;
     assert_eq!(line(&metrics.encode(), streams).as_deref(), Some("1"));
@@ -26,25 +27,22 @@ fn guards_count_what_is_open() {
 #[test]
 fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
     let metrics = Metrics::new();
-    let first_byte = Some(Duration::from_millis(3));
-    metrics.stream_ended(
-        "https",
-        "ok",
-        200,
-        Duration::from_millis(70),
-        first_byte,
-        5,
-        70,
-    );
-    metrics.stream_ended(
-        "https",
-        "node_away",
-        503,
-        Duration::from_hours(2),
-        None,
-        0,
-        9,
-    );
+    let front = metrics.front("https");
+    front.stream_ended(&StreamOver {
+        status: 200,
+        duration: Duration::from_millis(70),
+        first_byte: Some(Duration::from_millis(3)),
+        up: 5,
+        down: 70,
+        ..StreamOver::default()
+    });
+    front.stream_ended(&StreamOver {
+        reason: Some(Reason::NodeAway),
+        status: 503,
+        duration: Duration::from_hours(2),
+        down: 9,
+        ..StreamOver::default()
+    });
     let all = metrics.encode();
     for (begin, value) in [
         (r#"streams_total{front="https",outcome="ok"}"#, "1"),
@@ -87,7 +85,10 @@ fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
 #[test]
 fn a_value_on_a_bound_is_below_it() {
     let metrics = Metrics::new();
-    metrics.stream_ended("http", "ok", 200, Duration::from_micros(500), None, 0, 0);
+    metrics.front("http").stream_ended(&StreamOver {
+        duration: Duration::from_micros(500),
+        ..StreamOver::default()
+    });
     let bucket = r#"stream_duration_seconds_bucket{le="0.0005",front="http"}"#;
     assert_eq!(line(&metrics.encode(), bucket).as_deref(), Some("1"));
 }
@@ -128,9 +129,17 @@ fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
 }
 
 #[test]
-fn a_front_or_an_outcome_that_is_not_listed_is_counted_too() {
+fn two_fronts_of_one_kind_are_told_apart() {
     let metrics = Metrics::new();
-    metrics.stream_ended("later", "odd", 0, Duration::ZERO, None, 0, 0);
-    let begin = r#"streams_total{front="later",outcome="odd"}"#;
-    assert_eq!(line(&metrics.encode(), begin).as_deref(), Some("1"));
+    metrics.front("ssh-1").stream_ended(&StreamOver::default());
+    metrics.front("ssh-2");
+    let all = metrics.encode();
+    let ok = |name: &str| {
+        line(
+            &all,
+            &format!(r#"streams_total{{front="{name}",outcome="ok"}}"#),
+        )
+    };
+    assert_eq!(ok("ssh-1").as_deref(), Some("1"));
+    assert_eq!(ok("ssh-2").as_deref(), Some("0"));
 }

@@ -6,8 +6,14 @@
 use crate::{
     config::AccessLog,
     error::{Error, Reason},
-    metrics::StreamGuard,
-    proxy::{Proxy, Shared, caller::Caller, front::Connection, limits::Permit, route::Route},
+    metrics::{StreamGuard, StreamOver},
+    proxy::{
+        Proxy, Shared,
+        caller::Caller,
+        front::{Connection, Front},
+        limits::Permit,
+        route::Route,
+    },
     state::TunnelId,
 };
 use causeway_tunnel::{copy::Passed, listener::Peer};
@@ -25,8 +31,7 @@ pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 #[derive(Debug)]
 pub struct Record {
     shared: Arc<Shared>,
-    /// The kind of the front, for metrics.
-    front: &'static str,
+    front: Arc<Front>,
     peer: Peer,
     began: Instant,
     method: String,
@@ -77,14 +82,13 @@ impl Record {
         (method, path): (&str, &str),
         trace: String,
     ) -> Arc<Self> {
-        let front = proxy.front.kind.as_str();
         let filled = Filled {
-            _open: Some(proxy.shared.metrics.stream(front)),
+            _open: Some(proxy.front.metrics.stream()),
             ..Filled::default()
         };
         Arc::new(Self {
             shared: proxy.shared.clone(),
-            front,
+            front: proxy.front.clone(),
             peer: connection.peer,
             began: Instant::now(),
             method: method.to_owned(),
@@ -191,11 +195,15 @@ impl Drop for Record {
     fn drop(&mut self) {
         let filled = std::mem::take(&mut *self.filled());
         let duration = self.began.elapsed();
-        let outcome = filled.reason.map_or("ok", Reason::word);
         let (up, down) = (self.passed.up.load(Relaxed), self.passed.down.load(Relaxed));
-        let first_byte = filled.first_byte;
-        let (metrics, status) = (&self.shared.metrics, filled.status);
-        metrics.stream_ended(self.front, outcome, status, duration, first_byte, up, down);
+        self.front.metrics.stream_ended(&StreamOver {
+            reason: filled.reason,
+            status: filled.status,
+            duration,
+            first_byte: filled.first_byte,
+            up,
+            down,
+        });
         let wanted = match self.shared.access_log {
             AccessLog::All => true,
             AccessLog::Failures => filled.reason.is_some(),
@@ -212,7 +220,7 @@ impl Record {
         let caller = filled.caller.as_ref();
         tracing::info!(
             target: "access",
-            front = self.front,
+            front = self.front.name,
             peer = %self.peer,
             caller = caller.map_or("-", |caller| &caller.name),
             by = caller.map_or("-", |caller| caller.method.word()),

@@ -237,11 +237,18 @@ pub(super) fn refusal(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
     // Edges name themselves in most sentences; a caller should always read who speaks.
     let node = way.route.node.as_str();
     let named = detail.starts_with(node);
-    Err(reason.says(if named {
+    let mut detail = if named {
         detail
     } else {
         format!("{node}: {detail}")
-    }))
+    };
+    if reason == Reason::EdgePolicy && way.proxy.front.listens == Some(way.route.target.port) {
+        detail.push_str(
+            "; that is the number that this front listens on: write the node's own port into the URL, \
+             and the front's address into --connect-to or DNS",
+        );
+    }
+    Err(reason.says(detail))
 }
 
 /// A stream that failed before its answer.

@@ -14,6 +14,7 @@ pub mod tcp;
 use crate::{
     config::{ErrorForm, Kind},
     core::{CoreId, Cores},
+    metrics::FrontMetrics,
     proxy::{
         Proxy, Shared,
         caller::{Authentication, Caller, LastToken, Method},
@@ -46,6 +47,8 @@ pub struct Front {
     pub node: Option<NodeName>,
     /// The node port that it stands for.
     pub port: Option<u16>,
+    /// The port that it listens on, which stands for nothing.
+    pub listens: Option<u16>,
     /// TLS, if it speaks it, and whom it trusts.
     pub tls: Option<(Arc<ServerConfig>, Trust)>,
     /// Who is let in.
@@ -56,6 +59,8 @@ pub struct Front {
     pub errors: ErrorForm,
     /// Whether DNAT's original destination is asked for.
     pub original_destination: bool,
+    /// What is counted of it.
+    pub metrics: Arc<FrontMetrics>,
 }
 
 impl Front {
@@ -278,7 +283,7 @@ pub(crate) async fn serve(
     connection: Arc<Connection>,
     stop: CancellationToken,
 ) {
-    let _open = proxy.shared.metrics.connection(proxy.front.kind.as_str());
+    let _open = proxy.front.metrics.connection();
     match proxy.front.kind {
         Kind::Tcp => tcp::serve(proxy, io, connection).await,
         Kind::Https | Kind::Http | Kind::Connect => http::serve(proxy, io, connection, stop).await,

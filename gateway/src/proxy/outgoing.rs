@@ -48,6 +48,8 @@ struct Streamed {
     node: NodeName,
     record: Arc<Record>,
     broken: Option<(StreamError, Pin<Box<Sleep>>)>,
+    /// Where the caller speaks HTTP/2: its connection had a turn to take what came before the break.
+    yielded: bool,
 }
 
 impl Outgoing {
@@ -74,6 +76,7 @@ impl Outgoing {
             node: node.clone(),
             record: record.clone(),
             broken: None,
+            yielded: false,
         };
         Self {
             inner: Inner::Stream(Box::new(streamed)),
@@ -125,6 +128,10 @@ impl Streamed {
             if flushed.is_pending() {
                 ready!(bound.as_mut().poll(cx));
             }
+        } else if !std::mem::replace(&mut self.yielded, true) {
+            // A reset clears what the engine has queued for the stream.
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
         }
         Poll::Ready(self.broken.take().map(|(error, _)| Err(error)))
     }

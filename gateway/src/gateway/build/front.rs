@@ -6,7 +6,7 @@ use super::names;
 use crate::{
     config::{self, Kind, Listen},
     gateway::BindError,
-    proxy::{caller::Authentication, front::Front},
+    proxy::{Shared, caller::Authentication, front::Front},
     state::Nodes,
 };
 use causeway_certs::{Ca, CallerTokens, FrontResolver, FrontTrust, Leaf, NodeName, Trust, verify};
@@ -25,7 +25,8 @@ use std::{
 pub(super) fn build(
     front: &config::Front,
     ca: &Arc<Ca>,
-    nodes: &Nodes,
+    shared: &Shared,
+    listens: Option<u16>,
 ) -> Result<Front, BindError> {
     let node = match &front.node {
         Some(name) => Some(
@@ -36,7 +37,7 @@ pub(super) fn build(
     };
     let trust = trust_of(front)?;
     let tls = if front.has_tls() {
-        Some(tls(front, ca, nodes, &trust)?)
+        Some(tls(front, ca, &shared.nodes, &trust)?)
     } else {
         None
     };
@@ -49,6 +50,7 @@ pub(super) fn build(
         kind: front.kind,
         node,
         port: front.node_port(),
+        listens,
         authentication: Authentication {
             tokens,
             certificates: tls.is_some() && (trust.own || !trust.client_roots.is_empty()),
@@ -60,6 +62,7 @@ pub(super) fn build(
         forward_authorization: front.forward_authorization,
         errors: front.errors,
         original_destination: front.original_destination,
+        metrics: shared.metrics.front(&front.name),
     })
 }
 
