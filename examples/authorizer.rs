@@ -1,18 +1,158 @@
-//! Run with: cargo run --example authorizer
+//! Run with: `cargo run --example authorizer`
 //!
-//! An `Authorize` of one's own, which decides at every stream, before the edge hears of it: the group
-//! `ops` may do everything, `readers` may only GET. Two callers with bearer tokens show an allow and
-//! a deny; no edge runs here, so what is allowed ends at a node that is not connected.
+//! An `Authorize` of one's own, asked at every stream before the edge hears of it: the group `ops` may do
+//! everything, `readers` may only GET. Callers are known by bearer tokens, whose hashes stand in a
+//! file. The rest of this file is a gateway, an edge and an app to ask through.
 
-use std::{error::Error, net::SocketAddr, sync::Arc, time::Duration};
+use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
+use axum::{Router, routing::any};
 use causeway_certs::{Access, Ca, CallerTokens, NodeName, Store, TrustDomain};
+use causeway_edge::Edge;
+use causeway_edge::config::{Port, Secret};
 use causeway_gateway::Gateway;
-use causeway_gateway::config::{Front, Kind, Listen};
+use causeway_gateway::config::{Callers, Front, Kind, Listen};
 use causeway_gateway::proxy::authorize::{Act, Ask, Authorize, Verdict};
+use hyper::Method;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
+type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
+/// Who may do what, by the caller's groups.
+#[derive(Debug)]
+struct ByGroup;
+
+impl Authorize for ByGroup {
+    // Must not wait. Whoever has to ask somebody else returns `Verdict::Ask` with a future.
+    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+        let is_in = |group: &str| ask.caller.groups.iter().any(|one| one == group);
+        // An upgrade is a GET too, but what comes behind it is more than reading.
+        let reads = ask.act == Act::Request && ask.method == Method::GET;
+        if is_in("ops") || is_in("readers") && reads {
+            return Verdict::Allow;
+        }
+        let (caller, method, node) = (ask.caller, ask.method, &ask.route.node);
+        Verdict::Deny(format!("{caller} may not {method} {} on {node}", ask.path).into())
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir()?;
+    let stop = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+
+    // What `causeway caller token` does: the file gets hashes, the callers keep the tokens.
+    let (reader, first) = CallerTokens::generate("prometheus", &["readers".into()])?;
+    let (operator, second) = CallerTokens::generate("alice", &["ops".into()])?;
+    std::fs::write(
+        folder.path().join("callers"),
+        format!("{first}\n{second}\n"),
+    )?;
+
+    let front = road(folder.path(), &stop, &mut tasks).await?;
+    for (token, method) in [(&reader, "GET"), (&reader, "DELETE"), (&operator, "DELETE")] {
+        let answer = call(front, method, token.expose()).await?;
+        println!("{answer}\n");
+    }
+
+    stop.cancel();
+    while let Some(ended) = tasks.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// Starts gateway, edge and app; returns the address of an `http` front.
+async fn road(
+    folder: &Path,
+    stop: &CancellationToken,
+    tasks: &mut JoinSet<Result>,
+) -> Result<SocketAddr> {
+    let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+    let store = Store::open(folder.join("gateway"), Access::Create)?;
+    store.save_ca(&Ca::create(&TrustDomain::parse("embedded.example")?)?)?;
+    let mut front = Front::new("http", Kind::Http, Listen::Tcp(loopback));
+    front.callers = Callers {
+        own_ca: false,
+        client_ca: Vec::new(),
+        tokens: Some(folder.join("callers")),
+    };
+    let mut config = causeway_gateway::Config {
+        data_dir: folder.join("gateway"),
+        fronts: vec![front],
+        ..Default::default()
+    };
+    config.tunnel.listen = loopback;
+    config.admin.listen = loopback;
+    config.timeouts.drain = Duration::from_millis(500);
+    let gateway = Gateway::new(config).authorizer(Arc::new(ByGroup)).bind()?;
+    let addresses = gateway.addresses();
+    let stopped = stop.clone();
+    tasks.spawn(async move {
+        gateway.run(stopped).await;
+        Ok(())
+    });
+
+    let app = TcpListener::bind(loopback).await?;
+    let port = Port {
+        target: Some(app.local_addr()?.to_string()),
+        ..Port::default()
+    };
+    let router = Router::new().fallback(any(
+        |method: Method| async move { format!("{method} done") },
+    ));
+    let serving = axum::serve(app, router).with_graceful_shutdown(stop.clone().cancelled_owned());
+    tasks.spawn(async move { Ok(serving.await?) });
+
+    let name = NodeName::parse("edge-1")?;
+    let token = store
+        .tokens()?
+        .create(&name, Duration::from_mins(5), Vec::new(), None)?;
+    let mut config = causeway_edge::Config {
+        data_dir: folder.join("edge"),
+        gateways: vec![addresses.tunnel.to_string()],
+        join: Some(Secret::new(token.text().expose())),
+        ports: [(9100, port)].into(),
+        ..Default::default()
+    };
+    config.admin.listen = loopback;
+    edge(config, stop, tasks).await?;
+    addresses.front("http").ok_or("no address".into())
+}
+
+/// Starts an edge and returns when it is connected.
+async fn edge(
+    config: causeway_edge::Config,
+    stop: &CancellationToken,
+    tasks: &mut JoinSet<Result>,
+) -> Result {
+    let edge = Edge::open(config, stop).await?.bind()?;
+    let status = edge.reader();
+    let stopped = stop.clone();
+    tasks.spawn(async move { Ok(edge.run(stopped).await?) });
+    let connected = async {
+        while status.status().state != "connected" {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    Ok(tokio::time::timeout(Duration::from_secs(10), connected).await?)
+}
+
+/// One request to port 9100 of edge-1: the status line and the body of its answer.
+async fn call(front: SocketAddr, method: &str, token: &str) -> Result<String> {
+    let mut io = TcpStream::connect(front).await?;
+    let head = format!(
+        "{method} /jobs/7 HTTP/1.1\r\nhost: edge-1:9100\r\nauthorization: Bearer {token}\r\nconnection: close\r\n\r\n"
+    );
+    io.write_all(head.as_bytes()).await?;
+    let mut answer = String::new();
+    io.read_to_string(&mut answer).await?;
+    let (head, body) = answer.split_once("\r\n\r\n").ok_or("no head")?;
+    let status = head.lines().next().unwrap_or_default();
+    Ok(format!("{method}: {status}\n{body}"))
+}

@@ -1,16 +1,43 @@
 //! What keeps an edge connected; never in a stream's way.
 //!
-//! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `enrol` uses it once,
-//! `link` again and again; `gateways` knows the addresses; `trouble` says what went wrong and how long
-//! to wait; `changes` hears when the machine's network changed; `admin` tells all of it.
+//! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `link` keeps tunnels on
+//! such connections; `enrol` gets a certificate by one, `renew` the next, and both `ask` in the same way;
+//! `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
+//! wait; `changes` hears when the machine's network changed; `admin` tells all of it.
 
 pub(crate) mod dial;
 pub(crate) mod gateways;
+pub(crate) mod held;
 pub(crate) mod trouble;
 
 pub(crate) mod changes;
 pub(crate) mod link;
 
+pub(crate) mod ask;
 pub(crate) mod enrol;
+pub(crate) mod renew;
 
 pub(crate) mod admin;
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    /// Whether a file below `path` mentions `word`, which is then its path.
+    fn mentions(path: &Path, word: &str) -> Option<String> {
+        if path.is_dir() {
+            let mut entries = fs::read_dir(path).unwrap();
+            return entries.find_map(|entry| mentions(&entry.unwrap().path(), word));
+        }
+        let found = fs::read_to_string(path).unwrap().contains(word);
+        found.then(|| path.display().to_string())
+    }
+
+    #[test]
+    fn the_way_and_its_control_do_not_know_each_other() {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        assert_eq!(mentions(&sources.join("proxy"), "control::"), None);
+        let importing = ["crate::", "proxy"].concat();
+        assert_eq!(mentions(&sources.join("control"), &importing), None);
+    }
+}

@@ -11,7 +11,9 @@ use crate::{
         dial::Dialler,
         enrol::{self, EnrolError},
         gateways::Gateways,
-        link::{Bulk, Links},
+        held::Held,
+        link::{Bulk, Links, Serve},
+        renew,
     },
     metrics::Metrics,
     proxy::{Policy, TlsError, Way},
@@ -32,7 +34,7 @@ use tokio::{
     time::{MissedTickBehavior, interval},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{info, info_span, warn};
+use tracing::{Instrument, info, info_span, warn};
 
 /// How often kept connections to apps are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -107,7 +109,7 @@ impl Edge {
     /// If the edge cannot be who it should be, or its configuration does not hold.
     pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, Access::Create)?;
-        let identity = if let Some(identity) = store.edge()? {
+        let identity = if let Some(identity) = usable(store.edge()?, &config) {
             identity
         } else {
             let joined = stop.run_until_cancelled(join(&config, &store)).await;
@@ -162,6 +164,27 @@ impl Edge {
     }
 }
 
+/// The identity to go on with. One that has ended is given up where there is a token for another.
+fn usable(stored: Option<EdgeIdentity>, config: &Config) -> Option<EdgeIdentity> {
+    let identity = stored?;
+    let ended = end_of(&identity) < SystemTime::now();
+    match (&config.join, ended) {
+        (Some(_), true) => {
+            info!("this node's certificate has expired: joining again with the token");
+            None
+        }
+        (Some(_), false) => {
+            info!("this node has joined already: its certificate holds, the token is not used");
+            Some(identity)
+        }
+        (None, _) => Some(identity),
+    }
+}
+
+fn end_of(identity: &EdgeIdentity) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
+}
+
 async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
     let Some(token) = &config.join else {
         return Err(Error::NoIdentity(config.data_dir.display().to_string()));
@@ -170,6 +193,8 @@ async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
+    // A token is good once: it is not given for an identity that cannot be kept.
+    store.prepare_edge()?;
     let identity = enrol::join(&token, config).await?;
     store.save_edge(&identity)?;
     Ok(identity)
@@ -213,8 +238,9 @@ impl Bound {
         let tls = tunnel_client(&edge.identity)?;
         warn_of_expiry(&edge.identity);
         let metrics = Arc::new(Metrics::default());
-        // Apps and admin are served to the end of the drain.
+        // Apps and admin are served to the end of the drain, and no longer even if this future is dropped.
         let done = CancellationToken::new();
+        let _ended = done.clone().drop_guard();
         let tasks = Arc::new(Tasks::new(&done));
         let writer = Arc::new(writer);
         let ports = edge.policy.ports();
@@ -224,19 +250,21 @@ impl Bound {
             metrics.clone(),
             tasks.clone(),
         ));
-        info!(node = edge.identity.node.as_str(), admin = %address, ?ports, "edge runs");
+        let node = edge.identity.node.as_str().to_owned();
+        if ports.is_empty() {
+            warn!(
+                "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
+            );
+        }
+        info!(node, admin = %address, ?ports, "edge runs");
+        let held = Held::new(edge.identity, edge.store);
         let links = Arc::new(Links {
-            node: edge.identity.node.as_str().to_owned(),
+            node,
             instance,
             ports,
             dialler: Dialler::new(tls, &edge.config),
-            gateways: Gateways::new(
-                edge.config.gateways.clone(),
-                edge.identity,
-                edge.store,
-                writer.clone(),
-            ),
-            way: way.clone(),
+            gateways: Gateways::new(edge.config.gateways.clone(), held.clone(), writer.clone()),
+            serve: serving(&way),
             metrics: metrics.clone(),
             state: writer,
             bulk: Bulk::default(),
@@ -248,10 +276,22 @@ impl Bound {
         );
         tasks.spawn(info_span!("sweep"), sweep(way));
         let changes = Changes::listen(&tasks);
-        links.run(stop, changes).await;
-        done.cancel();
+        tokio::select! {
+            () = links.clone().run(stop, changes) => {}
+            // Goes on for as long as there are tunnels.
+            () = renew::run(links, held).instrument(info_span!("renew")) => {}
+        }
         Ok(())
     }
+}
+
+/// The way as a session of a tunnel knows it.
+fn serving(way: &Arc<Way>) -> Serve {
+    let way = way.clone();
+    Arc::new(move |asked| {
+        let way = way.clone();
+        Box::pin(async move { way.serve(asked).await })
+    })
 }
 
 /// Closes what apps keep idle for too long.
@@ -266,13 +306,13 @@ async fn sweep(way: Arc<Way>) {
 
 /// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
 fn warn_of_expiry(identity: &EdgeIdentity) {
-    let end = SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs());
+    let end = end_of(identity);
     let now = SystemTime::now();
     if now > end {
         warn!(
             expired = %humantime::format_rfc3339_seconds(end),
             now = %humantime::format_rfc3339_seconds(now),
-            "this node's certificate has expired, unless this machine's clock is wrong; join again with a new token",
+            "this node's certificate has expired, unless this machine's clock is wrong; rejoin with a fresh token, by --join",
         );
     }
 }

@@ -70,6 +70,8 @@ pub(crate) struct Metrics {
     retries: Counter,
     tunnels: Gauge,
     attempts: Family<OutcomeLabel, Counter>,
+    certificate_expiry: Gauge,
+    renewals: Family<OutcomeLabel, Counter>,
 }
 
 impl fmt::Debug for Metrics {
@@ -91,6 +93,8 @@ impl Default for Metrics {
             retries: Counter::default(),
             tunnels: Gauge::default(),
             attempts: Family::default(),
+            certificate_expiry: Gauge::default(),
+            renewals: Family::default(),
         };
         metrics.register();
         metrics
@@ -136,6 +140,18 @@ impl Metrics {
             "Attempts at a tunnel, by outcome",
             attempts,
         );
+        registry.register_with_unit(
+            "certificate_expiry_timestamp",
+            "When this node's certificate ends, in Unix time",
+            Unit::Seconds,
+            self.certificate_expiry.clone(),
+        );
+        let renewals = self.renewals.clone();
+        registry.register(
+            "renewals",
+            "Attempts at a new certificate for this node, by outcome",
+            renewals,
+        );
     }
 
     /// All of them, in the text format of Prometheus.
@@ -168,6 +184,17 @@ impl Metrics {
     /// An attempt at a tunnel ended: `registered`, or why not.
     pub(crate) fn attempted(&self, outcome: &'static str) {
         self.attempts.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// This node's certificate ends then, in Unix time.
+    pub(crate) fn certificate_ends(&self, seconds: u64) {
+        let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
+        self.certificate_expiry.set(seconds);
+    }
+
+    /// An attempt to renew the certificate ended: `renewed`, or why not.
+    pub(crate) fn renewal(&self, outcome: &'static str) {
+        self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// A tunnel stands as long as the guard lives.

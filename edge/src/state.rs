@@ -33,6 +33,8 @@ pub struct Status {
     pub gateways: Vec<String>,
     /// What last went wrong, as long as it has not been mended by a tunnel.
     pub trouble: Option<TroubleStatus>,
+    /// This node's certificate, once the edge runs.
+    pub certificate: Option<CertificateStatus>,
 }
 
 /// One tunnel.
@@ -58,6 +60,17 @@ pub struct TunnelStatus {
     pub received: u64,
 }
 
+/// This node's certificate.
+#[derive(Clone, Debug, Serialize)]
+pub struct CertificateStatus {
+    /// When it ends, in milliseconds of the Unix epoch.
+    pub not_after: u64,
+    /// When a new one is asked for, in milliseconds of the Unix epoch.
+    pub renews_at: u64,
+    /// Why it has not been renewed, where that was tried.
+    pub trouble: Option<TroubleStatus>,
+}
+
 /// What went wrong.
 #[derive(Clone, Debug, Serialize)]
 pub struct TroubleStatus {
@@ -67,6 +80,8 @@ pub struct TroubleStatus {
     pub what: String,
     /// Whether a gateway refused this edge, as against being out of reach.
     pub refused: bool,
+    /// When it is tried again at the latest, in milliseconds of the Unix epoch.
+    pub retry_at: u64,
 }
 
 #[derive(Debug)]
@@ -78,6 +93,7 @@ struct Shared {
     tunnels: Mutex<BTreeMap<u64, Tunnel>>,
     gateways: Mutex<Vec<String>>,
     trouble: Mutex<Option<TroubleStatus>>,
+    certificate: Mutex<Option<CertificateStatus>>,
 }
 
 #[derive(Debug)]
@@ -115,16 +131,32 @@ pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
         tunnels: Mutex::default(),
         gateways: Mutex::default(),
         trouble: Mutex::default(),
+        certificate: Mutex::default(),
     });
     (Writer(shared.clone()), Reader(shared))
 }
 
 /// Milliseconds of the Unix epoch.
-fn now() -> u64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
+fn millis(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn now() -> u64 {
+    millis(SystemTime::now())
+}
+
+impl TroubleStatus {
+    fn new(what: &str, refused: bool, retry_in: Duration) -> Self {
+        let at = now();
+        let delay = u64::try_from(retry_in.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            at,
+            what: what.to_owned(),
+            refused,
+            retry_at: at.saturating_add(delay),
+        }
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -163,12 +195,24 @@ impl Writer {
     }
 
     /// Something went wrong.
-    pub(crate) fn trouble(&self, what: &str, refused: bool) {
-        *locked(&self.0.trouble) = Some(TroubleStatus {
-            at: now(),
-            what: what.to_owned(),
-            refused,
+    pub(crate) fn trouble(&self, what: &str, refused: bool, retry_in: Duration) {
+        *locked(&self.0.trouble) = Some(TroubleStatus::new(what, refused, retry_in));
+    }
+
+    /// The certificate, and when it is renewed.
+    pub(crate) fn certificate(&self, not_after: SystemTime, renews_at: SystemTime) {
+        *locked(&self.0.certificate) = Some(CertificateStatus {
+            not_after: millis(not_after),
+            renews_at: millis(renews_at),
+            trouble: None,
         });
+    }
+
+    /// The certificate could not be renewed.
+    pub(crate) fn not_renewed(&self, what: &str, refused: bool, retry_in: Duration) {
+        if let Some(certificate) = &mut *locked(&self.0.certificate) {
+            certificate.trouble = Some(TroubleStatus::new(what, refused, retry_in));
+        }
     }
 
     /// Where gateways are looked for.
@@ -214,6 +258,7 @@ impl Reader {
             tunnels,
             gateways: locked(&self.0.gateways).clone(),
             trouble,
+            certificate: locked(&self.0.certificate).clone(),
         }
     }
 }

@@ -34,6 +34,8 @@ const PORT: u16 = 9100;
 const CALLER: &str = "demo";
 /// Edges and their first requests take milliseconds; a loaded machine gets this long.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a free address is looked for.
+const TRIES: usize = 3;
 /// Ctrl-C should not be felt.
 const DRAIN: Duration = Duration::from_millis(500);
 
@@ -41,17 +43,19 @@ const DRAIN: Duration = Duration::from_millis(500);
 pub(crate) async fn run(args: cli::Demo) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
-    signals.run(live(args, stop)).await.unwrap_or(Ok(()))
+    let live = Box::pin(live(args, stop));
+    signals.run(live).await.unwrap_or(Ok(()))
 }
 
 async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     let temporary = tempfile::Builder::new()
         .prefix("causeway-demo-")
         .tempdir()?;
-    let dir = args
-        .data_dir
-        .clone()
-        .unwrap_or_else(|| temporary.path().to_owned());
+    // The printed commands are pasted elsewhere.
+    let dir = match &args.data_dir {
+        Some(dir) => std::path::absolute(dir)?,
+        None => temporary.path().to_owned(),
+    };
     let files = Files::make(&dir)?;
     let (gateway, front) = gateway(&dir, args.listen)?;
     let addresses = gateway.addresses();
@@ -87,6 +91,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let (outcome, ()) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
+    files.store.remove_runtime("admin")?;
     outcome
 }
 
@@ -129,7 +134,7 @@ fn print_commands(files: &Files, front: SocketAddr) {
         } else {
             format!("--connect-to {node}:{PORT}:{front}")
         };
-        let (ca, caller) = (files.root.display(), files.caller.display());
+        let (ca, caller) = (quoted(&files.root), quoted(&files.caller));
         println!("curl -sS --cacert {ca} --cert {caller} {to} {rest}");
     };
     println!("\nTry it from another terminal:\n");
@@ -144,7 +149,7 @@ fn print_commands(files: &Files, front: SocketAddr) {
         "edge-2",
         &format!(
             "--data-binary @{} https://edge-2:{PORT}/upload",
-            files.root.display()
+            quoted(&files.root)
         ),
     );
     curl(
@@ -154,10 +159,22 @@ fn print_commands(files: &Files, front: SocketAddr) {
         ),
     );
     let program = std::env::current_exe().ok();
-    let program = program
-        .as_deref()
-        .map_or_else(|| "causeway".into(), |path| path.display().to_string());
-    println!("{program} status --data-dir {}", files.dir.display());
+    let program = program.as_deref().unwrap_or(Path::new("causeway"));
+    println!(
+        "{} status --data-dir {}",
+        quoted(program),
+        quoted(&files.dir)
+    );
+}
+
+/// A path as a shell reads it.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |char: char| char.is_ascii_alphanumeric() || "/.-_+:,@%".contains(char);
+    if text.chars().all(plain) {
+        return text;
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
 }
 
 /// What the demo and its user need from the data directory.
@@ -172,13 +189,12 @@ struct Files {
 impl Files {
     fn make(dir: &Path) -> anyhow::Result<Self> {
         let store = Store::open(dir, Access::Create)?;
-        let ca = match store.ca()? {
-            Some(ca) => ca,
-            None => {
-                let ca = Ca::create(&TrustDomain::parse("demo.causeway")?)?;
-                store.save_ca(&ca)?;
-                ca
-            }
+        let ca = if let Some(ca) = store.ca()? {
+            ca
+        } else {
+            let ca = Ca::create(&TrustDomain::parse("demo.causeway")?)?;
+            store.save_ca(&ca)?;
+            ca
         };
         let leaf = ca.issue_caller(CALLER, &[], Duration::from_hours(24))?;
         let (root, caller) = (dir.join("demo-ca.pem"), dir.join("demo-caller.pem"));
@@ -227,7 +243,10 @@ fn gateway(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<(Bound, Soc
     };
     let bound = match listen {
         Some(listen) => bind(listen)?,
-        None => bind(free(PORT))?,
+        // Another demo that starts now may be quicker; it leaves addresses enough.
+        None => (0..TRIES)
+            .find_map(|_| bind(free(PORT)).ok())
+            .map_or_else(|| bind(loopback), Ok)?,
     };
     let front = bound
         .addresses()

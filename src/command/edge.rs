@@ -17,7 +17,7 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
         };
         Ok(bound.run(stop.clone()).await?)
     };
-    match signals.run(live).await {
+    match signals.run(Box::pin(live)).await {
         Some(outcome) => outcome,
         None => bail!("ended at once by a second signal; what was open is cut"),
     }

@@ -78,7 +78,10 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
         }
         table.add_row(row);
     }
-    // No blanks at the ends of lines: they spoil pasting and comparing.
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    // No blanks at either end of a line: they spoil pasting and comparing.
     table.trim_fmt()
 }
 
@@ -173,6 +176,7 @@ mod tests {
         ] {
             assert!(line.contains(part), "{part}: {table}");
         }
+        assert!(table.starts_with("NODE") && line.starts_with("edge-1"));
         assert!(!table.contains("POOL"));
     }
 

@@ -17,7 +17,8 @@ pub(crate) fn run(token: Token) -> anyhow::Result<()> {
         "for node {}, good for {ttl}, once; on that node run:",
         ask.node
     );
-    eprintln!("  causeway edge --join TOKEN --gateway HOST:10262");
+    eprintln!("  causeway edge --join TOKEN --gateway HOST:10262 --ports '{{9100: {{}}}}'");
+    eprintln!("with the gateway's address, and the node's ports that callers may reach");
     println!("{token}");
     Ok(())
 }

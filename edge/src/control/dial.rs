@@ -6,6 +6,7 @@
 
 use super::trouble::Trouble;
 use crate::config::{Config, Timeouts};
+use arc_swap::ArcSwap;
 use causeway_config::host_port;
 use causeway_tunnel::{
     Target,
@@ -32,7 +33,7 @@ use tracing::debug;
 
 /// How gateways are dialled.
 pub(crate) struct Dialler {
-    tls: Arc<ClientConfig>,
+    tls: ArcSwap<ClientConfig>,
     timeouts: Timeouts,
     proxy: Option<Matcher>,
 }
@@ -67,10 +68,15 @@ impl Dialler {
                 .build()
         });
         Self {
-            tls,
+            tls: ArcSwap::new(tls),
             timeouts: config.timeouts.clone(),
             proxy,
         }
+    }
+
+    /// From now on dials with this identity or trust.
+    pub(crate) fn identify(&self, tls: Arc<ClientConfig>) {
+        self.tls.store(tls);
     }
 
     /// The first of the gateways that answers, `avoid` left out.
@@ -152,7 +158,7 @@ impl Dialler {
         let name = ServerName::try_from(host.to_owned())
             .map_err(|_| Trouble::silent(format!("{host} is no host name")))?;
         let began = Instant::now();
-        let connector = TlsConnector::from(self.tls.clone());
+        let connector = TlsConnector::from(self.tls.load_full());
         match timeout(
             self.timeouts.tls,
             connector.connect(name, Counted::new(tcp)),

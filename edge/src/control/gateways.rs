@@ -3,8 +3,8 @@
 //! What was told is kept in the data directory, so that an edge whose configured gateway is gone still finds
 //! the others after a restart. The newest list replaces the older; the one that stood last is tried first.
 
+use super::held::Held;
 use crate::state::Writer;
-use causeway_certs::{EdgeIdentity, Store};
 use causeway_config::host_port;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracing::{info, warn};
@@ -16,23 +16,18 @@ const MOST: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Gateways {
     configured: Vec<String>,
-    identity: Mutex<EdgeIdentity>,
-    store: Store,
+    told: Mutex<Vec<String>>,
+    held: Held,
     last: Mutex<Option<String>>,
     state: Arc<Writer>,
 }
 
 impl Gateways {
-    pub(crate) fn new(
-        configured: Vec<String>,
-        identity: EdgeIdentity,
-        store: Store,
-        state: Arc<Writer>,
-    ) -> Self {
+    pub(crate) fn new(configured: Vec<String>, held: Held, state: Arc<Writer>) -> Self {
         let gateways = Self {
             configured,
-            identity: Mutex::new(identity),
-            store,
+            told: Mutex::new(held.identity().gateways),
+            held,
             last: Mutex::default(),
             state,
         };
@@ -43,7 +38,7 @@ impl Gateways {
     /// All of them, each once; the one that stood last comes first.
     pub(crate) fn all(&self) -> Vec<String> {
         let last = locked(&self.last).clone();
-        let told = locked(&self.identity).gateways.clone();
+        let told = locked(&self.told).clone();
         let mut all: Vec<String> = Vec::new();
         for gateway in last
             .into_iter()
@@ -70,19 +65,17 @@ impl Gateways {
             .take(MOST)
             .collect();
         sound.dedup();
-        let identity = {
-            let mut identity = locked(&self.identity);
-            if identity.gateways == sound || sound.is_empty() {
+        {
+            let mut told = locked(&self.told);
+            if *told == sound || sound.is_empty() {
                 return;
             }
-            identity.gateways.clone_from(&sound);
-            identity.clone()
-        };
+            told.clone_from(&sound);
+        }
         info!(gateways = ?sound, "the gateway told its addresses");
         self.state.gateways(self.all());
-        let store = self.store.clone();
-        let saved = tokio::task::spawn_blocking(move || store.save_edge(&identity)).await;
-        if let Ok(Err(error)) = saved {
+        let kept = self.held.change(|identity| identity.gateways = sound).await;
+        if let Err(error) = kept {
             warn!(%error, "the gateway's addresses could not be stored; they are known until the next restart");
         }
     }

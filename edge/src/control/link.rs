@@ -18,9 +18,10 @@ use super::{
     gateways::Gateways,
     trouble::Trouble,
 };
-use crate::{config::Config, metrics::Metrics, proxy::Way, state::Writer};
+use crate::{config::Config, metrics::Metrics, state::Writer};
 pub(crate) use bulk::Bulk;
-use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use causeway_tunnel::{backoff::Backoff, server::Asked, task::Tasks};
+use futures_util::future::BoxFuture;
 use session::{Finish, Session};
 use std::{sync::Arc, time::Duration};
 use tokio::sync::oneshot;
@@ -30,6 +31,9 @@ use tracing::{info, info_span, warn};
 /// How much longer than its streams a tunnel may take to leave.
 const LEAVING: Duration = Duration::from_secs(2);
 
+/// What a stream is handed to: the way, of which nothing is known here.
+pub(crate) type Serve = Arc<dyn Fn(Asked) -> BoxFuture<'static, ()> + Send + Sync>;
+
 /// What all tunnels of an edge share.
 pub(crate) struct Links {
     pub(crate) config: Config,
@@ -38,7 +42,7 @@ pub(crate) struct Links {
     pub(crate) ports: Vec<u16>,
     pub(crate) dialler: Dialler,
     pub(crate) gateways: Gateways,
-    pub(crate) way: Arc<Way>,
+    pub(crate) serve: Serve,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<Writer>,
     pub(crate) bulk: Bulk,
@@ -132,38 +136,31 @@ impl Links {
             let Some(connected) = stop.run_until_cancelled(self.connect(slot, avoid)).await else {
                 break;
             };
-            let trouble = match connected {
-                Err(trouble) => trouble,
+            let (event, served) = match connected {
+                Err(trouble) => (Event::Ended(trouble), None),
                 Ok(session) => {
                     backoff.reset();
-                    if let Some(old) = old.take() {
-                        old.leave.cancel();
-                    }
-                    let (served, ended) = self.serve(session, tasks);
-                    match watch(&served, ended, stop).await {
-                        Event::Ended(trouble) => trouble,
-                        Event::Stopped => {
-                            served.leave.cancel();
-                            return;
-                        }
-                        Event::Draining => {
-                            info!(
-                                gateway = served.place.gateway,
-                                "the gateway drains: connecting elsewhere"
-                            );
-                            old = Some(served);
-                            continue;
-                        }
-                    }
+                    leave(old.take());
+                    self.stand(session, stop, tasks).await
                 }
             };
-            self.pause(&trouble, &mut backoff, (&mut changes, stop, old.as_ref()))
-                .await;
-            old = old.filter(|old| !old.over.is_cancelled());
+            match event {
+                Event::Stopped => {
+                    leave(served);
+                    break;
+                }
+                Event::Draining => {
+                    info!("the gateway drains: connecting elsewhere");
+                    old = served;
+                }
+                Event::Ended(trouble) => {
+                    self.pause(&trouble, &mut backoff, (&mut changes, stop, old.as_ref()))
+                        .await;
+                    old = old.filter(|old| !old.over.is_cancelled());
+                }
+            }
         }
-        if let Some(old) = old {
-            old.leave.cancel();
-        }
+        leave(old);
     }
 
     /// Dials, and says hello.
@@ -185,8 +182,14 @@ impl Links {
         attempted
     }
 
-    /// Serves a tunnel with a task of its own: it may outlive its slot's interest in it.
-    fn serve(&self, session: Session, tasks: &Arc<Tasks>) -> (Served, oneshot::Receiver<Finish>) {
+    /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
+    /// something to do for the slot.
+    async fn stand(
+        &self,
+        session: Session,
+        stop: &CancellationToken,
+        tasks: &Arc<Tasks>,
+    ) -> (Event, Option<Served>) {
         let served = Served {
             place: session.place().clone(),
             leave: CancellationToken::new(),
@@ -199,7 +202,15 @@ impl Links {
             session.serve(leave, told).await;
             drop(over);
         });
-        (served, ended)
+        let event = tokio::select! {
+            () = stop.cancelled() => Event::Stopped,
+            finish = ended => match finish {
+                Ok(Finish::Draining) => Event::Draining,
+                Ok(Finish::Ended(trouble)) => Event::Ended(trouble),
+                Err(_) => Event::Ended(Trouble::silent("the tunnel was closed")),
+            },
+        };
+        (event, Some(served))
     }
 
     /// Waits as long as the trouble asks for.
@@ -211,7 +222,8 @@ impl Links {
     ) {
         let delay = trouble.delay(backoff, rand::random());
         warn!(reason = trouble.word(), what = trouble.what(), retry_in = ?delay, "no tunnel");
-        self.state.trouble(trouble.what(), trouble.is_refusal());
+        self.state
+            .trouble(trouble.what(), trouble.is_refusal(), delay);
         let wait = async {
             if trouble.may_be_the_network() {
                 changes.wait(delay).await;
@@ -233,18 +245,10 @@ impl Links {
     }
 }
 
-async fn watch(
-    served: &Served,
-    ended: oneshot::Receiver<Finish>,
-    stop: &CancellationToken,
-) -> Event {
-    tokio::select! {
-        () = stop.cancelled() => Event::Stopped,
-        finish = ended => match finish {
-            Ok(Finish::Draining) => Event::Draining,
-            Ok(Finish::Ended(trouble)) => Event::Ended(trouble),
-            Err(_) => Event::Ended(Trouble::silent(format!("the tunnel to {} ended", served.place.gateway))),
-        },
+/// Asks a tunnel to leave, if there is one.
+fn leave(served: Option<Served>) {
+    if let Some(served) = served {
+        served.leave.cancel();
     }
 }
 

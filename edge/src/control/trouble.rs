@@ -94,7 +94,8 @@ impl Trouble {
         }
     }
 
-    fn tls(error: &TlsError) -> Self {
+    /// TLS failed.
+    pub(crate) fn tls(error: &TlsError) -> Self {
         match error {
             TlsError::InvalidCertificate(why) if is_about_time(why) => Self::refused(format!(
                 "the gateway's certificate does not hold at this machine's time, {}; is its clock right? ({error})",

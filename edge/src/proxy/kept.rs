@@ -2,7 +2,7 @@
 //!
 //! HTTP/1.1: idle ones lie in a stack for each app, the last used on top, and belong to nobody's task. The
 //! stream that takes one drives it ([`Line`]), so a stream that ends takes its connection with it and no
-//! request changes tasks. HTTP/2: one connection for each app, driven by a task, shared by all streams;
+//! request changes tasks; one that is dropped before it came to rest is reset (design trap 3). HTTP/2: one connection for each app, driven by a task, shared by all streams;
 //! whoever comes first dials and the others wait for it.
 
 use super::{
@@ -10,7 +10,7 @@ use super::{
     forward::Outgoing,
 };
 use bytes::Bytes;
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{socket::Abort, task::Tasks};
 use http_body::{Body as _, Frame};
 use hyper::{
     Request, Response,
@@ -41,6 +41,8 @@ pub(super) struct Line {
     driven: Driven,
     sender: http1::SendRequest<Outgoing>,
     since: Instant,
+    /// A request is under way.
+    busy: bool,
 }
 
 /// What is known of an app's HTTP/2.
@@ -114,7 +116,11 @@ impl Kept {
             !lines.is_empty()
         });
         locked(&self.shared).retain(|_, slot| match slot.try_lock() {
-            Ok(shared) => !matches!(&*shared, Shared::Http2(sender) if sender.is_closed()),
+            Ok(shared) => match &*shared {
+                Shared::Http1 => true,
+                Shared::Http2(sender) => !sender.is_closed(),
+                Shared::Unknown => Arc::strong_count(slot) > 1,
+            },
             Err(_) => true,
         });
     }
@@ -175,6 +181,7 @@ impl Line {
             },
             sender,
             since: Instant::now(),
+            busy: false,
         })
     }
 
@@ -183,6 +190,7 @@ impl Line {
         &mut self,
         request: Request<Outgoing>,
     ) -> Result<Response<Incoming>, TrySendError<Request<Outgoing>>> {
+        self.busy = true;
         let mut answer = pin!(self.sender.try_send_request(request));
         let driven = &mut self.driven;
         poll_fn(|cx| {
@@ -211,8 +219,8 @@ impl Line {
     }
 
     /// What was switched by a 101: the bytes behind it, and the connection.
-    pub(super) async fn into_bytes(self) -> hyper::Result<Option<(Bytes, Connection)>> {
-        let Some(connection) = self.driven.connection else {
+    pub(super) async fn into_bytes(mut self) -> hyper::Result<Option<(Bytes, Connection)>> {
+        let Some(connection) = self.driven.connection.take() else {
             return Ok(None);
         };
         let parts = if self.driven.over {
@@ -225,13 +233,15 @@ impl Line {
 
     /// Waits until the next request can be sent. False if the connection ended instead.
     async fn rest(&mut self) -> bool {
-        poll_fn(|cx| {
+        let rested = poll_fn(|cx| {
             if self.driven.drive(cx).is_err() || self.driven.over {
                 return Poll::Ready(false);
             }
             self.sender.poll_ready(cx).map(|ready| ready.is_ok())
         })
-        .await
+        .await;
+        self.busy = !rested;
+        rested
     }
 
     /// Whether an idle connection can be used: not too old, and not closed by the app.
@@ -239,6 +249,17 @@ impl Line {
         let mut unwatched = Context::from_waker(Waker::noop());
         let sound = self.driven.drive(&mut unwatched).is_ok() && !self.driven.over;
         sound && self.since.elapsed() < bound && self.sender.is_ready()
+    }
+}
+
+impl Drop for Line {
+    /// An app whose request is given up must not take it for one that ended in order.
+    fn drop(&mut self) {
+        if self.busy
+            && let Some(connection) = self.driven.connection.take()
+        {
+            connection.into_parts().io.into_inner().abort();
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
 //! Head first, body behind it in a task of its own, so that an answer that comes before the body is read passes
-//! at once. A caller that goes away drops this future or its body, and with it the stream: a reset.
+//! at once. A caller that goes away drops this future or its body, and with it the stream: a reset. The task
+//! goes with them even while it waits for a tunnel that takes nothing.
 
 use crate::{
     error::{Error, Reason},
@@ -28,6 +29,7 @@ use std::{
     time::Duration,
 };
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
 /// How long a body waits for an app that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not
@@ -48,15 +50,17 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
         .open(head, &Ask::Request, &way.route.target, end)
         .await
         .map_err(|error| failed(way, &error))?;
-    let go = if end {
-        None
+    let (go, upload) = if end {
+        (None, None)
     } else {
-        start_body(way, body, opened.send, expects)
+        let given_up = CancellationToken::new();
+        let go = start_body(way, body, (opened.send, given_up.clone()), expects);
+        (go, Some(given_up.drop_guard()))
     };
     let answer = wait(opened.answer, go)
         .await
         .map_err(|error| failed(way, &error))?;
-    respond(way, answer)
+    Ok(respond(way, answer)?.map(|body| body.with_upload(upload)))
 }
 
 /// Waits for the final answer; lets the body go at the app's 100, at its answer, or when it took too long.
@@ -86,7 +90,7 @@ async fn wait(
 fn start_body(
     way: Way<'_>,
     body: Incoming,
-    send: Send,
+    (send, given_up): (Send, CancellationToken),
     expects: bool,
 ) -> Option<oneshot::Sender<()>> {
     let (tell, told) = oneshot::channel();
@@ -96,7 +100,9 @@ fn start_body(
         record: way.record.clone(),
     };
     let task = send_body(body, send, told);
-    way.proxy.tasks.spawn(debug_span!("body"), task);
+    way.proxy.tasks.spawn(debug_span!("body"), async move {
+        given_up.run_until_cancelled(task).await;
+    });
     expects.then_some(tell)
 }
 

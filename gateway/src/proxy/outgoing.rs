@@ -20,6 +20,7 @@ use std::{
     time::Duration,
 };
 use tokio::time::Sleep;
+use tokio_util::sync::DropGuard;
 
 /// How long a caller that does not read may hold up the end of a broken answer.
 const FLUSH: Duration = Duration::from_secs(5);
@@ -50,6 +51,8 @@ struct Streamed {
     broken: Option<(StreamError, Pin<Box<Sleep>>)>,
     /// Where the caller speaks HTTP/2: its connection had a turn to take what came before the break.
     yielded: bool,
+    /// The request's body, which ends with an answer that is given up.
+    upload: Option<DropGuard>,
 }
 
 impl Outgoing {
@@ -77,11 +80,22 @@ impl Outgoing {
             record: record.clone(),
             broken: None,
             yielded: false,
+            upload: None,
         };
         Self {
             inner: Inner::Stream(Box::new(streamed)),
             socket: None,
         }
+    }
+
+    /// Ties the request's body to this one: it may go on behind an answer that is whole, not behind one that
+    /// nobody takes.
+    #[must_use]
+    pub fn with_upload(mut self, upload: Option<DropGuard>) -> Self {
+        if let Inner::Stream(streamed) = &mut self.inner {
+            streamed.upload = upload;
+        }
+        self
     }
 
     /// Ties the body to the socket of a caller that speaks HTTP/1.1.
@@ -96,6 +110,16 @@ impl Drop for Outgoing {
     fn drop(&mut self) {
         if let Some(socket) = &self.socket {
             socket.answered();
+        }
+    }
+}
+
+impl Drop for Streamed {
+    fn drop(&mut self) {
+        if self.receive.is_end()
+            && let Some(upload) = self.upload.take()
+        {
+            upload.disarm();
         }
     }
 }

@@ -60,14 +60,6 @@ struct App {
     stop: CancellationToken,
 }
 
-/// The app's routes, for the node of that name.
-pub(crate) fn router(node: &str) -> Router {
-    routes(App {
-        node: node.into(),
-        stop: CancellationToken::new(),
-    })
-}
-
 /// Serves the app until `stop`. Returns when the last connection is gone, a second later at most.
 pub(crate) async fn serve(listener: TcpListener, node: String, stop: CancellationToken) {
     let service = TowerToHyperService::new(routes(App {

@@ -12,7 +12,7 @@ use super::{
     Links,
     heard::{Fault, Heard},
 };
-use crate::{metrics::Standing, proxy::Way, state::Row};
+use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
     Ended, Refusal,
     hello::{Control, ControlError, Hello, ToEdge, ToGateway, Welcome},
@@ -22,16 +22,8 @@ use causeway_tunnel::{
     task::Tasks,
     wire,
 };
-use std::{
-    future::Future,
-    io,
-    pin::{Pin, pin},
-    sync::{Arc, Mutex, PoisonError},
-    task::{Context, Poll, ready},
-    time::Duration,
-};
+use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
     sync::oneshot,
     time::{Instant, interval, timeout},
@@ -168,6 +160,7 @@ impl Session {
         let settings = Settings {
             silence: links.config.timeouts.silence,
             round_trip,
+            bulk: u64::try_from(links.config.tunnels.bulk_after).unwrap_or(u64::MAX),
             ..Settings::default()
         };
         let bound = links.config.timeouts.hello;
@@ -250,21 +243,9 @@ impl Session {
                     Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
                     Err(ended) => return self.fault.trouble(&ended),
                 },
-                line = self.control.hear(), if heard => match line {
-                    Ok(ToEdge::Drain { .. }) => {
-                        self.row.leaves();
-                        if let Some(told) = told.take() {
-                            // A slot that stopped does not listen.
-                            let _ = told.send(Finish::Draining);
-                        }
-                    }
-                    Ok(line) => if let Err(trouble) = self.hear(line).await {
-                        return trouble;
-                    },
-                    Err(error) => {
-                        debug!(%error, "the control stream ended");
-                        heard = false;
-                    }
+                line = self.control.hear(), if heard => match self.hear(line, told).await {
+                    Ok(more) => heard = more,
+                    Err(trouble) => return trouble,
                 },
                 () = self.load.bulk() => self.links.bulk.mark(self.slot),
                 () = leave.cancelled(), if leaving.is_none() => {
@@ -286,23 +267,35 @@ impl Session {
     }
 
     fn take(&self, asked: Asked, streams: &Tasks) {
-        let way: Arc<Way> = self.links.way.clone();
-        let span = info_span!("stream", target = %asked.target);
-        streams.spawn(span, async move { way.serve(asked).await });
+        take(&self.links, asked, streams);
     }
 
-    /// What the gateway says while the tunnel stands.
-    async fn hear(&self, line: ToEdge) -> Result<(), Trouble> {
+    /// What the gateway says while the tunnel stands. False when it will say no more.
+    async fn hear(
+        &mut self,
+        line: Result<ToEdge, ControlError>,
+        told: &mut Option<oneshot::Sender<Finish>>,
+    ) -> Result<bool, Trouble> {
         match line {
-            ToEdge::Gateways { gateways } => self.links.gateways.learn(gateways).await,
-            ToEdge::Dismiss { .. } => return Err(unexpected(&line)),
-            ToEdge::Hello(_) | ToEdge::Registered | ToEdge::Drain { .. } => {}
+            Ok(ToEdge::Drain { .. }) => {
+                self.row.leaves();
+                if let Some(told) = told.take() {
+                    // A slot that stopped does not listen.
+                    let _ = told.send(Finish::Draining);
+                }
+            }
+            Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
+            Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
+            Ok(ToEdge::Hello(_) | ToEdge::Registered) => {}
+            Err(error) => {
+                debug!(%error, "the control stream ended");
+                return Ok(false);
+            }
         }
-        Ok(())
+        Ok(true)
     }
 
     async fn tell_leave(&mut self, streams: &Tasks) -> Result<(), Ended> {
-        let way = self.links.way.clone();
         let message = ToGateway::Leave {
             detail: "this edge leaves".into(),
         };
@@ -312,12 +305,16 @@ impl Session {
                 // A gateway that does not hear it sees the tunnel close.
                 _ = &mut telling => return Ok(()),
                 next = self.server.next() => if let Incoming::Stream(asked) = next? {
-                    let way = way.clone();
-                    streams.spawn(info_span!("stream"), async move { way.serve(*asked).await });
+                    take(&self.links, *asked, streams);
                 },
             }
         }
     }
+}
+
+fn take(links: &Links, asked: Asked, streams: &Tasks) {
+    let span = info_span!("stream", target = %asked.target);
+    streams.spawn(span, (links.serve)(asked));
 }
 
 fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {

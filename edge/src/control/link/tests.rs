@@ -270,10 +270,10 @@ async fn round_trip(
             left_to_read -= receive.data().await.unwrap().unwrap().len();
         }
     };
-    let (sent, ()) = timeout(SOON, async { tokio::join!(send.data(chunk), reading) })
+    let (written, ()) = timeout(SOON, async { tokio::join!(send.data(chunk), reading) })
         .await
         .unwrap();
-    sent.unwrap();
+    written.unwrap();
 }
 
 #[tokio::test]

@@ -11,6 +11,13 @@ use tokio::{
 };
 use tower::ServiceExt;
 
+fn router(node: &str) -> Router {
+    routes(App {
+        node: node.into(),
+        stop: CancellationToken::new(),
+    })
+}
+
 async fn ask(request: Request<Body>) -> (Response<()>, Bytes) {
     let (head, body) = router("edge-1")
         .oneshot(request)

@@ -1,0 +1,74 @@
+//! The identity that this edge holds: in memory and in the data directory, the same in both.
+//!
+//! Two change it: `gateways` when a gateway tells addresses, `renew` when it has a new certificate. Each change
+//! is made to the newest identity, one after the other, and is on the disk before anybody sees it; one
+//! that was begun ends even if nobody waits for it any more.
+
+use causeway_certs::{EdgeIdentity, Store, StoreError};
+use std::{
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+use tokio::task::spawn_blocking;
+
+/// The identity of this edge. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Held(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    current: Mutex<EdgeIdentity>,
+    /// Held while the disk is written, by threads that may block.
+    changing: Mutex<()>,
+}
+
+/// Why a change is not kept.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HeldError {
+    /// The data directory cannot be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The runtime stops.
+    #[error(transparent)]
+    Stopping(#[from] io::Error),
+}
+
+impl Held {
+    pub(crate) fn new(identity: EdgeIdentity, store: Store) -> Self {
+        Self(Arc::new(Inner {
+            store,
+            current: Mutex::new(identity),
+            changing: Mutex::default(),
+        }))
+    }
+
+    /// The identity as it is now.
+    pub(crate) fn identity(&self) -> EdgeIdentity {
+        locked(&self.0.current).clone()
+    }
+
+    /// Changes the identity: on the disk, then here.
+    ///
+    /// # Errors
+    /// If it could not be stored; then nothing has changed.
+    pub(crate) async fn change(
+        &self,
+        change: impl FnOnce(&mut EdgeIdentity) + Send + 'static,
+    ) -> Result<(), HeldError> {
+        let held = self.clone();
+        let changed = spawn_blocking(move || {
+            let _changing = locked(&held.0.changing);
+            let mut next = held.identity();
+            change(&mut next);
+            held.0.store.save_edge(&next)?;
+            *locked(&held.0.current) = next;
+            Ok(())
+        });
+        changed.await.map_err(io::Error::from)?
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

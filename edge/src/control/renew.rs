@@ -1,0 +1,188 @@
+//! Renewal: before this node's certificate ends, a new one for a new key.
+//!
+//! 1. wait until two thirds of the certificate's life are over, by the wall clock, which is looked at anew each
+//!    hour: a machine may sleep, or get its time late;
+//! 2. ask a gateway over a connection of its own, on which the certificate before says who asks;
+//! 3. check the answer, store it, and only then dial with it: whenever this process is killed, what is
+//!    on the disk is good;
+//! 4. on trouble wait as for a tunnel, and ask again with another key.
+//!
+//! Standing tunnels keep the certificate that they began with; each further dial shows the new one.
+
+use super::{
+    ask::{self, Asking, Failed},
+    dial::Dialler,
+    held::Held,
+    link::Links,
+    trouble::Trouble,
+};
+use causeway_certs::{
+    Certificate, EdgeIdentity, EdgeKey,
+    verify::{control_client, tunnel_client},
+};
+use causeway_tunnel::backoff::Backoff;
+use std::{
+    fmt::Display,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+use tokio::time::sleep;
+use tracing::{info, warn};
+
+/// The wall clock is looked at this often: timers stand still while a machine is suspended.
+const LOOK: Duration = Duration::from_hours(1);
+/// Between two renewals, however short a life the gateway grants: one costs it a signature and two writes.
+const APART: Duration = Duration::from_secs(10);
+
+/// When a certificate is renewed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Schedule {
+    renews_at: SystemTime,
+    not_after: SystemTime,
+}
+
+/// Renews the certificate for as long as it is polled.
+pub(crate) async fn run(links: Arc<Links>, held: Held) {
+    let mut schedule = Schedule::of(&held.identity(), UNIX_EPOCH, rand::random());
+    schedule.tell(&links);
+    loop {
+        schedule.wait(SystemTime::now).await;
+        until_renewed(&links, &held, &schedule).await;
+        schedule = Schedule::of(&held.identity(), SystemTime::now(), rand::random());
+        schedule.tell(&links);
+        info!(
+            not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
+            "this node's certificate is renewed"
+        );
+        sleep(APART).await;
+    }
+}
+
+impl Schedule {
+    /// For a certificate that came at `since`, if that is known better than from the certificate, whose life
+    /// begins before it was issued. `random`, from 0 to 1, spreads a fleet that joined at once: earlier only.
+    fn of(identity: &EdgeIdentity, since: SystemTime, random: f64) -> Self {
+        let leaf = identity.leaf.chain().first();
+        // A leaf's certificate was read when the leaf was made.
+        let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
+        let leaf = leaf.unwrap_or_default();
+        let moment = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        let not_after = moment(leaf.not_after);
+        Self::new(moment(leaf.not_before).max(since), not_after, random)
+    }
+
+    fn new(begins: SystemTime, not_after: SystemTime, random: f64) -> Self {
+        let life = not_after.duration_since(begins).unwrap_or_default();
+        let share = 2.0 / 3.0 - random.clamp(0.0, 1.0) / 15.0;
+        Self {
+            renews_at: begins.min(not_after) + life.mul_f64(share),
+            not_after,
+        }
+    }
+
+    fn tell(&self, links: &Links) {
+        let ends = self.not_after.duration_since(UNIX_EPOCH);
+        let ends = ends.unwrap_or_default().as_secs();
+        links.metrics.certificate_ends(ends);
+        links.state.certificate(self.not_after, self.renews_at);
+    }
+
+    /// Returns when the certificate is to be renewed by this clock.
+    async fn wait(&self, clock: impl Fn() -> SystemTime) {
+        loop {
+            let left = self.renews_at.duration_since(clock()).unwrap_or_default();
+            if left.is_zero() {
+                return;
+            }
+            sleep(left.min(LOOK)).await;
+        }
+    }
+
+    /// Time does not mend a certificate that has ended, whatever the gateway says.
+    fn weigh(&self, trouble: Trouble, now: SystemTime) -> Trouble {
+        if now <= self.not_after {
+            return trouble;
+        }
+        Trouble::unwelcome(format!(
+            "this node's certificate ended at {}, unless this machine's clock is wrong (it is {}): rejoin \
+             with a fresh token, by --join ({})",
+            humantime::format_rfc3339_seconds(self.not_after),
+            humantime::format_rfc3339_seconds(now),
+            trouble.what(),
+        ))
+    }
+}
+
+/// Asks until there is a new certificate and all further dials show it.
+async fn until_renewed(links: &Links, held: &Held, schedule: &Schedule) {
+    let bounds = &links.config.backoff;
+    let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+    loop {
+        let renewed = renew(links, held).await;
+        let outcome = renewed.as_ref().map_or_else(Trouble::word, |()| "renewed");
+        links.metrics.renewal(outcome);
+        let Err(trouble) = renewed else {
+            return;
+        };
+        let trouble = schedule.weigh(trouble, SystemTime::now());
+        let delay = trouble.delay(&mut backoff, rand::random());
+        warn!(
+            reason = trouble.word(),
+            what = trouble.what(),
+            retry_in = ?delay,
+            "this node's certificate is not renewed"
+        );
+        links
+            .state
+            .not_renewed(trouble.what(), trouble.is_refusal(), delay);
+        sleep(delay).await;
+    }
+}
+
+async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
+    let old = held.identity();
+    let new = ask(links, &old).await?;
+    let tls = tunnel_client(&new).map_err(local)?;
+    let leaf = new.leaf;
+    held.change(|identity| identity.leaf = leaf)
+        .await
+        .map_err(local)?;
+    links.dialler.identify(tls);
+    Ok(())
+}
+
+async fn ask(links: &Links, old: &EdgeIdentity) -> Result<EdgeIdentity, Trouble> {
+    let key = EdgeKey::generate().map_err(local)?;
+    let asking = Asking::new(&key).map_err(local)?;
+    let tls = control_client(old).map_err(local)?;
+    let dialler = Dialler::new(ask::http1(&tls), &links.config);
+    let gateways = links.gateways.all();
+    let asked = asking.ask(&dialler, &gateways, "/v1/renew").await;
+    let unsound = |why: &dyn Display| {
+        Trouble::unwelcome(format!("the gateway's answer is no certificate: {why}"))
+    };
+    let granted = asked.map_err(|failed| match failed {
+        Failed::Trouble(trouble) => trouble,
+        Failed::Answer(why) => unsound(&why),
+        Failed::Refused { reason, detail } => Trouble::unwelcome(format!(
+            "the gateway refuses to renew this node's certificate ({reason}): {detail}"
+        )),
+    })?;
+    let new = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem());
+    let new = new.map_err(|error| unsound(&error))?;
+    if new.node != old.node {
+        return Err(unsound(&format_args!("it is for node {}", new.node)));
+    }
+    if new.root != old.root {
+        return Err(unsound(&"it is of another CA"));
+    }
+    Ok(new)
+}
+
+/// This machine's own fault: the gateway is not asked for certificates that cannot be kept.
+fn local(why: impl Display) -> Trouble {
+    Trouble::unwelcome(format!("a new certificate cannot be used: {why}"))
+}
+
+#[cfg(test)]
+mod tests;

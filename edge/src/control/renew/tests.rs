@@ -1,0 +1,413 @@
+//! The schedule by clocks of our own, and renewals over TLS against a gateway that answers as told.
+
+use super::*;
+use crate::{Bound, Config, Edge, state::Status};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use causeway_certs::{
+    Access, Ca, CsrKey, GatewayName, NodeName, Store, TrustDomain,
+    verify::{Trust, join_server},
+};
+use causeway_tunnel::{task::Tasks, wire};
+use rustls_pki_types::CertificateDer;
+use serde_json::{Value, json};
+use std::{
+    net::SocketAddr,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::{Instant, timeout},
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::sync::CancellationToken;
+use tracing::info_span;
+
+const SOON: Duration = Duration::from_secs(8);
+const HOUR: Duration = Duration::from_hours(1);
+const DAY: Duration = Duration::from_hours(24);
+/// Certificates begin an hour before they are issued, so one of ten minutes is due at once.
+const DUE: Duration = Duration::from_mins(10);
+const ENDED: Duration = Duration::ZERO;
+
+fn day(number: u32) -> SystemTime {
+    UNIX_EPOCH + DAY * number
+}
+
+#[test]
+fn a_certificate_is_renewed_at_two_thirds_of_its_life_and_jitter_only_shortens() {
+    let at = |random| Schedule::new(day(100), day(115), random).renews_at;
+    let second = Duration::from_secs(1);
+    let near = |one: SystemTime, other: SystemTime| one < other + second && other < one + second;
+    assert!(near(at(0.0), day(110)));
+    assert!(near(at(1.0), day(109)));
+    assert!(at(1.0) < at(0.5) && at(0.5) < at(0.0));
+    let reversed = Schedule::new(day(115), day(100), 0.5);
+    assert_eq!(reversed.renews_at, day(100));
+}
+
+/// A wall clock that goes with tokio's, and can be moved.
+struct Clock {
+    began: Instant,
+    offset: AtomicU64,
+}
+
+impl Clock {
+    fn now(&self) -> SystemTime {
+        let offset = Duration::from_secs(self.offset.load(Relaxed));
+        UNIX_EPOCH + offset + self.began.elapsed()
+    }
+
+    fn move_to(&self, time: SystemTime) {
+        let since = time.duration_since(UNIX_EPOCH).unwrap();
+        self.offset.store(since.as_secs(), Relaxed);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour() {
+    let schedule = Schedule::new(day(100), day(115), 0.0);
+    let clock = Clock {
+        began: Instant::now(),
+        offset: AtomicU64::default(),
+    };
+    clock.move_to(day(109));
+    schedule.wait(|| clock.now()).await;
+    let waited = clock.began.elapsed();
+    assert!(waited.abs_diff(DAY) < HOUR, "{waited:?}");
+
+    // 1970, as a machine without a clock of its own believes after its start, until it hears the time.
+    clock.move_to(day(0));
+    let began = Instant::now();
+    let set = async {
+        sleep(HOUR * 5 / 2).await;
+        clock.move_to(day(112));
+    };
+    tokio::join!(schedule.wait(|| clock.now()), set);
+    assert_eq!(began.elapsed().as_secs(), 3 * HOUR.as_secs());
+}
+
+#[test]
+fn a_certificate_that_has_ended_needs_a_token_whatever_the_network_says() {
+    let schedule = Schedule::new(day(100), day(115), 0.0);
+    let weighed = |now| schedule.weigh(Trouble::silent("nobody there"), now);
+    assert_eq!(weighed(day(115)).word(), "silent");
+    let ended = weighed(day(116));
+    assert_eq!(ended.word(), "unwelcome");
+    for words in ["rejoin with a fresh token", "clock", "nobody there"] {
+        assert!(ended.what().contains(words), "{}", ended.what());
+    }
+}
+
+fn ca() -> Arc<Ca> {
+    Arc::new(Ca::create(&TrustDomain::parse("test").unwrap()).unwrap())
+}
+
+/// Issues for the request in `asked`.
+fn issue(ca: &Ca, node: &str, asked: &Value) -> Value {
+    let csr = STANDARD.decode(asked["csr"].as_str().unwrap()).unwrap();
+    let (key, node) = (
+        CsrKey::verify(&csr).unwrap(),
+        NodeName::parse(node).unwrap(),
+    );
+    let issued = ca.issue_edge(&key, &node, DAY * 7).unwrap();
+    json!({ "certificate": issued.pem(), "root": ca.root_pem(), "gateways": ["told.test:1"] })
+}
+
+/// A gateway that answers renewals, and loses each tunnel after it has seen its certificate.
+struct Gateway {
+    address: SocketAddr,
+    dials: mpsc::UnboundedReceiver<CertificateDer<'static>>,
+    _tasks: Tasks,
+}
+
+impl Gateway {
+    async fn start(ca: &Ca, answer: impl Fn(Value) -> (u16, Value) + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let name = GatewayName::parse("localhost").unwrap();
+        let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
+        let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
+        let config = join_server(leaf.resolver(), &trust).unwrap();
+        let mut config = rustls::ServerConfig::clone(&config);
+        config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let (seen, dials) = mpsc::unbounded_channel();
+        let tasks = Tasks::default();
+        tasks.spawn(info_span!("gateway"), async move {
+            while let Ok((tcp, _)) = listener.accept().await {
+                let Ok(mut tls) = acceptor.accept(tcp).await else {
+                    continue;
+                };
+                let shown = tls.get_ref().1.peer_certificates();
+                let shown = shown.expect("the edge shows its certificate")[0].clone();
+                if tls.get_ref().1.alpn_protocol() == Some(wire::ALPN_TUNNEL) {
+                    seen.send(shown.into_owned()).ok();
+                } else {
+                    let asked = asked(&mut tls).await;
+                    let (status, body) = answer(asked);
+                    reply(&mut tls, status, &body.to_string()).await;
+                }
+            }
+        });
+        Self {
+            address,
+            dials,
+            _tasks: tasks,
+        }
+    }
+
+    /// Waits for a tunnel that is dialled with this certificate.
+    async fn dialled_with(&mut self, certificate: &CertificateDer<'_>) {
+        let dialled = async { while self.dials.recv().await.unwrap() != *certificate {} };
+        timeout(SOON, dialled).await.unwrap();
+    }
+}
+
+async fn asked(tls: &mut TlsStream<TcpStream>) -> Value {
+    let mut read = Vec::new();
+    loop {
+        read.push(tls.read_u8().await.unwrap());
+        if let Some(head) = read.windows(4).position(|four| four == b"\r\n\r\n")
+            && let Ok(body) = serde_json::from_slice::<Value>(&read[head + 4..])
+        {
+            assert!(read.starts_with(b"POST /v1/renew HTTP/1.1\r\n"));
+            assert!(body.get("token").is_none());
+            return body;
+        }
+    }
+}
+
+async fn reply(tls: &mut TlsStream<TcpStream>, status: u16, body: &str) {
+    let length = body.len();
+    let text = format!("HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n{body}");
+    tls.write_all(text.as_bytes()).await.unwrap();
+    tls.flush().await.unwrap();
+}
+
+/// An edge that runs, and its data directory.
+struct Joined {
+    data: TempDir,
+    before: EdgeIdentity,
+}
+
+impl Joined {
+    /// An edge whose certificate has this life left.
+    fn new(ca: &Ca, life: Duration) -> Self {
+        let (data, key) = (TempDir::new().unwrap(), EdgeKey::generate().unwrap());
+        let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+        let node = NodeName::parse("edge-1").unwrap();
+        let issued = ca.issue_edge(&csr, &node, life).unwrap();
+        let before = EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem());
+        let mut before = before.unwrap();
+        before.gateways = vec!["kept.test:1".to_owned()];
+        let store = Store::open(data.path(), Access::Create).unwrap();
+        store.save_edge(&before).unwrap();
+        Self { data, before }
+    }
+
+    fn stored(&self) -> EdgeIdentity {
+        let store = Store::open(self.data.path(), Access::Existing).unwrap();
+        store.edge().unwrap().unwrap()
+    }
+
+    fn is_as_before(&self) -> bool {
+        let (now, before) = (self.stored().leaf, &self.before.leaf);
+        now.chain() == before.chain() && now.key_pem() == before.key_pem()
+    }
+
+    async fn bind(&self, gateway: SocketAddr) -> Bound {
+        let mut config = Config {
+            data_dir: self.data.path().into(),
+            gateways: vec![gateway.to_string()],
+            ..Config::default()
+        };
+        config.admin.listen = "127.0.0.1:0".parse().unwrap();
+        config.backoff.silent_max = Duration::from_millis(50);
+        let edge = Edge::open(config, &CancellationToken::new()).await;
+        edge.unwrap().bind().unwrap()
+    }
+
+    /// Runs until its status is as wanted.
+    async fn run_until(&self, gateway: SocketAddr, wanted: impl Fn(&Status) -> bool) -> Status {
+        let bound = self.bind(gateway).await;
+        let reader = bound.reader();
+        let until = async {
+            loop {
+                let status = reader.status();
+                if wanted(&status) {
+                    return status;
+                }
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::select! {
+            status = timeout(SOON, until) => status.unwrap_or_else(|_| panic!("{:#?}", reader.status())),
+            ended = bound.run(CancellationToken::new()) => panic!("{ended:?}"),
+        }
+    }
+}
+
+async fn metrics(admin: SocketAddr) -> String {
+    let mut tcp = TcpStream::connect(admin).await.unwrap();
+    let ask = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    tcp.write_all(ask).await.unwrap();
+    let mut answer = String::new();
+    tcp.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+fn trouble(status: &Status) -> Option<&str> {
+    let trouble = status.certificate.as_ref()?.trouble.as_ref()?;
+    Some(&trouble.what)
+}
+
+#[tokio::test]
+async fn a_renewal_is_stored_with_a_new_key_and_shown_by_the_next_dial() {
+    let ca = ca();
+    let edge = Joined::new(&ca, DUE);
+    let grants = ca.clone();
+    let mut gateway =
+        Gateway::start(&ca, move |asked| (200, issue(&grants, "edge-1", &asked))).await;
+    let bound = edge.bind(gateway.address).await;
+    let (reader, admin) = (bound.reader(), bound.local_addr());
+    let renewed = async {
+        gateway.dialled_with(&edge.before.leaf.chain()[0]).await;
+        while edge.is_as_before() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let after = edge.stored();
+        gateway.dialled_with(&after.leaf.chain()[0]).await;
+        (after, metrics(admin).await)
+    };
+    let (after, metrics) = tokio::select! {
+        after = renewed => after,
+        ended = bound.run(CancellationToken::new()) => panic!("{ended:?}"),
+    };
+    let before = &edge.before;
+    assert_ne!(after.leaf.key_pem(), before.leaf.key_pem());
+    assert_eq!(
+        (&after.node, &after.root, &after.trust_domain),
+        (&before.node, &before.root, &before.trust_domain)
+    );
+    assert_eq!(after.gateways, before.gateways);
+    let ends = after.leaf.not_after().as_secs();
+    for line in [
+        "causeway_edge_renewals_total{outcome=\"renewed\"} 1\n".to_owned(),
+        format!("causeway_edge_certificate_expiry_timestamp_seconds {ends}\n"),
+    ] {
+        assert!(metrics.contains(&line), "{metrics}");
+    }
+    let certificate = reader.status().certificate.unwrap();
+    assert_eq!(certificate.not_after, ends * 1000);
+    assert!(certificate.renews_at < certificate.not_after && certificate.trouble.is_none());
+}
+
+#[tokio::test]
+async fn a_refusal_is_told_and_keeps_what_is_stored() {
+    let ca = ca();
+    let edge = Joined::new(&ca, DUE);
+    let refuse = |_| {
+        (
+            403,
+            json!({ "reason": "node_unknown", "detail": "it was removed" }),
+        )
+    };
+    let gateway = Gateway::start(&ca, refuse).await;
+    let status = edge
+        .run_until(gateway.address, |status| trouble(status).is_some())
+        .await;
+    let said = trouble(&status).unwrap();
+    assert!(
+        said.contains("(node_unknown): it was removed"),
+        "{status:#?}"
+    );
+    let trouble = status.certificate.unwrap().trouble.unwrap();
+    // At the maximum, which is a minute, less jitter.
+    assert!(
+        trouble.refused && trouble.retry_at >= trouble.at + 30_000,
+        "{trouble:?}"
+    );
+    assert!(edge.is_as_before());
+}
+
+#[tokio::test]
+async fn a_certificate_for_another_node_or_of_another_ca_is_not_taken() {
+    let (ours, other) = (ca(), ca());
+    for (grants, node, words) in [
+        (ours.clone(), "edge-2", "it is for node edge-2"),
+        (other, "edge-1", "it is of another CA"),
+    ] {
+        let edge = Joined::new(&ours, DUE);
+        let gateway = Gateway::start(&ours, move |asked| (200, issue(&grants, node, &asked))).await;
+        let wanted = |status: &Status| trouble(status).is_some_and(|said| said.contains(words));
+        edge.run_until(gateway.address, wanted).await;
+        assert!(edge.is_as_before());
+    }
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_refused_and_says_that_a_token_is_needed() {
+    let ca = ca();
+    let edge = Joined::new(&ca, ENDED);
+    let gateway = Gateway::start(&ca, |_| panic!("it was let in")).await;
+    sleep(Duration::from_secs(1)).await;
+    let wanted = |status: &Status| {
+        trouble(status).is_some_and(|said| {
+            said.contains("rejoin with a fresh token") && said.contains("CertificateExpired")
+        })
+    };
+    edge.run_until(gateway.address, wanted).await;
+}
+
+#[tokio::test]
+async fn a_silent_gateway_is_asked_again_until_it_answers() {
+    let ca = ca();
+    let edge = Joined::new(&ca, DUE);
+    let (grants, busy) = (ca.clone(), AtomicU64::new(2));
+    let answer = move |asked| match busy.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1))
+    {
+        Ok(_) => (503, json!({})),
+        Err(_) => (200, issue(&grants, "edge-1", &asked)),
+    };
+    let gateway = Gateway::start(&ca, answer).await;
+    let renewed = edge.before.leaf.not_after().as_secs() * 1000;
+    let wanted = |status: &Status| {
+        let certificate = status.certificate.as_ref();
+        certificate.is_some_and(|certificate| certificate.not_after > renewed)
+    };
+    edge.run_until(gateway.address, wanted).await;
+    assert!(!edge.is_as_before());
+}
+
+#[tokio::test]
+async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
+    let ca = ca();
+    let (edge, other) = (Joined::new(&ca, DUE), Joined::new(&ca, HOUR));
+    let store = Store::open(edge.data.path(), Access::Existing).unwrap();
+    let held = Held::new(edge.before.clone(), store);
+    let leaf = other.before.leaf.clone();
+    let (one, two) = tokio::join!(
+        held.change(|identity| identity.gateways = vec!["new.test:1".to_owned()]),
+        held.change(move |identity| identity.leaf = leaf),
+    );
+    one.unwrap();
+    two.unwrap();
+    for identity in [held.identity(), edge.stored()] {
+        assert_eq!(identity.gateways, ["new.test:1"]);
+        assert_eq!(identity.leaf.chain(), other.before.leaf.chain());
+    }
+    // A directory that cannot be written changes nothing.
+    drop(edge);
+    let leaf = other.before.leaf.clone();
+    let unkept = held
+        .change(move |identity| {
+            identity.gateways.clear();
+            identity.leaf = leaf;
+        })
+        .await;
+    unkept.unwrap_err();
+    assert_eq!(held.identity().gateways, ["new.test:1"]);
+}

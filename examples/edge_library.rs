@@ -1,0 +1,136 @@
+//! Run with: `cargo run --example edge_library`
+//!
+//! The edge as a library: a program on a node makes itself reachable, without an agent beside it. Its app
+//! listens on loopback, an edge in the same process serves it to the gateway, and `Status` says how
+//! that goes. The gateway, at the end of this file, runs elsewhere in real life.
+
+use std::{error::Error, net::SocketAddr, path::Path, time::Duration};
+
+use axum::{Router, routing::get};
+use causeway_certs::{Access, Ca, NodeName, Store, TrustDomain};
+use causeway_edge::config::{Port, Secret};
+use causeway_edge::{Config, Edge, state::Reader};
+use causeway_gateway::Gateway;
+use causeway_gateway::config::{Front, Kind, Listen};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir()?;
+    let stop = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    let (gateway, front, token) = gateway(folder.path(), &stop, &mut tasks)?;
+
+    // The program's own service.
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let app = listener.local_addr()?;
+    let router = Router::new().route("/temperature", get(|| async { "21.5" }));
+    let serving =
+        axum::serve(listener, router).with_graceful_shutdown(stop.clone().cancelled_owned());
+    tasks.spawn(async move { Ok(serving.await?) });
+
+    // Callers reach it as port 80 of this node, and nothing else of this machine.
+    let port = Port {
+        target: Some(app.to_string()),
+        ..Port::default()
+    };
+    let mut config = Config {
+        data_dir: folder.path().join("edge"),
+        gateways: vec![gateway.to_string()],
+        // Needed once: the certificate that it buys is kept in the data directory.
+        join: Some(Secret::new(token)),
+        ports: [(80, port)].into(),
+        ..Config::default()
+    };
+    config.admin.listen = SocketAddr::from(([127, 0, 0, 1], 0));
+    let edge = Edge::open(config, &stop).await?.bind()?;
+    let status = edge.reader();
+    show("bound", &status);
+    let stopped = stop.clone();
+    tasks.spawn(async move { Ok(edge.run(stopped).await?) });
+
+    let connected = async {
+        while status.status().state != "connected" {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), connected).await?;
+    show("running", &status);
+    println!("a caller reads {}", call(front).await?);
+    show("called", &status);
+
+    // The edge leaves its gateways in order: what is open gets `timeouts.drain` to end.
+    stop.cancel();
+    while let Some(ended) = tasks.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// What the edge says of itself; the same as JSON is at `/status` of its admin listener.
+fn show(when: &str, edge: &Reader) {
+    let status = edge.status();
+    println!("{when}: {} is {}", status.node, status.state);
+    for tunnel in &status.tunnels {
+        println!(
+            "  tunnel {} to {}: {} streams so far, {} bytes sent",
+            tunnel.slot, tunnel.gateway, tunnel.opened, tunnel.sent
+        );
+    }
+    if let Some(trouble) = &status.trouble {
+        println!("  trouble: {}", trouble.what);
+    }
+}
+
+/// Starts a gateway; returns its tunnel port, an `http` front, and a token for a node.
+fn gateway(
+    folder: &Path,
+    stop: &CancellationToken,
+    tasks: &mut JoinSet<Result>,
+) -> Result<(SocketAddr, SocketAddr, String)> {
+    let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+    let store = Store::open(folder.join("gateway"), Access::Create)?;
+    store.save_ca(&Ca::create(&TrustDomain::parse("embedded.example")?)?)?;
+    let name = NodeName::parse("sensor-1")?;
+    let token = store
+        .tokens()?
+        .create(&name, Duration::from_mins(5), Vec::new(), None)?;
+    let front = Front {
+        anonymous: true,
+        ..Front::new("http", Kind::Http, Listen::Tcp(loopback))
+    };
+    let mut config = causeway_gateway::Config {
+        data_dir: folder.join("gateway"),
+        fronts: vec![front],
+        ..Default::default()
+    };
+    config.tunnel.listen = loopback;
+    config.admin.listen = loopback;
+    config.timeouts.drain = Duration::from_millis(500);
+    let gateway = Gateway::new(config).bind()?;
+    let addresses = gateway.addresses();
+    let front = addresses.front("http").ok_or("no address")?;
+    let stopped = stop.clone();
+    tasks.spawn(async move {
+        gateway.run(stopped).await;
+        Ok(())
+    });
+    Ok((addresses.tunnel, front, token.text().expose().to_owned()))
+}
+
+/// One request to port 80 of sensor-1: the body of its answer.
+async fn call(front: SocketAddr) -> Result<String> {
+    let mut io = TcpStream::connect(front).await?;
+    io.write_all(b"GET /temperature HTTP/1.1\r\nhost: sensor-1:80\r\nconnection: close\r\n\r\n")
+        .await?;
+    let mut answer = String::new();
+    io.read_to_string(&mut answer).await?;
+    let (_, body) = answer.split_once("\r\n\r\n").ok_or("no head")?;
+    Ok(body.to_owned())
+}
