@@ -104,3 +104,10 @@ fn text<E>(value: Result<&str, E>) -> Option<String> {
 fn seconds(timestamp: i64) -> u64 {
     u64::try_from(timestamp).unwrap_or(0)
 }
+/// Unix seconds as people read them.
+pub(crate) fn date(seconds: u64) -> String {
+    // Beyond the year 9999 there is no such form.
+    let last = 253_402_300_799;
+    let moment = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds.min(last));
+    humantime::format_rfc3339_seconds(moment).to_string()
+}

@@ -12,6 +12,7 @@ use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
 use super::{JoinToken, TokenRecord};
+use crate::certificate::date;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
 use crate::store::{Dir, StoreError};
@@ -29,13 +30,13 @@ pub enum TokenRefused {
     #[error("the join token is unknown to this gateway")]
     Unknown,
     /// Too late.
-    #[error("the join token expired at Unix time {when}")]
+    #[error("the join token expired at {}", date(*when))]
     Expired {
         /// When it ended.
         when: u64,
     },
     /// A token joins one edge, once.
-    #[error("the join token was already used at Unix time {when}; make a new one")]
+    #[error("the join token was already used at {}; make a new one", date(*when))]
     Used {
         /// When it was spent.
         when: u64,

@@ -15,7 +15,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 
 use super::{Trust, provider};
-use crate::certificate::{Certificate, CertificateError};
+use crate::certificate::{Certificate, CertificateError, date};
 use crate::identity::Identity;
 use crate::name::NameError;
 
@@ -58,13 +58,13 @@ pub enum PeerRefused {
     #[error("the certificate is not issued by a CA that is trusted here")]
     UnknownIssuer,
     /// Ended.
-    #[error("the certificate expired at Unix time {not_after}")]
+    #[error("the certificate expired at {}", date(*not_after))]
     Expired {
         /// Its last second.
         not_after: u64,
     },
     /// Not begun: one of the two clocks is wrong.
-    #[error("the certificate is not valid before Unix time {not_before}; check the clocks")]
+    #[error("the certificate is not valid before {}; check the clocks", date(*not_before))]
     NotYetValid {
         /// Its first second.
         not_before: u64,

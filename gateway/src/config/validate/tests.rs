@@ -87,6 +87,28 @@ fn a_tcp_front_says_whom_it_is_for() {
 }
 
 #[test]
+fn a_tcp_front_for_anybody_is_one_without_tls() {
+    let certificate = json!({ "chain": "chain.pem", "key": "key.pem" });
+    let front = |anonymous: bool| {
+        json!({ "fronts": [{
+            "name": "ssh", "kind": "tcp", "listen": "127.0.0.1:0", "node": "edge-1", "port": 22,
+            "anonymous": anonymous,
+        }]})
+    };
+    for anonymous in [false, true] {
+        let config: Config = serde_json::from_value(front(anonymous)).unwrap();
+        assert_eq!(config.fronts[0].has_tls(), !anonymous);
+    }
+    let mut shows = front(true);
+    shows["fronts"][0]["certificate"] = certificate;
+    one_fault(
+        shows,
+        "fronts[0].certificate",
+        "an anonymous tcp front is served without TLS",
+    );
+}
+
+#[test]
 fn nothing_is_open_unless_it_says_so() {
     let http = |more: Value| {
         let mut front = json!({ "name": "plain", "kind": "http", "listen": "127.0.0.1:0" });

@@ -1,0 +1,643 @@
+//! Bad input to the built binary: what is wrong is said in words that help, and nothing is half done.
+//!
+//! Exit 2 for arguments and configuration, with all faults at once; exit 1 for everything else. A refusal that
+//! time does not mend ends an edge that joins; one that runs backs off and says so.
+
+use crate::world::{
+    app::App,
+    process::{
+        Causeway, Ended, Output, Process, Site, am_root, causeway, causeway_on_a_full_disk,
+        causeway_under_modes,
+    },
+    tool::{Tool, need},
+    until,
+};
+use serde_json::Value;
+use std::{
+    fs,
+    net::TcpListener,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    time::{Duration, Instant, SystemTime},
+};
+
+/// A little of everything; each expected line is one fault.
+const GATEWAY: &str = "\
+colour: blue
+tunnel:
+  listen: 127.0.0.1:7000
+admin:
+  listen: 127.0.0.1:70000
+fronts:
+  - name: web
+    kind: https
+    listen: 0.0.0.0:7000
+    certificate: { chain: none/chain.pem, key: none/key.pem }
+  - name: web
+    kind: https
+    listen: 127.0.0.1:7001
+";
+const GATEWAY_FAULTS: [&str; 6] = [
+    "gateway.yaml:1:1: colour: unknown key; the keys that may stand here are ",
+    "gateway.yaml:5:11: admin.listen: \"127.0.0.1:70000\" is no listen address; write IP:PORT ",
+    "gateway.yaml:9:13: fronts[0].listen: 0.0.0.0:7000 overlaps with tunnel.listen (127.0.0.1:7000); give ",
+    "gateway.yaml:10:27: fronts[0].certificate.chain: cannot read none/chain.pem: No such file",
+    "gateway.yaml:10:48: fronts[0].certificate.key: cannot read none/key.pem: No such file",
+    "gateway.yaml:11:11: fronts[1].name: the name \"web\" is taken",
+];
+
+#[tokio::test]
+async fn all_faults_of_a_configuration_come_out_at_once_each_with_its_place_and_remedy() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("gateway.yaml"), GATEWAY).unwrap();
+    for line in [
+        "gateway --config gateway.yaml",
+        "gateway --config gateway.yaml --check-config",
+    ] {
+        let said = causeway(line)
+            .within(folder.path())
+            .run()
+            .await
+            .with_code(2);
+        let faults: Vec<&str> = said.stderr.lines().collect();
+        assert_eq!(faults.len(), GATEWAY_FAULTS.len(), "{}", said.stderr);
+        for (fault, expected) in faults.iter().zip(GATEWAY_FAULTS) {
+            assert!(fault.starts_with(expected), "{fault}\n{expected}");
+        }
+        assert_eq!(said.stdout, "");
+    }
+}
+
+#[tokio::test]
+async fn each_bad_configuration_is_refused_in_the_words_beside_it_and_each_good_one_is_sound() {
+    let fixtures = |kind: &str| {
+        let folder: PathBuf = [env!("CARGO_MANIFEST_DIR"), "tests/fixtures/config", kind]
+            .iter()
+            .collect();
+        let files = fs::read_dir(&folder).unwrap().map(|file| file.unwrap());
+        let names = files.map(|file| PathBuf::from(file.file_name()));
+        let yaml = |name: &PathBuf| name.extension().is_some_and(|kind| kind == "yaml");
+        let names: Vec<PathBuf> = names.filter(yaml).collect();
+        assert!(!names.is_empty());
+        (folder, names)
+    };
+    let check = |folder: &Path, name: &Path| {
+        let (side, _) = name.to_str().unwrap().split_once('-').unwrap();
+        let check = causeway(side).args(["--check-config"]);
+        check.flag("--config", name).within(folder).run()
+    };
+    let (folder, names) = fixtures("invalid");
+    for name in names {
+        let said = check(&folder, &name).await.with_code(2);
+        let expected = folder.join(&name).with_extension("expected");
+        assert_eq!(said.stderr, fs::read_to_string(expected).unwrap());
+    }
+    let (folder, names) = fixtures("valid");
+    for name in names {
+        check(&folder, &name).await.ok();
+    }
+}
+
+#[tokio::test]
+async fn faults_in_flags_and_variables_name_the_flag_and_the_variable() {
+    for side in ["gateway", "edge"] {
+        let said = causeway(side)
+            .env("CAUSEWAY_LOG_FORMAT", "xml")
+            .args(["--admin-listen", "5"]);
+        let said = said
+            .args(["--config", "none.yaml"])
+            .run()
+            .await
+            .with_code(2)
+            .stderr;
+        for part in [
+            "environment CAUSEWAY_LOG_FORMAT: log.format: \"xml\" is not one of text, json",
+            "flag --admin-listen: admin.listen: ",
+            "none.yaml: cannot be read: No such file",
+        ] {
+            assert!(said.contains(part), "{part}\n{said}");
+        }
+    }
+    for line in [
+        "gateway --frob",
+        "frob",
+        "",
+        "status -o xml",
+        "token create",
+    ] {
+        let said = causeway(line).run().await.with_code(2);
+        assert!(
+            said.stderr.contains("Usage") || said.stderr.contains("--help"),
+            "{line}: {said:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_address_in_use_is_said_with_the_front_that_wants_it() {
+    let site = Site::start().await;
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    let front = |listen: &str| format!("[{{name: metrics, kind: https, listen: \"{listen}\"}}]");
+    let free = "127.0.0.1:0";
+    for (tunnel, admin, listen, named) in [
+        (free, free, taken.as_str(), "front \"metrics\""),
+        (&taken, free, free, "tunnel"),
+        (free, &taken, free, "admin"),
+    ] {
+        let second = causeway("gateway").flag("--data-dir", site.data());
+        let second = second
+            .flag("--fronts", front(listen))
+            .flag("--admin-listen", admin);
+        let said = second.flag("--tunnel-listen", tunnel).run().await;
+        said.failed(&[named, &taken, "in use"]);
+    }
+    // The first gateway has not been disturbed.
+    let admin = fs::read_to_string(site.data().join("run-admin")).unwrap();
+    assert_eq!(admin.trim(), site.admin);
+
+    let edge = site.join("edge-1", 1).await;
+    edge.stop().await.ok();
+    let edge = causeway("edge").flag("--data-dir", site.edge_data("edge-1"));
+    let edge = edge
+        .flag("--gateway", &site.tunnel)
+        .flag("--admin-listen", &taken)
+        .run()
+        .await;
+    edge.failed(&["admin.listen", &taken, "in use"]);
+}
+
+#[tokio::test]
+async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason_and_no_second_try() {
+    let site = Site::start().await;
+    let used = site.token("--node edge-1").await;
+    let mut first = site.edge("edge-1", 1).flag("--join", &used).start();
+    first.said("joined").await;
+    let expired = site.token("--node edge-2 --ttl 1ms").await;
+    let other = site.token("--node edge-3").await;
+    let secret = |token: &str| token.split('.').nth(2).unwrap().to_owned();
+    let foreign = other.replace(&secret(&other), &secret(&expired));
+
+    for (token, node, words, logged) in [
+        (&used, "edge-1", "used already", "token_used"),
+        (&expired, "edge-2", "expired", "token_expired"),
+        (&other, "edge-9", "for another node", "token_other_node"),
+        (
+            &foreign,
+            "edge-3",
+            "does not know this join token",
+            "token_unknown",
+        ),
+    ] {
+        let refused = site
+            .edge("fresh", 1)
+            .args(["--node", node])
+            .flag("--join", token);
+        let said = at_once(refused).await.failed(&[words]);
+        assert!(!said.contains(&secret(token)), "{said}");
+        assert!(!site.edge_data("fresh").join("edge.json").exists());
+        let log = site.gateway.written();
+        assert_eq!(log.count(logged), 1, "{log:#?}");
+        assert!(!log.stderr.contains(&secret(token)));
+    }
+    // What was refused is not spent.
+    let mut meant = site.edge("edge-3", 1).flag("--join", &other).start();
+    meant.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn a_damaged_token_is_refused_without_asking_anybody() {
+    let site = Site::start().await;
+    let token = site.token("--node edge-1").await;
+    let parts: Vec<&str> = token.split('.').collect();
+    let [prefix, id, secret, hash] = parts[..] else {
+        panic!("{token}")
+    };
+    for (damaged, words) in [
+        (format!("x{token}"), "not a join token"),
+        (
+            format!("{prefix}.{id}.{secret}"),
+            "cut off: it has 3 of its 4 parts",
+        ),
+        (format!("{token}.more"), "more than its 4 parts"),
+        (
+            format!("{prefix}.{id}.{}.{hash}", &secret[1..]),
+            "secret is damaged",
+        ),
+        (
+            format!("{prefix}.{id}.{secret}.{}", &hash[1..]),
+            "CA hash is damaged",
+        ),
+        (
+            format!("{prefix}.{id}.{secret}.{}*", &hash[1..]),
+            "CA hash is damaged",
+        ),
+    ] {
+        let refused = site.edge("edge-1", 1).flag("--join", &damaged);
+        at_once(refused).await.failed(&[words]);
+    }
+    assert_eq!(site.gateway.written().count("WARN"), 0);
+    let mut edge = site
+        .edge("edge-1", 1)
+        .flag("--join", format!(" {token}\n"))
+        .start();
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn a_gateway_of_another_ca_never_hears_the_token() {
+    let (site, other) = (Site::start().await, Site::start().await);
+    let token = other.token("--node edge-1").await;
+    let refused = site.edge("edge-1", 1).flag("--join", &token);
+    at_once(refused)
+        .await
+        .failed(&["the gateway's CA is", "the token expects"]);
+    assert_eq!(
+        site.gateway
+            .written()
+            .count("refused an edge's certificate"),
+        0
+    );
+    let hash = token.rsplit('.').next().unwrap();
+    // The token is still good where it belongs.
+    assert_eq!(hash.len(), 43);
+    let mut edge = other.edge("edge-1", 1).flag("--join", &token).start();
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn an_edge_without_identity_or_gateway_says_what_it_lacks() {
+    let site = Site::start().await;
+    at_once(site.edge("edge-1", 1))
+        .await
+        .failed(&["no identity in", "causeway token create"]);
+    let lonely =
+        causeway("edge --admin-listen 127.0.0.1:0").flag("--data-dir", site.path("lonely"));
+    let lonely = lonely.flag("--join", site.token("--node edge-1").await);
+    at_once(lonely)
+        .await
+        .failed(&["no gateway is known", "HOST:PORT"]);
+}
+
+#[tokio::test]
+async fn an_edge_whose_certificate_is_another_nodes_does_not_start() {
+    let site = Site::start().await;
+    site.join("edge-1", 1).await.stop().await.ok();
+    let renamed = site.edge("edge-1", 1).args(["--node", "edge-2"]);
+    at_once(renamed)
+        .await
+        .failed(&["for node edge-1", "says edge-2"]);
+    fs::write(site.edge_data("edge-1").join("edge.json"), "{").unwrap();
+    let said = at_once(site.edge("edge-1", 1))
+        .await
+        .failed(&["edge.json is damaged"]);
+    assert!(!said.contains("panicked"));
+}
+
+#[tokio::test]
+async fn a_node_that_was_removed_is_told_so_and_backs_off_at_the_maximum() {
+    need!("curl");
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let mut site = site
+        .restart(|data| fs::write(data.join("nodes.json"), "{}").unwrap())
+        .await;
+    let logged = site.gateway.said("refused an edge").await;
+    assert!(
+        logged.contains("edge-1") && logged.contains("not enrolled"),
+        "{logged}"
+    );
+    unwelcome(edge, "not enrolled").await;
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_told_so_and_backs_off_at_the_maximum() {
+    need!("curl");
+    let site = Site::with("tunnel: { edge_certificate_lifetime: 1s }").await;
+    let token = site.token("--node edge-1").await;
+    let mut first = site.edge("edge-1", 1).flag("--join", token).start();
+    first.said("joined").await;
+    first.stop().await.ok();
+    let joined = SystemTime::now();
+    until("the certificate has ended", async || {
+        joined.elapsed().unwrap() > Duration::from_secs(3)
+    })
+    .await;
+    let mut edge = site.edge("edge-1", 1).start();
+    edge.said("has expired, unless this machine's clock is wrong")
+        .await;
+    let mut gateway = site.gateway;
+    let logged = gateway
+        .said("refused a connection at the tunnel port")
+        .await;
+    assert!(logged.contains("xpired"), "{logged}");
+    unwelcome(edge, "CertificateExpired").await;
+}
+
+#[tokio::test]
+async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() {
+    need!("curl");
+    let site = Site::start().await;
+    let mut edge = site.join("edge-1", 1).await;
+    let mut site = site
+        .restart(|data| {
+            for name in ["ca.pem", "ca.key", "tokens.json"] {
+                fs::remove_file(data.join(name)).unwrap();
+            }
+            let init = std::process::Command::new(crate::world::process::BINARY)
+                .args(["ca", "init", "--data-dir"])
+                .arg(data)
+                .output();
+            assert!(init.unwrap().status.success());
+        })
+        .await;
+    let said = edge.said("UnknownIssuer").await;
+    assert!(
+        said.contains("no tunnel") && said.contains("retry_in"),
+        "{said}"
+    );
+    let logged = site
+        .gateway
+        .said("refused a connection at the tunnel port")
+        .await;
+    assert!(logged.contains("UnknownCA"), "{logged}");
+    let trouble = edge_status(&edge).await["trouble"].clone();
+    assert_eq!(trouble["refused"], true, "{trouble}");
+}
+
+#[tokio::test]
+async fn a_stranger_with_a_certificate_of_another_ca_is_logged_and_told() {
+    need!("openssl");
+    let (site, other) = (Site::start().await, Site::start().await);
+    let client = Tool::new("openssl")
+        .args(["s_client", "-alpn", "rh2", "-connect", &site.tunnel])
+        .args([Path::new("-cert"), &other.path("alice.pem")])
+        .args([Path::new("-key"), &other.path("alice-key.pem")])
+        .args(["-ign_eof"])
+        .run()
+        .await;
+    assert!(
+        client.stderr.contains("alert unknown ca"),
+        "{}",
+        client.stderr
+    );
+    let mut gateway = site.gateway;
+    let logged = gateway
+        .said("refused a connection at the tunnel port")
+        .await;
+    assert!(logged.contains("UnknownIssuer"), "{logged}");
+}
+
+#[tokio::test]
+async fn a_data_directory_that_cannot_be_written_is_said_and_costs_no_token() {
+    if am_root() {
+        // Root writes anywhere unless it gives that up.
+        need!("setpriv");
+    }
+    let site = Site::start().await;
+    let token = site.token("--node edge-1").await;
+    let data = site.edge_data("edge-1");
+    fs::create_dir(&data).unwrap();
+    // Once before anything is there, and once with the file that is made first.
+    for version in [None, Some("1\n")] {
+        if let Some(version) = version {
+            fs::write(data.join("version"), version).unwrap();
+        }
+        read_only(&data, true);
+        let edge = site.edge_of(causeway_under_modes(), "edge-1", 1);
+        let refused = at_once(edge.flag("--join", &token)).await;
+        refused.failed(&["cannot ", data.to_str().unwrap(), "Permission denied"]);
+        read_only(&data, false);
+    }
+    let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_say_why() {
+    if am_root() {
+        // Root writes anywhere unless it gives that up.
+        need!("setpriv");
+    }
+    let site = Site::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    site.token("--node edge-1").await;
+    let before = files(&site.data());
+    read_only(&site.data(), true);
+    let denied = |line: &str| causeway_under_modes().args(line.split(' '));
+    let create = denied("token create --node edge-2").flag("--data-dir", site.data());
+    let create = create.run().await;
+    let gateway =
+        denied("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts []");
+    let gateway = gateway.flag("--data-dir", site.data()).run().await;
+    read_only(&site.data(), false);
+    assert_eq!(create.stdout, "");
+    create.failed(&["tokens.json", "Permission denied"]);
+    gateway.failed(&["run-admin", "Permission denied"]);
+    assert_eq!(files(&site.data()), before);
+
+    read_only(folder.path(), true);
+    let init = denied("ca init --data-dir data")
+        .within(folder.path())
+        .run()
+        .await;
+    let caller = denied("ca caller --name bob --out .").flag("--data-dir", site.data());
+    let caller = caller.within(folder.path()).run().await;
+    let token = denied("caller token --name bob --file tokens")
+        .within(folder.path())
+        .run()
+        .await;
+    let demo = denied("demo --data-dir data")
+        .within(folder.path())
+        .run()
+        .await;
+    read_only(folder.path(), false);
+    init.failed(&["cannot make data", "Permission denied"]);
+    caller.failed(&["cannot write", "bob-key.pem", "Permission denied"]);
+    token.failed(&["tokens", "Permission denied"]);
+    demo.failed(&["data", "Permission denied"]);
+    assert_eq!(files(folder.path()), []);
+}
+
+#[tokio::test]
+async fn a_full_disk_at_the_edge_costs_no_token() {
+    let site = Site::start().await;
+    let token = site.token("--node edge-1").await;
+    let edge = site.edge_of(causeway_on_a_full_disk(1), "edge-1", 1);
+    let said = at_once(edge.flag("--join", &token)).await;
+    said.failed(&[
+        "cannot write",
+        site.edge_data("edge-1").to_str().unwrap(),
+        "File too large",
+    ]);
+    let left = files(&site.edge_data("edge-1"));
+    assert!(
+        left.iter()
+            .all(|(name, _)| !name.starts_with(".new-") && name != "edge.json")
+    );
+
+    let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn a_full_disk_at_a_running_edge_leaves_its_identity_as_it_was() {
+    let app = App::saying("").await;
+    let site = Site::start().await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let kept = site.edge_data("edge-1").join("edge.json");
+    let before = fs::read_to_string(&kept).unwrap();
+    let site = site.advertising("[\"127.0.0.1:1\"]").await;
+    let mut edge = site
+        .edge_of(causeway_on_a_full_disk(1), "edge-1", app.port())
+        .start();
+    let said = edge.said("could not be stored").await;
+    assert!(
+        said.contains("edge.json") && said.contains("File too large"),
+        "{said}"
+    );
+    edge.said("tunnel registered").await;
+    assert_eq!(fs::read_to_string(&kept).unwrap(), before);
+    edge.stop().await.ok();
+    site.edge("edge-1", app.port())
+        .start()
+        .said("tunnel registered")
+        .await;
+}
+
+#[tokio::test]
+async fn a_full_disk_at_the_gateway_spends_no_token_and_the_edge_goes_on_asking() {
+    let site = Site::start().await;
+    let token = site.token("--node edge-1").await;
+    for more in 0..8 {
+        site.token(&format!("--node edge-{more}")).await;
+    }
+    let before = files(&site.data());
+    let mut site = site.on_a_full_disk(1).await;
+    let mut edge = site.edge("edge-1", 1).flag("--join", &token).start();
+    let said = edge.said("not joined yet").await;
+    assert!(
+        said.contains("the gateway cannot ") && said.contains("its log says why"),
+        "{said}"
+    );
+    let logged = site
+        .gateway
+        .said("cannot issue an edge's certificate")
+        .await;
+    assert!(
+        logged.contains("tokens.json") && logged.contains("File too large"),
+        "{logged}"
+    );
+    let kept = |all: &[(String, Vec<u8>)]| -> Vec<_> {
+        let lasting = |name: &str| name != "run-admin" && name != ".lock";
+        all.iter()
+            .filter(|(name, _)| lasting(name))
+            .cloned()
+            .collect()
+    };
+    assert_eq!(kept(&files(&site.data())), kept(&before));
+
+    let _site = site.restart(|_| {}).await;
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn a_full_disk_under_token_create_leaves_the_old_tokens_usable() {
+    let site = Site::start().await;
+    let good = site.token("--node edge-1").await;
+    for more in 0..4 {
+        site.token(&format!("--node edge-{more}")).await;
+    }
+    let before = files(&site.data());
+    let full = causeway_on_a_full_disk(1).args(["token", "create", "--node", "edge-9"]);
+    let full = full.flag("--data-dir", site.data()).run().await;
+    assert_eq!(full.stdout, "");
+    full.failed(&["cannot write", "tokens.json", "File too large"]);
+    assert_eq!(files(&site.data()), before);
+    let mut edge = site.edge("edge-1", 1).flag("--join", good).start();
+    edge.said("tunnel registered").await;
+}
+
+#[tokio::test]
+async fn a_full_disk_under_caller_token_leaves_the_file_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens");
+    for number in 0..6 {
+        let made = causeway("caller token --name").args([format!("caller-{number}")]);
+        made.flag("--file", &file).run().await.ok();
+    }
+    let before = fs::read(&file).unwrap();
+    assert!((450..512).contains(&before.len()), "{}", before.len());
+    let full = causeway_on_a_full_disk(1).args(["caller", "token", "--name", "one-too-many"]);
+    let full = full.flag("--file", &file).run().await;
+    assert_eq!(full.stdout, "");
+    full.failed(&["tokens", "File too large"]);
+    assert_eq!(fs::read(&file).unwrap(), before);
+}
+
+/// Runs to an end that must come by itself, and soon.
+async fn at_once(edge: Causeway) -> Ended {
+    let began = Instant::now();
+    let ended = edge.run().await;
+    assert!(began.elapsed() < Duration::from_secs(15), "{ended:#?}");
+    ended
+}
+
+/// That an edge knows that it is refused, says why and when it tries again, and that this is late.
+async fn unwelcome(mut edge: Process, why: &str) {
+    let refused = |line: &str| line.contains("no tunnel") && line.contains("unwelcome");
+    let said = edge.line("no tunnel: unwelcome", refused).await;
+    assert!(said.contains(why), "{said}");
+    let delay = said.split_once("retry_in=").unwrap().1;
+    let delay: f64 = delay.trim_end_matches('s').parse().unwrap();
+    assert!((30.0..=60.0).contains(&delay), "{said}");
+
+    let status = edge_status(&edge).await;
+    assert_eq!(status["state"], "refused", "{status}");
+    let trouble = &status["trouble"];
+    assert!(trouble["what"].as_str().unwrap().contains(why), "{trouble}");
+    let (at, again) = (
+        trouble["at"].as_u64().unwrap(),
+        trouble["retry_at"].as_u64().unwrap(),
+    );
+    assert!((30_000..=60_000).contains(&(again - at)), "{trouble}");
+    let health = causeway("health")
+        .flag("--admin", admin_of(&edge.written()))
+        .run()
+        .await;
+    health.failed(&["503", "refused", why]);
+    // It has not come again meanwhile; while its gateway was down it may have tried in vain.
+    let log = edge.written().stderr;
+    assert_eq!(log.lines().filter(|line| refused(line)).count(), 1, "{log}");
+    edge.stop().await.ok();
+}
+
+fn admin_of(output: &Output) -> String {
+    let runs = output
+        .line(|line| line.contains("edge runs"))
+        .expect("the edge runs");
+    crate::world::process::address_after(runs, "admin=")
+}
+
+async fn edge_status(edge: &Process) -> Value {
+    let url = format!("http://{}/status", admin_of(&edge.written()));
+    Tool::curl().args([url]).run().await.ok().json()
+}
+
+/// All files of a directory, each with its name and content, the lock apart.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let all = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
+    let all = all.filter(|file| file.file_type().unwrap().is_file());
+    let read = all.map(|file| {
+        let name = file.file_name().into_string().unwrap();
+        (name, fs::read(file.path()).unwrap())
+    });
+    let mut all: Vec<_> = read.filter(|(name, _)| name != ".lock").collect();
+    all.sort();
+    all
+}
+
+fn read_only(folder: &Path, yes: bool) {
+    let mode = if yes { 0o500 } else { 0o700 };
+    fs::set_permissions(folder, fs::Permissions::from_mode(mode)).unwrap();
+}

@@ -1,0 +1,342 @@
+//! curl and netcat through every kind of front: what works beside an app must work through the road.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        GATEWAY_NAME, World,
+        app::{App, Gate, Script, answer},
+        caller::read_to_end,
+        gateway::front,
+        process::{BINARY, Site},
+        tool::{Tool, need},
+    },
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::config::Kind;
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tokio::{io::AsyncWriteExt, net::TcpListener};
+
+/// A transfer of the long run takes as long as a slow machine needs.
+const TRANSFER: Duration = Duration::from_mins(5);
+
+#[tokio::test]
+async fn callers_of_http_1_and_2_reach_the_app() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let road = Road::to(&app).await;
+    for (flag, version) in [("--http1.1", "1.1"), ("--http2", "2")] {
+        let said = road.curl([flag, "-w", " %{http_version} %{http_code}", URL]);
+        assert_eq!(said.run().await.ok().text(), format!("hello {version} 200"));
+    }
+}
+
+#[tokio::test]
+async fn a_front_without_tls_speaks_http_1_and_2() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let road = Road::to(&app).await;
+    let to = format!("::{}", road.front("plain"));
+    for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
+        let curl = Tool::curl().args([flag, "--connect-to", &to, "-w", " %{http_version}"]);
+        let said = curl.args(["http://edge-1:9100/"]).run().await.ok();
+        assert_eq!(said.text(), format!("hello {version}"));
+    }
+}
+
+#[tokio::test]
+async fn a_large_upload_waits_for_the_apps_100_continue() {
+    need!("curl");
+    let app = App::http(|_| answer::after_continue("taken")).await;
+    let road = Road::to(&app).await;
+    let file = file(&road, 1 << 20);
+    let curl = road.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+    let said = curl
+        .args([&file])
+        .args(["-H", "Expect: 100-continue", URL])
+        .run()
+        .await
+        .ok();
+    assert_eq!(said.text(), "taken");
+    assert!(said.stderr.contains("HTTP/1.1 100 Continue"), "{said:?}");
+    let head = app.head().await;
+    assert_eq!(head.value("expect").as_deref(), Some("100-continue"));
+    assert_eq!(app.body().await.len(), 1 << 20);
+}
+
+#[tokio::test]
+async fn an_app_that_refuses_before_the_body_spares_its_caller_the_upload() {
+    need!("curl");
+    for refusal in ["401 Unauthorized", "413 Content Too Large"] {
+        let answer = format!("HTTP/1.1 {refusal}\r\nContent-Length: 2\r\n\r\nno");
+        let app = App::http(move |_| Script::new().write(answer.clone())).await;
+        let road = Road::to(&app).await;
+        let file = file(&road, 1 << 20);
+        let curl = road.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+        let said = curl
+            .args([&file])
+            .args(["-H", "Expect: 100-continue"])
+            .args(["-w", " %{http_code} %{size_upload}", URL])
+            .run()
+            .await
+            .ok();
+        let status = &refusal[..3];
+        assert_eq!(said.text(), format!("no {status} 0"), "{}", said.stderr);
+        assert!(!said.stderr.contains("100 Continue"), "{}", said.stderr);
+    }
+}
+
+#[tokio::test]
+async fn a_head_request_gets_the_length_and_no_body_and_keeps_the_connection() {
+    need!("curl");
+    let app = App::http(|_| answer::to_head(12_345)).await;
+    let road = Road::to(&app).await;
+    for flag in ["--http1.1", "--http2"] {
+        let curl = road.curl([flag, "-I", "-w", "opened %{num_connects}\n", URL, URL]);
+        let said = curl.run().await.ok().text().to_lowercase();
+        assert_eq!(said.matches("content-length: 12345").count(), 2, "{said}");
+        assert!(
+            said.contains("opened 1") && said.contains("opened 0"),
+            "{said}"
+        );
+    }
+    assert_eq!(app.connections(), 1);
+}
+
+#[tokio::test]
+async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
+    need!("curl", "python:http.server", "sha256sum");
+    let full = std::env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1");
+    let bytes: u64 = if full { 1 << 30 } else { 64 << 20 };
+    let mut app = Tool::python("bulk_server.py").start();
+    let port = app.json().await["port"].as_u64().unwrap();
+    let site = Site::start().await;
+    let _edge = site.join("edge-1", port.try_into().unwrap()).await;
+    let path = bytes.to_string();
+    let file = site.path("body");
+    let before = peaks(&site.path(""));
+    assert_eq!(before.len(), 2, "a gateway and an edge: {before:?}");
+
+    for flag in ["--http1.1", "--http2"] {
+        let down = site.curl("edge-1", &path).within(TRANSFER);
+        down.args([flag, "-o"]).args([&file]).run().await.ok();
+        let sent = app.json().await;
+        let sum = Tool::new("sha256sum").args([&file]).within(TRANSFER);
+        let sum = sum.run().await.ok().text();
+        assert_eq!(sum[..64], sent["sha256"], "{flag} down");
+        let up = site.curl("edge-1", "").within(TRANSFER);
+        let up = up.args([flag, "-T"]).args([&file]).run().await.ok();
+        assert_eq!(up.text(), sum[..64], "{flag} up");
+    }
+    // Windows of 4 MiB at each end, socket buffers aside: far from the 64 MiB of one body, and no more for 1 GiB.
+    for ((process, before), (_, after)) in before.iter().zip(peaks(&site.path(""))) {
+        let grown = after - before;
+        assert!(grown < 32 << 10, "process {process} grew by {grown} KiB");
+    }
+}
+
+#[tokio::test]
+async fn an_event_arrives_before_the_next_one_is_made() {
+    need!("curl");
+    let gate = Gate::new();
+    let script = gate.clone();
+    let events = ["data: one\n\n", "data: two\n\n"];
+    let app = App::http(move |_| answer::parts("text/event-stream", &events, &script)).await;
+    let road = Road::to(&app).await;
+    for flag in ["--http1.1", "--http2"] {
+        let mut curl = road.curl([flag, "-N", URL]).start();
+        for event in ["data: one", "data: two"] {
+            gate.open();
+            assert_eq!(curl.line().await, event);
+            assert_eq!(curl.line().await, "");
+        }
+        gate.open();
+        curl.finish().await.ok();
+    }
+}
+
+#[tokio::test]
+async fn callers_share_kept_connections_to_the_app() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let road = Road::to(&app).await;
+    for flag in ["--http1.1", "--http2"] {
+        road.curl([flag, URL, URL, URL]).run().await.ok();
+    }
+    road.caller().get(URL).await;
+    assert_eq!((app.requests(), app.connections()), (7, 1));
+}
+
+#[tokio::test]
+async fn netcat_talks_through_a_tcp_front() {
+    need!("nc");
+    let app = App::tcp(Script::new().echo()).await;
+    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let message = answer::pattern(3 << 20);
+    let said = nc(&road).input(message.clone()).run().await.ok();
+    assert!(said.stdout == message, "{} bytes came", said.stdout.len());
+}
+
+#[tokio::test]
+async fn an_app_that_speaks_first_is_heard_through_a_tcp_front() {
+    need!("nc");
+    let app = App::tcp(Script::new().write("220 ready\r\n").echo()).await;
+    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let mut nc = nc(&road).start();
+    assert_eq!(nc.line().await, "220 ready");
+    nc.send("QUIT\n").await;
+    assert_eq!(nc.line().await, "QUIT");
+    nc.finish().await.ok();
+}
+
+#[tokio::test]
+async fn a_callers_half_close_leaves_the_other_half_open() {
+    need!("nc");
+    let script = Script::new().read_to_end().write("and this is the answer");
+    let app = App::tcp(script).await;
+    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let said = nc(&road).input("a question").run().await.ok();
+    assert_eq!(said.text(), "and this is the answer");
+    assert_eq!(app.body().await, b"a question");
+
+    let mut wire = road.connect("edge-1:9100").await;
+    wire.write_all(b"another").await.unwrap();
+    wire.shutdown().await.unwrap();
+    let rest = read_to_end(&mut wire).await.unwrap();
+    assert_eq!(rest, b"and this is the answer");
+    assert_eq!(app.body().await, b"another");
+}
+
+#[tokio::test]
+async fn an_apps_half_close_leaves_the_other_half_open() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let road = Road::to_as(Scheme::Tcp, listener.local_addr().unwrap()).await;
+    for connects in [false, true] {
+        let mut wire = road.session(connects).await;
+        let mut app = listener.accept().await.unwrap().0;
+        app.write_all(b"all that I have to say").await.unwrap();
+        app.shutdown().await.unwrap();
+        let heard = read_to_end(&mut wire).await.unwrap();
+        assert_eq!(heard, b"all that I have to say");
+        wire.write_all(b"now I").await.unwrap();
+        wire.shutdown().await.unwrap();
+        assert_eq!(read_to_end(&mut app).await.unwrap(), b"now I");
+    }
+}
+
+#[tokio::test]
+async fn netcat_connects_over_a_unix_socket() {
+    need!("nc");
+    let app = App::tcp(Script::new().read_to_end().write("answered")).await;
+    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let head = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
+    let nc = Tool::nc().args(["-U".as_ref(), road.socket().as_os_str()]);
+    let said = nc.input(format!("{head}asked")).run().await.ok().text();
+    let (head, bytes) = said.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    assert!(!head.to_lowercase().contains("content-length"), "{head}");
+    assert_eq!(
+        (bytes, app.body().await.as_slice()),
+        ("answered", &b"asked"[..])
+    );
+}
+
+#[tokio::test]
+async fn curl_proxies_through_a_connect_front_with_a_certificate() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let build = Road::build().front(front("connect", Kind::Connect));
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let proxied = |certificate: bool| {
+        let proxy = format!("{GATEWAY_NAME}:{}", road.front("connect").port());
+        let curl = Tool::curl()
+            .args(["-p", "--proxy", &format!("https://{proxy}")])
+            .args(["--resolve", &format!("{proxy}:127.0.0.1")])
+            .args(["--proxy-cacert".into(), road.root_path()])
+            .args(["-w", " %{http_connect}", "http://edge-1:9100/"]);
+        if certificate {
+            curl.args(["--proxy-cert".into(), pair(&road)])
+        } else {
+            curl
+        }
+    };
+    let said = proxied(true).run().await.ok();
+    assert_eq!(said.text(), "hello 200");
+    let refused = proxied(false).run().await;
+    assert!(!refused.status.success());
+    assert!(refused.text().ends_with(" 401"), "{refused:?}");
+    assert_eq!(app.requests(), 1);
+}
+
+/// As kube-apiserver does it: TLS to the proxy, and inside it TLS with what stands at the other end.
+#[tokio::test]
+async fn tls_inside_a_connect_is_between_the_caller_and_the_target() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let world = World::build()
+        .front(front("connect", Kind::Connect))
+        .start()
+        .await;
+    let inner = world.front("https");
+    let edge = world.edge("edge-1").port_as(443, Scheme::Tcp, inner);
+    let _edge = edge.port(9100, app.address()).join().await;
+    let proxy = format!("{GATEWAY_NAME}:{}", world.front("connect").port());
+    let certificate = pair(&world);
+    let said = Tool::curl()
+        .args(["-p", "--proxy", &format!("https://{proxy}")])
+        .args(["--resolve", &format!("{proxy}:127.0.0.1")])
+        .args(["--proxy-cacert".into(), world.root_path()])
+        .args(["--cacert".into(), world.root_path()])
+        .args(["--proxy-cert".into(), certificate.clone()])
+        .args(["--cert".into(), certificate])
+        .args(["-H", "Host: edge-1:9100", "https://edge-1/"])
+        .run()
+        .await
+        .ok();
+    assert_eq!(said.text(), "hello");
+}
+
+fn nc(road: &Road) -> Tool {
+    let address = road.front("bytes");
+    Tool::nc().args([address.ip().to_string(), address.port().to_string()])
+}
+
+/// A caller's certificate and key in one file.
+fn pair(world: &World) -> PathBuf {
+    let leaf = world.caller_leaf("proxied");
+    world.write(&format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose()))
+}
+
+fn file(road: &Road, length: usize) -> PathBuf {
+    let path = road.folder().join("body");
+    fs::write(&path, answer::pattern(length)).unwrap();
+    path
+}
+
+/// The most memory that each process of a site has had so far, in KiB, by process.
+fn peaks(folder: &Path) -> BTreeMap<u32, u64> {
+    let mut peaks = BTreeMap::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let Some(id) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
+            continue;
+        };
+        let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let command = String::from_utf8_lossy(&command);
+        if !command.starts_with(BINARY) || !command.contains(folder.to_str().unwrap()) {
+            continue;
+        }
+        let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let peak = peak.unwrap().trim().trim_end_matches(" kB");
+        peaks.insert(id, peak.parse().unwrap());
+    }
+    peaks
+}

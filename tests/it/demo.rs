@@ -1,0 +1,206 @@
+//! `causeway demo`: what a newcomer sees first works as it is printed, and leaves nothing behind.
+
+use crate::world::{
+    process::{Causeway, Ended, Process, causeway},
+    tool::{Ran, Tool, need},
+};
+use std::{fs, net::TcpListener, path::Path};
+use tempfile::TempDir;
+
+#[tokio::test]
+async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
+    need!("curl");
+    let demo = Demo::start("").await;
+    let said = &demo.said;
+    let at = |part: &str| {
+        said.find(part)
+            .unwrap_or_else(|| panic!("no {part:?} in {said}"))
+    };
+    let steps = [
+        "gateway         tunnels 127.0.0.1:",
+        "edge-1          joined with a token in ",
+        "edge-2          joined with a token in ",
+        "GET https://edge-1:9100/  200 in ",
+        "GET https://edge-2:9100/  200 in ",
+        "\ncurl ",
+        "\nready\n",
+    ];
+    let places: Vec<usize> = steps.iter().map(|step| at(step)).collect();
+    assert!(places.is_sorted(), "{said}");
+    demo.every_command_works().await;
+    assert!(!said.contains(" -k") && !said.contains("--insecure"));
+
+    assert_eq!(left(&demo.temporary).len(), 1);
+    assert_eq!(demo.interrupt().await.stderr, "");
+}
+
+#[tokio::test]
+async fn sigterm_ends_a_demo_as_ctrl_c_does() {
+    let demo = Demo::start("").await;
+    demo.end("TERM").await;
+}
+
+#[tokio::test]
+async fn a_data_directory_is_kept_and_serves_again_whatever_its_name() {
+    need!("curl");
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("it's a $HOME");
+    let mut roots = Vec::new();
+    for _ in 0..2 {
+        let demo = Demo::from(
+            causeway("demo")
+                .flag("--data-dir", "it's a $HOME")
+                .within(&folder),
+        )
+        .await;
+        demo.every_command_works().await;
+        demo.interrupt().await;
+        roots.push(fs::read(data.join("ca.pem")).unwrap());
+        assert!(
+            !data.join("run-admin").exists(),
+            "the demo's address outlives it"
+        );
+    }
+    assert_eq!(roots[0], roots[1]);
+}
+
+#[tokio::test]
+async fn a_demo_listens_where_it_is_told() {
+    need!("curl");
+    for listen in ["127.0.0.1:0", "0.0.0.0:0", "[::1]:0"] {
+        if listen.starts_with('[') && TcpListener::bind(listen).is_err() {
+            continue;
+        }
+        let demo = Demo::start(&format!("--listen {listen}")).await;
+        assert!(demo.said.contains("--connect-to"), "{}", demo.said);
+        demo.every_command_works().await;
+        demo.interrupt().await;
+    }
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    let refused = causeway("demo").flag("--listen", &taken).run().await;
+    refused.failed(&["front \"https\"", &taken, "in use"]);
+}
+
+#[tokio::test]
+async fn demos_that_start_together_do_not_meet() {
+    need!("curl");
+    let (one, two, three) = tokio::join!(Demo::start(""), Demo::start(""), Demo::start(""));
+    for demo in [one, two, three] {
+        demo.every_command_works().await;
+        demo.interrupt().await;
+    }
+}
+
+/// A demo that has said `ready`.
+struct Demo {
+    process: Process,
+    said: String,
+    /// What it takes for the system's directory of temporary files.
+    temporary: TempDir,
+}
+
+impl Demo {
+    async fn start(line: &str) -> Self {
+        Self::from(causeway("demo").args(line.split_whitespace())).await
+    }
+
+    async fn from(demo: Causeway) -> Self {
+        let temporary = tempfile::tempdir().unwrap();
+        let mut process = demo.env("TMPDIR", temporary.path()).start();
+        process.line("ready", |line| line == "ready").await;
+        Self {
+            said: process.written().stdout,
+            process,
+            temporary,
+        }
+    }
+
+    /// Runs what it prints in a shell, somewhere else.
+    async fn every_command_works(&self) {
+        let curls: Vec<&str> = self
+            .said
+            .lines()
+            .filter(|line| line.starts_with("curl "))
+            .collect();
+        let elsewhere = self.temporary.path();
+        let mut answers = Vec::new();
+        for line in &curls {
+            // A user's own settings are none of the demo's business.
+            let line = line.replacen("curl ", "curl -q ", 1);
+            answers.push(shell(&line, elsewhere).await.text());
+        }
+        let [one, two, ticks, upload, download] = &answers[..] else {
+            panic!("{curls:#?}");
+        };
+        assert!(
+            one.contains("hello from edge-1") && two.contains("hello from edge-2"),
+            "{answers:?}"
+        );
+        assert_eq!(
+            ticks.lines().filter(|line| !line.is_empty()).count(),
+            3,
+            "{ticks:?}"
+        );
+        let root = self.root();
+        let sum = shell(
+            &format!("sha256sum < \"{}\"", root.replace('$', "\\$")),
+            elsewhere,
+        )
+        .await;
+        let size = fs::metadata(&root).unwrap().len().to_string();
+        let sum = sum.text().split(' ').next().unwrap().to_owned();
+        assert!(upload.contains(&size) && upload.contains(&sum), "{upload}");
+        assert!(download.starts_with("100000000 bytes at "), "{download}");
+
+        let status = self
+            .said
+            .lines()
+            .find(|line| line.contains(" status --data-dir "));
+        let table = shell(status.unwrap(), elsewhere).await.text();
+        assert_eq!(table.matches("connected").count(), 2, "{table}");
+    }
+
+    fn data(&self) -> String {
+        let line = self
+            .said
+            .lines()
+            .find_map(|line| line.strip_prefix("data directory  "));
+        let line = line.unwrap();
+        line.strip_suffix(" (removed at the end)")
+            .unwrap_or(line)
+            .to_owned()
+    }
+
+    fn root(&self) -> String {
+        format!("{}/demo-ca.pem", self.data())
+    }
+
+    async fn interrupt(self) -> Ended {
+        self.end("INT").await
+    }
+
+    /// Its end, after which there is nothing left that is temporary.
+    async fn end(self, signal: &str) -> Ended {
+        self.process.signal(signal).await;
+        let ended = self.process.ended().await.ok();
+        assert!(ended.stdout.ends_with("\nstopping\n"), "{}", ended.stdout);
+        assert_eq!(left(&self.temporary), Vec::<String>::new());
+        ended
+    }
+}
+
+fn left(folder: &TempDir) -> Vec<String> {
+    let all = fs::read_dir(folder.path()).unwrap();
+    all.map(|file| file.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+async fn shell(line: &str, directory: &Path) -> Ran {
+    let script = format!("cd \"$0\" && {line}");
+    Tool::new("sh")
+        .args(["-c".as_ref(), script.as_ref(), directory.as_os_str()])
+        .run()
+        .await
+        .ok()
+}

@@ -1,0 +1,752 @@
+//! What a caller is told: each row of the error table, through a real front.
+//!
+//! `assert_problem` holds status, problem, `Proxy-Status`, Retry-After and access record against each other.
+
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::{App, Gate, Script, answer},
+    caller::{Answer, assert_problem, exchange, read_to_end, whole},
+    gateway::{anonymous, fixed, front},
+    link::Link,
+    until,
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::{
+    config::{Callers, ErrorForm, Front, Kind},
+    proxy::authorize::{Act, Ask, Authorize, Verdict},
+};
+use hyper::Request;
+use socket2::{Domain, Socket, Type};
+use std::{
+    net::{SocketAddr, TcpStream},
+    time::Duration,
+};
+
+const SOON: Duration = Duration::from_millis(200);
+
+fn upgrade(url: &str) -> Request<crate::world::caller::Body> {
+    Request::get(url)
+        .header("connection", "Upgrade")
+        .header("upgrade", "websocket")
+        .body(whole(""))
+        .unwrap()
+}
+
+/// A target whose kernel takes no more connections and refuses none: a dial to it hangs.
+struct Deaf {
+    address: SocketAddr,
+    _listener: Socket,
+    _waiting: Vec<TcpStream>,
+}
+
+impl Deaf {
+    fn new() -> Self {
+        let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        listener
+            .bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into())
+            .unwrap();
+        listener.listen(0).unwrap();
+        let address = listener.local_addr().unwrap().as_socket().unwrap();
+        let mut waiting = Vec::new();
+        while let Ok(one) = TcpStream::connect_timeout(&address, SOON) {
+            waiting.push(one);
+        }
+        Self {
+            address,
+            _listener: listener,
+            _waiting: waiting,
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_unknown_node_is_404() {
+    let front = anonymous("plain", Kind::Http);
+    let world = World::build().front(front).start().await;
+    let answer = world.caller_at("plain").get("http://edge-9:9100/").await;
+    assert_problem(
+        &answer,
+        404,
+        "node_unknown",
+        "no node is known by Host \"edge-9:9100\"",
+    );
+    let caller = world.caller().sni(GATEWAY_NAME);
+    let answer = caller.http2().get("https://edge-9:9100/").await;
+    assert_problem(
+        &answer,
+        404,
+        "node_unknown",
+        "SNI \"gateway.test\" or Host \"edge-9:9100\"",
+    );
+    assert_eq!(world.metrics().await.outcomes("plain", "node_unknown"), 1);
+    assert_eq!(world.metrics().await.outcomes("https", "node_unknown"), 1);
+}
+
+#[tokio::test]
+async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
+    let mut world = World::start().await;
+    let app = App::saying("it").await;
+    let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    edge.stop().await;
+    world.until_tunnels("edge-1", 0).await;
+    let answer = world.caller().get("https://edge-1:9100/").await;
+    assert_problem(&answer, 503, "node_away", "edge-1 is not connected since 2");
+    assert_problem(
+        &answer,
+        503,
+        "node_away",
+        "its last tunnel came from 127.0.0.1:",
+    );
+
+    world.stop_gateway().await;
+    world.start_gateway().await;
+    let answer = world.caller().get("https://edge-1:9100/").await;
+    assert_problem(
+        &answer,
+        503,
+        "node_away",
+        "was not seen since this gateway started",
+    );
+}
+
+#[tokio::test]
+async fn a_node_whose_link_fell_silent_is_503_until_it_answers_again() {
+    let world = World::build().config(|config| {
+        config.tunnel.ping_after = SOON;
+        config.tunnel.ping_timeout = SOON;
+        config.tunnel.close_after = crate::world::PATIENCE;
+    });
+    let world = world.start().await;
+    let link = Link::to(world.tunnel()).await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let gateways = vec![link.address().to_string()];
+    let _edge = edge
+        .config(|config| config.gateways = gateways)
+        .join()
+        .await;
+    link.silence();
+    let state = async |wanted: &str| world.node("edge-1").await["state"] == wanted;
+    until("the gateway knows", async || state("suspect").await).await;
+    let answer = world.caller().get("https://edge-1:9100/").await;
+    assert_problem(
+        &answer,
+        503,
+        "node_away",
+        "edge-1 does not answer on its tunnel from 127.0.0.1:",
+    );
+    link.restore();
+    until("it answers again", async || state("connected").await).await;
+    let answer = world.caller().get("https://edge-1:9100/").await;
+    assert_eq!(answer.text(), "it");
+}
+
+#[tokio::test]
+async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
+    let build = World::build();
+    let token = build.token("prometheus");
+    let callers = |own_ca| Callers {
+        own_ca,
+        client_ca: Vec::new(),
+        tokens: Some(build.tokens()),
+    };
+    let both = Front {
+        callers: callers(true),
+        ..front("both", Kind::Https)
+    };
+    let tokens = Front {
+        callers: callers(false),
+        ..front("tokens", Kind::Http)
+    };
+    let world = build.front(both).front(tokens).start().await;
+    let refused = async |caller: crate::world::caller::Caller, says: &str, asks: bool| {
+        // That the node is not there is nobody's business who is not known.
+        let answer = caller.get("https://edge-1:9100/").await;
+        assert_problem(&answer, 401, "unauthenticated", says);
+        assert_eq!(!answer.field("www-authenticate").is_empty(), asks);
+    };
+    let (https, both) = (
+        world.caller().sni(GATEWAY_NAME),
+        world.caller_at("both").sni(GATEWAY_NAME),
+    );
+    let tokens = world.caller_at("tokens");
+    refused(https.nobody(), "no client certificate was sent", false).await;
+    refused(
+        both.clone().nobody(),
+        "neither a client certificate nor a bearer token",
+        true,
+    )
+    .await;
+    refused(
+        both.nobody().bearer("cwc1.wrong"),
+        "the bearer token is not known here",
+        true,
+    )
+    .await;
+    refused(tokens.clone(), "no bearer token was sent", true).await;
+    refused(
+        tokens.clone().field("authorization", "Basic eDp5"),
+        "holds no bearer token",
+        true,
+    )
+    .await;
+    refused(
+        tokens.clone().bearer(&format!("{token}x")),
+        "is not known here",
+        true,
+    )
+    .await;
+    let answer = tokens.bearer(&token).get("http://edge-1:9100/").await;
+    assert_problem(&answer, 404, "node_unknown", "edge-1");
+}
+
+#[derive(Debug)]
+struct NoSecrets;
+
+impl Authorize for NoSecrets {
+    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+        let (caller, node, port) = (&ask.caller.name, &ask.route.node, ask.route.target.port);
+        let sentence = format!(
+            "{caller} may not {} {} of {node}:{port}",
+            ask.method, ask.path
+        );
+        match (ask.act, ask.path) {
+            (Act::Request, "/open") => Verdict::Allow,
+            (Act::Request, "/asked") => Verdict::Ask(Box::pin(async { Ok(()) })),
+            (Act::Request, "/undecided") => Verdict::Ask(Box::pin(std::future::pending())),
+            (Act::Upgrade, _) => Verdict::Ask(Box::pin(async { Err(sentence.into()) })),
+            _ => Verdict::Deny(sentence.into()),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_caller_that_may_not_is_403_before_the_edge_hears_of_it() {
+    let build = World::build().authorizer(NoSecrets);
+    let world = build
+        .config(|config| config.timeouts.authorize = SOON)
+        .start()
+        .await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let caller = world.caller();
+    let answer = caller.get("https://edge-1:9100/secret?key=1").await;
+    assert_problem(
+        &answer,
+        403,
+        "forbidden",
+        "tester may not GET /secret of edge-1:9100",
+    );
+    let answer = caller.send(upgrade("https://edge-1:9100/open")).await;
+    assert_problem(
+        &answer,
+        403,
+        "forbidden",
+        "tester may not GET /open of edge-1:9100",
+    );
+    let answer = caller.get("https://edge-1:9100/undecided").await;
+    assert_problem(
+        &answer,
+        504,
+        "target_timeout",
+        "was not decided within 200ms",
+    );
+    assert_eq!(app.requests(), 0);
+    assert_eq!(caller.get("https://edge-1:9100/open").await.text(), "it");
+    assert_eq!(caller.get("https://edge-1:9100/asked").await.text(), "it");
+}
+
+#[tokio::test]
+async fn what_the_edges_owner_does_not_serve_is_403() {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.port_as(22, Scheme::Tcp, app.address());
+    let _edge = edge
+        .config(|config| config.allow.upgrades = false)
+        .join()
+        .await;
+    let caller = world.caller();
+    let answer = caller.get("https://edge-1:10250/").await;
+    assert_problem(
+        &answer,
+        403,
+        "edge_policy",
+        "edge-1 does not serve port 10250",
+    );
+    let answer = caller.get("https://edge-1:22/").await;
+    assert_problem(&answer, 403, "edge_policy", "as tcp only");
+    let answer = caller.send(upgrade("https://edge-1:9100/")).await;
+    assert_problem(&answer, 403, "edge_policy", "does not serve upgrades");
+    assert_eq!(app.connections(), 0);
+}
+
+#[tokio::test]
+async fn a_refused_port_is_502_and_says_which_target() {
+    let world = World::build()
+        .front(front("connect", Kind::Connect))
+        .start()
+        .await;
+    let app = App::refusing();
+    let _edge = world.edge("edge-1").port(9, app.address()).join().await;
+    let target = app.address().to_string();
+    let answer = world.caller().get("https://edge-1:9/").await;
+    assert_problem(&answer, 502, "target_refused", &target);
+    let answer = world.caller().send(upgrade("https://edge-1:9/")).await;
+    assert_problem(&answer, 502, "target_refused", &target);
+    let answer = connect(&world, "connect", "edge-1:9").await;
+    assert_problem(&answer, 502, "target_refused", &target);
+}
+
+#[tokio::test]
+async fn an_app_that_breaks_the_protocol_is_502() {
+    let world = World::start().await;
+    let garbage = App::http(|_| answer::garbage()).await;
+    let closing = App::http(|_| answer::close()).await;
+    let edge = world.edge("edge-1").port(80, garbage.address());
+    let _edge = edge.port(81, closing.address()).join().await;
+    for port in [80, 81] {
+        let answer = world.caller().get(&format!("https://edge-1:{port}/")).await;
+        assert_problem(&answer, 502, "target_broken", "edge-1");
+        let answer = world
+            .caller()
+            .send(upgrade(&format!("https://edge-1:{port}/")))
+            .await;
+        assert_problem(&answer, 502, "target_broken", "edge-1");
+    }
+}
+
+#[tokio::test]
+async fn a_tunnel_that_is_lost_in_flight_is_502() {
+    let world = World::start().await;
+    let link = Link::to(world.tunnel()).await;
+    let app = App::http(|_| answer::silence()).await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let gateways = vec![link.address().to_string()];
+    let _edge = edge
+        .config(|config| config.gateways = gateways)
+        .join()
+        .await;
+    let caller = world.caller();
+    let cut = async {
+        app.head().await;
+        link.cut();
+    };
+    let (answer, ()) = tokio::join!(caller.get("https://edge-1:9100/"), cut);
+    assert_problem(&answer, 502, "tunnel_lost", "edge-1 was lost in mid-stream");
+}
+
+#[tokio::test]
+async fn a_target_that_does_not_take_connections_is_504() {
+    let build = World::build().front(front("connect", Kind::Connect));
+    let world = build.start().await;
+    let deaf = Deaf::new();
+    let edge = world.edge("edge-1").port(9100, deaf.address);
+    let _edge = edge
+        .config(|config| config.timeouts.dial = SOON)
+        .join()
+        .await;
+    let says = deaf.address.to_string();
+    let answer = world.caller().get("https://edge-1:9100/").await;
+    assert_problem(&answer, 504, "target_timeout", &says);
+    let answer = connect(&world, "connect", "edge-1:9100").await;
+    assert_problem(&answer, 504, "target_timeout", &says);
+}
+
+#[tokio::test]
+async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
+    let build = World::build().front(front("connect", Kind::Connect));
+    let world = build
+        .config(|config| config.timeouts.open = SOON)
+        .start()
+        .await;
+    let deaf = Deaf::new();
+    let _edge = world.edge("edge-1").port(9100, deaf.address).join().await;
+    let answer = connect(&world, "connect", "edge-1:9100").await;
+    assert_problem(
+        &answer,
+        504,
+        "target_timeout",
+        "edge-1 did not connect to edge-1:9100 within 200ms",
+    );
+}
+
+#[tokio::test]
+async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
+    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = 5 * SOON);
+    let world = world.start().await;
+    let app = App::http(|_| answer::silence()).await;
+    let quick = world.edge("edge-1").port(9100, app.address());
+    let _quick = quick
+        .config(|config| config.timeouts.upgrade = SOON)
+        .join()
+        .await;
+    let _slow = world.edge("edge-2").port(9100, app.address()).join().await;
+    let answer = world.caller().send(upgrade("https://edge-1:9100/")).await;
+    assert_problem(
+        &answer,
+        504,
+        "target_timeout",
+        "did not answer the upgrade within 200ms",
+    );
+    let answer = world.caller().send(upgrade("https://edge-2:9100/")).await;
+    assert_problem(
+        &answer,
+        504,
+        "target_timeout",
+        "edge-2 did not answer the upgrade within 1s",
+    );
+}
+
+/// Holds one stream of `tester` to edge-1 open, and asks once more as `second` does.
+async fn while_one_is_open(world: &World, second: &str, node: &str) -> Answer {
+    let gate = Gate::new();
+    let held = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/held" => Script::new()
+            .until(&held)
+            .write("HTTP/1.1 204 No Content\r\n\r\n"),
+        _ => answer::ok("it"),
+    })
+    .await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let _other = world.edge("edge-2").port(9100, app.address()).join().await;
+    let holder = world.caller();
+    let caller = world.caller().certificate(&world.caller_leaf(second));
+    let url = format!("https://{node}:9100/");
+    let act = async {
+        app.head().await;
+        let answer = caller.get(&url).await;
+        gate.open();
+        answer
+    };
+    let (held, refused) = tokio::join!(holder.get("https://edge-1:9100/held"), act);
+    assert_eq!(held.status, 204);
+    world.until_idle().await;
+    assert_eq!(
+        caller.get(&url).await.text(),
+        "it",
+        "what was taken was given back"
+    );
+    refused
+}
+
+#[tokio::test]
+async fn a_callers_limit_is_503_for_that_caller_only() {
+    let build = || World::build().config(|config| config.limits.per_caller = 1);
+    let answer = while_one_is_open(&build().start().await, "tester", "edge-2").await;
+    assert_problem(
+        &answer,
+        503,
+        "limit_reached",
+        "this caller has 1 streams open",
+    );
+    let answer = while_one_is_open(&build().start().await, "other", "edge-1").await;
+    assert_eq!(answer.text(), "it");
+}
+
+#[tokio::test]
+async fn a_nodes_limit_is_503_for_that_node_only() {
+    let build = || World::build().config(|config| config.limits.per_node = 1);
+    let answer = while_one_is_open(&build().start().await, "other", "edge-1").await;
+    assert_problem(
+        &answer,
+        503,
+        "limit_reached",
+        "this node has 1 streams open",
+    );
+    let answer = while_one_is_open(&build().start().await, "tester", "edge-2").await;
+    assert_eq!(answer.text(), "it");
+}
+
+#[tokio::test]
+async fn the_gateways_limit_is_503_for_everybody() {
+    let world = World::build().config(|config| config.limits.streams = 1);
+    let answer = while_one_is_open(&world.start().await, "other", "edge-2").await;
+    assert_problem(
+        &answer,
+        503,
+        "limit_reached",
+        "this gateway has 1 streams open",
+    );
+}
+
+#[tokio::test]
+async fn a_full_tunnel_is_503() {
+    let world = World::build().config(|config| config.tunnel.max_streams_per_tunnel = 1);
+    let answer = while_one_is_open(&world.start().await, "other", "edge-1").await;
+    assert_problem(
+        &answer,
+        503,
+        "limit_reached",
+        "edge-1's tunnel has as many streams as it may have",
+    );
+}
+
+#[tokio::test]
+async fn a_node_that_leaves_is_503_while_its_open_streams_end() {
+    let world = World::start().await;
+    let gate = Gate::new();
+    let held = gate.clone();
+    let app = App::http(move |_| {
+        Script::new()
+            .until(&held)
+            .write("HTTP/1.1 204 No Content\r\n\r\n")
+    })
+    .await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge
+        .config(|config| config.timeouts.drain = crate::world::PATIENCE)
+        .join()
+        .await;
+    let caller = world.caller();
+    let act = async {
+        app.head().await;
+        edge.drain();
+        until("the gateway knows", async || {
+            world.node("edge-1").await["state"] == "draining"
+        })
+        .await;
+        let answer = caller.get("https://edge-1:9100/").await;
+        gate.open();
+        answer
+    };
+    let (held, refused) = tokio::join!(caller.get("https://edge-1:9100/held"), act);
+    assert_problem(&refused, 503, "draining", "edge-1 is leaving this gateway");
+    assert_eq!(held.status, 204);
+    assert_eq!(app.requests(), 1);
+}
+
+#[tokio::test]
+async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
+    let world = World::build().config(|config| config.timeouts.drain = 5 * SOON);
+    let mut world = world.start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    world.drain_gateway();
+    let caller = world.caller();
+    until("the front is closed", async || {
+        let request = Request::get("https://edge-1:9100/").body(whole(""));
+        match caller.try_send(request.unwrap()).await {
+            Ok(answer) => assert_eq!(answer.status, 200, "{answer}"),
+            Err(_) => return true,
+        }
+        assert_eq!(world.admin_text("/readyz").await.0, 503);
+        false
+    })
+    .await;
+    assert!(app.requests() > 0);
+    world.stop_gateway().await;
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_large_is_431() {
+    let world = World::build()
+        .config(|config| config.limits.header_bytes = 20_000)
+        .start()
+        .await;
+    for (caller, size) in [(world.caller(), 25_000), (world.caller().http2(), 25_000)] {
+        let caller = caller.sni(GATEWAY_NAME).field("x-large", &"x".repeat(size));
+        let answer = caller.get("https://edge-1:9100/").await;
+        assert_problem(
+            &answer,
+            431,
+            "header_too_large",
+            "at most 20000 are allowed",
+        );
+    }
+    // Beyond twice the bound nothing is kept of it, not even for a sentence.
+    let huge = format!(
+        "GET / HTTP/1.1\r\nHost: edge-1\r\nX-Huge: {}\r\n\r\n",
+        "x".repeat(60_000)
+    );
+    assert_eq!(world.caller().raw(GATEWAY_NAME, huge).await.status, 431);
+    let many = format!(
+        "GET / HTTP/1.1\r\nHost: edge-1\r\n{}\r\n",
+        "X-Many: x\r\n".repeat(150)
+    );
+    assert_eq!(world.caller().raw(GATEWAY_NAME, many).await.status, 431);
+}
+
+#[tokio::test]
+async fn a_head_that_means_two_things_is_400() {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for (head, says) in [
+        (
+            "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nHost: edge-2:9100\r\n\r\n",
+            "more than one Host",
+        ),
+        ("GET / HTTP/1.1\r\n\r\n", "needs a Host"),
+        (
+            "GET / HTTP/1.1\r\nHost: user@edge-1:9100\r\n\r\n",
+            "no user information",
+        ),
+        (
+            "GET / HTTP/1.1\r\nHost: edge-1 :9100\r\n\r\n",
+            "the Host is not a host",
+        ),
+        (
+            "GET / HTTP/1.1\r\nHost: edge-1:99999\r\n\r\n",
+            "edge-1:99999",
+        ),
+        (
+            "GET http://edge-2:9100/ HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
+            "names \"edge-2:9100\" and its Host \"edge-1:9100\"",
+        ),
+    ] {
+        let answer = world.caller().raw("edge-1", head).await;
+        assert_problem(&answer, 400, "malformed", says);
+    }
+    let nonsense = world.caller().raw("edge-1", "BREW\r\n\r\n").await;
+    assert_eq!(nonsense.status, 400, "{nonsense}");
+    assert_eq!(app.requests(), 0);
+}
+
+#[tokio::test]
+async fn a_length_beside_chunks_hides_no_request() {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let hidden = "GET /hidden HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 55\r\nTransfer-Encoding: chunked\r\n\r\n";
+    let mut wire = world.caller().wire("edge-1", &["http/1.1"]).await.unwrap();
+    let answer = exchange(&mut *wire, format!("{head}0\r\n\r\n{hidden}")).await;
+    // RFC 9112 §6.3: such a message is refused, or its chunks count and the connection ends behind it.
+    assert!(
+        answer.to_lowercase().contains("\r\nconnection: close\r\n"),
+        "{answer}"
+    );
+    assert_eq!(read_to_end(&mut wire).await.unwrap(), b"it");
+    assert_eq!(app.head().await.value("content-length"), None);
+    assert_eq!(app.requests(), 1);
+}
+
+#[tokio::test]
+async fn a_method_that_a_front_does_not_serve_is_405() {
+    let world = World::build()
+        .front(front("connect", Kind::Connect))
+        .start()
+        .await;
+    let answer = connect(&world, "https", "edge-1:22").await;
+    assert_problem(
+        &answer,
+        405,
+        "method_not_allowed",
+        "a front of kind connect",
+    );
+    let answer = world
+        .caller_at("connect")
+        .sni(GATEWAY_NAME)
+        .get("https://edge-1/")
+        .await;
+    assert_problem(&answer, 405, "method_not_allowed", "CONNECT only");
+    assert_eq!(answer.field("allow"), "CONNECT");
+}
+
+async fn connect(world: &World, front: &str, authority: &str) -> Answer {
+    let head = format!("CONNECT {authority} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
+    world.caller_at(front).raw(GATEWAY_NAME, head).await
+}
+
+#[tokio::test]
+async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
+    let world = World::build()
+        .front(front("connect", Kind::Connect))
+        .start()
+        .await;
+    let answer = connect(&world, "connect", "edge-9:22").await;
+    assert_problem(&answer, 404, "node_unknown", "edge-9");
+    let sentence = answer.json()["detail"].as_str().unwrap().to_owned();
+    assert_eq!(answer.phrase.as_deref(), Some(sentence.as_str()));
+}
+
+#[tokio::test]
+async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
+    let kubernetes = |name, kind| Front {
+        errors: ErrorForm::Kubernetes,
+        ..front(name, kind)
+    };
+    let world = World::build().front(kubernetes("api", Kind::Https));
+    let world = world
+        .front(kubernetes("connect", Kind::Connect))
+        .start()
+        .await;
+    let app = App::refusing();
+    let mut edge = world.edge("edge-1").port(9, app.address()).join().await;
+    let caller = world.caller_at("api").sni(GATEWAY_NAME);
+    let mut all = vec![
+        (caller.get("https://edge-1:9/").await, "target_refused"),
+        (caller.get("https://edge-1:22/").await, "edge_policy"),
+        (caller.get("https://edge-9:9/").await, "node_unknown"),
+        (
+            connect(&world, "connect", "edge-1:9").await,
+            "target_refused",
+        ),
+    ];
+    edge.stop().await;
+    world.until_tunnels("edge-1", 0).await;
+    all.push((caller.get("https://edge-1:9/").await, "node_away"));
+    all.push((connect(&world, "connect", "edge-1:9").await, "node_away"));
+    for (answer, reason) in all {
+        assert_eq!(answer.status, 502, "{answer}");
+        assert_eq!(answer.field("content-type"), "text/plain; charset=utf-8");
+        assert_eq!(answer.field("retry-after"), "");
+        let details = format!("details=\"{reason}: ");
+        assert!(answer.field("proxy-status").contains(&details), "{answer}");
+        let text = answer.text();
+        assert!(text.contains("edge-") && !text.contains('{'), "{text}");
+    }
+    let answer = connect(&world, "connect", "edge-1:9").await;
+    assert_eq!(answer.phrase.as_deref(), Some(answer.text().trim_end()));
+}
+
+#[tokio::test]
+async fn a_tcp_session_that_cannot_begin_is_reset_and_recorded() {
+    let front = Front {
+        anonymous: true,
+        ..fixed("bytes", Kind::Tcp, "edge-1", 22)
+    };
+    let world = World::build().front(front).start().await;
+    let app = App::refusing();
+    let _edge = world.edge("edge-1").port(22, app.address()).join().await;
+    let mut wire = world.caller_at("bytes").wire("", &[]).await.unwrap();
+    let error = read_to_end(&mut wire).await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    until("it was recorded", async || {
+        !world.log().records().is_empty()
+    })
+    .await;
+    let record = world.log().records().remove(0);
+    assert_eq!(record["reason"], "target_refused");
+    assert_eq!(record["node"], "edge-1");
+    assert_eq!(world.metrics().await.outcomes("bytes", "target_refused"), 1);
+}
+
+#[tokio::test]
+async fn an_apps_own_failure_is_not_ours() {
+    let world = World::start().await;
+    let app =
+        App::http(|_| answer::status("503 Service Unavailable", [("Retry-After", "7")], "busy"))
+            .await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut wire = world
+        .caller()
+        .tls_stream("edge-1", &["http/1.1"])
+        .await
+        .unwrap();
+    let head = exchange(&mut wire, "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n").await;
+    assert!(
+        head.starts_with("HTTP/1.1 503 Service Unavailable\r\n"),
+        "{head}"
+    );
+    let fields = head.to_lowercase();
+    assert!(
+        fields.contains("retry-after: 7") && !fields.contains("proxy-status"),
+        "{head}"
+    );
+    drop(wire);
+    world.until_idle().await;
+    assert_eq!(world.metrics().await.outcomes("https", "ok"), 1);
+}

@@ -1,0 +1,570 @@
+//! Who is let in: edges by certificate, callers by what their front names, joining by a token.
+//!
+//! Nothing is open by default, and whoever is kept out learns why.
+
+use crate::world::{
+    GATEWAY_NAME, LIFE, World,
+    app::{App, Script},
+    caller::{assert_problem, read, read_to_end, whole},
+    gateway::{anonymous, fixed, front},
+    until,
+};
+use causeway_certs::{Ca, CsrKey, EdgeIdentity, EdgeKey, NodeName, TrustDomain, verify};
+use causeway_edge::{EnrolError, Error, config::Scheme};
+use causeway_gateway::config::{Callers, Front, Kind, Listen};
+use hyper::Request;
+use rustls::{AlertDescription as Alert, ClientConfig, pki_types::ServerName};
+use std::{
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::Path,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_util::sync::CancellationToken;
+
+fn other_ca() -> Ca {
+    Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap()
+}
+
+/// An edge's identity by this CA, held for one of the world's.
+fn identity(world: &World, ca: &Ca, life: Duration) -> EdgeIdentity {
+    let key = EdgeKey::generate().unwrap();
+    let request = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let issued = ca.issue_edge(&request, &node, life).unwrap();
+    let identity = EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap();
+    EdgeIdentity {
+        root: world.ca().root().clone(),
+        ..identity
+    }
+}
+
+/// TLS with the tunnel port.
+async fn handshake(
+    world: &World,
+    config: Arc<ClientConfig>,
+    alpn: &str,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let mut config = ClientConfig::clone(&config);
+    config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
+    let tcp = TcpStream::connect(world.tunnel()).await.unwrap();
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    TlsConnector::from(Arc::new(config))
+        .connect(name, tcp)
+        .await
+}
+
+/// The alert with which the tunnel port ends TLS.
+async fn alert(world: &World, config: Arc<ClientConfig>, alpn: &str) -> Alert {
+    // With TLS 1.3 a client is done before its certificate has been looked at.
+    let error = match handshake(world, config, alpn).await {
+        Ok(mut tls) => read_to_end(&mut tls).await.unwrap_err(),
+        Err(error) => error,
+    };
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(rustls::Error::AlertReceived(alert)) => *alert,
+        _ => panic!("{error:?}"),
+    }
+}
+
+#[tokio::test]
+async fn no_edge_gets_in_without_a_certificate() {
+    let world = World::start().await;
+    let nobody = verify::join_client(world.ca().fingerprint()).unwrap();
+    assert_eq!(
+        alert(&world, nobody, "rh2").await,
+        Alert::CertificateRequired
+    );
+    until_counted(&world, "tunnel").await;
+}
+
+#[tokio::test]
+async fn an_unknown_certificate_is_refused_and_both_ends_say_why() {
+    let world = World::start().await;
+    for alpn in ["rh2", "http/1.1"] {
+        let stranger = identity(&world, &other_ca(), LIFE);
+        let stranger = verify::tunnel_client(&stranger).unwrap();
+        let told = alert(&world, stranger, alpn).await;
+        assert!(
+            matches!(told, Alert::UnknownCA | Alert::DecryptError),
+            "{told:?}"
+        );
+    }
+    until("the gateway's log says why", async || {
+        let log = world.log().text();
+        log.matches("refused a connection at the tunnel port")
+            .count()
+            == 2
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_edge_whose_certificate_has_expired_says_so() {
+    let world = World::build().config(|config| {
+        config.tunnel.edge_certificate_lifetime = Duration::from_secs(1);
+    });
+    let world = world.start().await;
+    let mut edge = world.edge("edge-1").open().await.unwrap();
+    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::Access::Existing);
+    let end = store.unwrap().edge().unwrap().unwrap().leaf.not_after();
+    edge.stop().await;
+    let end = SystemTime::UNIX_EPOCH + Duration::from_secs(end.as_secs() + 1);
+    until("the certificate has expired", async || {
+        SystemTime::now() > end
+    })
+    .await;
+    edge.forget_token();
+    edge.start().await.unwrap();
+    until("the edge is refused", async || {
+        edge.status().state == "refused"
+    })
+    .await;
+    let trouble = edge.status().trouble.unwrap();
+    assert!(
+        trouble.what.contains("CertificateExpired"),
+        "{}",
+        trouble.what
+    );
+}
+
+#[tokio::test]
+async fn an_edge_whose_certificate_has_expired_joins_again_with_a_fresh_token() {
+    let world = World::build().config(|config| {
+        config.tunnel.edge_certificate_lifetime = Duration::from_secs(5);
+    });
+    let world = world.start().await;
+    let mut edge = world.edge("edge-1").open().await.unwrap();
+    edge.stop().await;
+    let store = causeway_certs::Store::open(edge.folder(), causeway_certs::Access::Existing);
+    let store = store.unwrap();
+    let first = store.edge().unwrap().unwrap().leaf.not_after();
+    let end = SystemTime::UNIX_EPOCH + Duration::from_secs(first.as_secs() + 1);
+    until("the certificate has expired", async || {
+        SystemTime::now() > end
+    })
+    .await;
+    edge.take_token(&world.token("edge-1", LIFE));
+    edge.start().await.unwrap();
+    until("the edge is connected", async || {
+        edge.status().state == "connected"
+    })
+    .await;
+    assert_ne!(store.edge().unwrap().unwrap().leaf.not_after(), first);
+}
+
+#[tokio::test]
+async fn a_node_that_was_removed_is_sent_away_and_told_what_to_do() {
+    let mut world = World::start().await;
+    let mut edge = world.edge("edge-1").join().await;
+    edge.stop().await;
+    world.stop_gateway().await;
+    let node = NodeName::parse("edge-1").unwrap();
+    assert!(world.store().nodes().remove(&node).unwrap());
+    world.start_gateway().await;
+    edge.start().await.unwrap();
+    until("the edge is refused", async || {
+        edge.status().state == "refused"
+    })
+    .await;
+    let trouble = edge.status().trouble.unwrap();
+    assert!(
+        trouble.what.contains("join again with a new token"),
+        "{}",
+        trouble.what
+    );
+}
+
+#[tokio::test]
+async fn an_edges_certificate_is_no_callers_and_a_callers_is_no_edges() {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let edge = identity(&world, world.ca(), LIFE);
+    let caller = world.caller().certificate(&edge.leaf);
+    let request = Request::get("https://edge-1:9100/")
+        .body(whole(""))
+        .unwrap();
+    assert!(caller.try_send(request).await.is_err());
+    assert_eq!(app.requests(), 0);
+
+    // The way of joining and renewing; `control::admit` tests the tunnel's, where words are exchanged first.
+    let leaf = world.caller_leaf("tester");
+    let caller = verify::tunnel_client(&EdgeIdentity { leaf, ..edge }).unwrap();
+    let mut tls = handshake(&world, caller, "http/1.1").await.unwrap();
+    assert!(
+        read_to_end(&mut tls).await.is_err(),
+        "closed without a word"
+    );
+    until_counted(&world, "tunnel").await;
+}
+
+/// Waits until one handshake has failed for its certificate.
+async fn until_counted(world: &World, listener: &str) {
+    until("it was counted", async || {
+        let metrics = world.metrics().await;
+        metrics.sum("handshakes_failed_total", &[("listener", listener)]) == 1
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_caller_of_another_ca_gets_no_connection() {
+    let world = World::start().await;
+    let stranger = other_ca().issue_caller("tester", &[], LIFE).unwrap();
+    let caller = world.caller().sni(GATEWAY_NAME).certificate(&stranger);
+    let request = Request::get("https://edge-1:9100/")
+        .body(whole(""))
+        .unwrap();
+    assert!(caller.try_send(request).await.is_err());
+    until_counted(&world, "https").await;
+}
+
+#[tokio::test]
+async fn a_front_may_trust_another_ca_instead_of_our_own() {
+    let build = World::build();
+    let theirs = other_ca();
+    let file = build.folder().join("theirs.pem");
+    std::fs::write(&file, theirs.root_pem()).unwrap();
+    let front = Front {
+        callers: Callers {
+            own_ca: false,
+            client_ca: vec![file],
+            tokens: None,
+        },
+        ..front("theirs", Kind::Https)
+    };
+    let world = build.front(front).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let leaf = theirs.issue_caller("scraper", &[], LIFE).unwrap();
+    let caller = world.caller_at("theirs");
+    let answer = caller
+        .clone()
+        .certificate(&leaf)
+        .get("https://edge-1:9100/")
+        .await;
+    assert_eq!(answer.text(), "it");
+    let request = Request::get("https://edge-1:9100/")
+        .body(whole(""))
+        .unwrap();
+    assert!(caller.try_send(request).await.is_err());
+}
+
+async fn refused(plan: crate::world::edge::Plan<'_>) -> Error {
+    let Err(error) = plan.open().await else {
+        panic!("the edge joined");
+    };
+    error
+}
+
+#[tokio::test]
+async fn a_token_that_is_not_good_says_which_fault_it_has() {
+    let world = World::start().await;
+    let text = |token: causeway_certs::JoinToken| token.text().expose().to_owned();
+
+    let expired = text(world.token("edge-1", Duration::ZERO));
+    let error = refused(world.edge("edge-1").token(&expired)).await;
+    assert!(
+        matches!(error, Error::Enrol(EnrolError::Expired(_))),
+        "{error}"
+    );
+    assert!(error.to_string().contains("expired"), "{error}");
+
+    let used = text(world.token("edge-1", LIFE));
+    drop(world.edge("edge-1").token(&used).join().await);
+    let elsewhere = world.folder().join("second");
+    let plan = world.edge("edge-1").token(&used);
+    let error = refused(plan.config(|config| config.data_dir = elsewhere)).await;
+    assert!(
+        matches!(error, Error::Enrol(EnrolError::Used(_))),
+        "{error}"
+    );
+    assert!(error.to_string().contains("used already"), "{error}");
+
+    let other = text(world.token("edge-2", LIFE));
+    let plan = world.edge("edge-3").token(&other);
+    let error = refused(plan.config(|config| config.node = Some("edge-3".to_owned()))).await;
+    assert!(
+        matches!(error, Error::Enrol(EnrolError::OtherNode(_))),
+        "{error}"
+    );
+    assert!(error.to_string().contains("for node edge-2"), "{error}");
+    // A refusal spends nothing.
+    drop(world.edge("edge-2").token(&other).join().await);
+
+    let stranger = World::start().await;
+    let unknown = text(stranger.token("edge-4", LIFE));
+    let error = refused(world.edge("edge-4").token(&unknown)).await;
+    assert!(
+        matches!(error, Error::Enrol(EnrolError::WrongCa(_))),
+        "{error}"
+    );
+    let node = NodeName::parse("edge-4").unwrap();
+    let tokens = stranger.store().tokens().unwrap();
+    let token = tokens.all().unwrap().pop().unwrap();
+    assert_eq!(
+        (token.node, token.used),
+        (node, None),
+        "it was not told to the wrong gateway"
+    );
+
+    let forgotten = world.token("edge-5", LIFE);
+    world
+        .store()
+        .tokens()
+        .unwrap()
+        .remove(&forgotten.id)
+        .unwrap();
+    let error = refused(world.edge("edge-5").token(&text(forgotten))).await;
+    assert!(
+        matches!(error, Error::Enrol(EnrolError::Unknown(_))),
+        "{error}"
+    );
+
+    let error = refused(world.edge("edge-6").token("cwj1.half")).await;
+    assert!(matches!(error, Error::Token(_)), "{error}");
+}
+
+#[tokio::test]
+async fn an_edge_that_has_joined_needs_its_token_no_more() {
+    let mut world = World::start().await;
+    let app = App::saying("it").await;
+    let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    edge.kill().await;
+    edge.forget_token();
+    world.kill_gateway().await;
+    world.start_gateway().await;
+    edge.start().await.unwrap();
+    world.until_tunnels("edge-1", 1).await;
+    assert_eq!(
+        world.caller().get("https://edge-1:9100/").await.text(),
+        "it"
+    );
+}
+
+#[tokio::test]
+async fn an_edge_without_identity_and_token_says_what_it_needs() {
+    let world = World::start().await;
+    let folder = world.folder().join("empty");
+    let config = causeway_edge::Config {
+        data_dir: folder,
+        gateways: vec![world.tunnel().to_string()],
+        ..Default::default()
+    };
+    let opened = causeway_edge::Edge::open(config, &CancellationToken::new()).await;
+    let error = opened.unwrap_err().to_string();
+    assert!(error.contains("causeway token create"), "{error}");
+}
+
+/// All that lies in a directory, with its mode.
+fn modes(folder: &Path) -> Vec<(String, u32)> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mode = |entry: std::io::Result<std::fs::DirEntry>| {
+        let entry = entry.unwrap();
+        let mode = entry.metadata().unwrap().permissions().mode() & 0o777;
+        (entry.file_name().to_string_lossy().into_owned(), mode)
+    };
+    entries.map(mode).collect()
+}
+
+#[tokio::test]
+async fn keys_are_their_owners_only() {
+    let world = World::start().await;
+    let edge = world.edge("edge-1").join().await;
+    for folder in [edge.folder(), world.folder().join("gateway")] {
+        let itself = std::fs::metadata(&folder).unwrap().permissions().mode();
+        assert_eq!(itself & 0o777, 0o700, "{}", folder.display());
+        let files = modes(&folder);
+        assert!(files.len() > 1, "{files:?}");
+        assert!(files.iter().all(|(_, mode)| *mode == 0o600), "{files:?}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {
+    let narrow = |name, kind| Front {
+        anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
+        anonymous_ports: vec![9100],
+        ..anonymous(name, kind)
+    };
+    let bytes = Front {
+        anonymous: true,
+        anonymous_from: vec!["127.0.0.2/32".parse().unwrap()],
+        ..fixed("bytes", Kind::Tcp, "edge-1", 22)
+    };
+    let world = World::build().front(narrow("plain", Kind::Http));
+    let world = world
+        .front(narrow("open", Kind::Https))
+        .front(bytes)
+        .start()
+        .await;
+    let app = App::saying("it").await;
+    let echo = App::tcp(Script::new().write("hello")).await;
+    let edge = world
+        .edge("edge-1")
+        .port(9100, app.address())
+        .port(9101, app.address());
+    let _edge = edge.port_as(22, Scheme::Tcp, echo.address()).join().await;
+
+    let plain = world.caller_at("plain").from("127.0.0.2");
+    assert_eq!(plain.get("http://edge-1:9100/").await.text(), "it");
+    let answer = plain.get("http://edge-1:9101/").await;
+    assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
+    let answer = plain.from("127.0.0.3").get("http://edge-1:9100/").await;
+    assert_problem(&answer, 401, "unauthenticated", "serves nobody from here");
+    let open = world.caller_at("open");
+    let answer = open
+        .clone()
+        .nobody()
+        .from("127.0.0.3")
+        .get("https://edge-1:9100/")
+        .await;
+    assert_problem(
+        &answer,
+        401,
+        "unauthenticated",
+        "no client certificate was sent",
+    );
+    let answer = open.from("127.0.0.3").get("https://edge-1:9101/").await;
+    assert_eq!(
+        answer.text(),
+        "it",
+        "a certificate is not bound to a network"
+    );
+
+    let bytes = world.caller_at("bytes");
+    let mut near = bytes.clone().from("127.0.0.2").wire("", &[]).await.unwrap();
+    assert_eq!(read(&mut near, 5).await, b"hello");
+    let mut far = bytes.from("127.0.0.3").wire("", &[]).await.unwrap();
+    assert!(read_to_end(&mut far).await.is_err(), "reset");
+    assert_eq!(echo.connections(), 1);
+}
+
+#[tokio::test]
+async fn a_tcp_front_wants_tls_with_a_certificate() {
+    let front = fixed("bytes", Kind::Tcp, "edge-1", 22);
+    let world = World::build().front(front).start().await;
+    let app = App::tcp(Script::new().write("hello")).await;
+    let edge = world.edge("edge-1").port_as(22, Scheme::Tcp, app.address());
+    let _edge = edge.join().await;
+    let caller = world.caller_at("bytes");
+    let nobody = caller.clone().nobody().wire(GATEWAY_NAME, &[]).await;
+    // The reset may overtake the end of the handshake.
+    if let Ok(mut nobody) = nobody {
+        assert!(read_to_end(&mut nobody).await.is_err(), "reset");
+    }
+    until("it was recorded", async || {
+        world.metrics().await.outcomes("bytes", "unauthenticated") == 1
+    })
+    .await;
+    assert_eq!(app.connections(), 0);
+    let mut known = caller.wire(GATEWAY_NAME, &[]).await.unwrap();
+    assert_eq!(read(&mut known, 5).await, b"hello");
+}
+
+#[tokio::test]
+async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
+    let build = World::build();
+    let token = build.token("prometheus");
+    let callers = Callers {
+        own_ca: false,
+        client_ca: Vec::new(),
+        tokens: Some(build.tokens()),
+    };
+    let keeping = Front {
+        callers,
+        ..front("keeping", Kind::Http)
+    };
+    let passing = Front {
+        name: "passing".to_owned(),
+        forward_authorization: true,
+        ..keeping.clone()
+    };
+    let world = build.front(keeping).front(passing).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for (front, passed) in [
+        ("keeping", None),
+        ("passing", Some(format!("Bearer {token}"))),
+    ] {
+        let caller = world.caller_at(front).bearer(&token);
+        assert_eq!(caller.get("http://edge-1:9100/").await.text(), "it");
+        assert_eq!(app.head().await.value("authorization"), passed);
+    }
+    world.until_idle().await;
+    let records = world.log().records();
+    assert!(
+        records
+            .iter()
+            .all(|record| record["caller"] == "prometheus" && record["by"] == "token"),
+        "{records:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_wrong_token_is_never_nobody() {
+    let build = World::build();
+    build.token("prometheus");
+    let front = Front {
+        callers: Callers {
+            own_ca: false,
+            client_ca: Vec::new(),
+            tokens: Some(build.tokens()),
+        },
+        ..anonymous("plain", Kind::Http)
+    };
+    let world = build.front(front).start().await;
+    let caller = world.caller_at("plain");
+    let answer = caller
+        .clone()
+        .bearer("cwc1.wrong")
+        .get("http://edge-1:9100/")
+        .await;
+    assert_problem(&answer, 401, "unauthenticated", "not known here");
+    let answer = caller.get("http://edge-1:9100/").await;
+    assert_problem(&answer, 404, "node_unknown", "edge-1");
+}
+
+#[tokio::test]
+async fn a_unix_socket_knows_its_caller_by_the_kernel() {
+    let build = World::build();
+    let path = build.folder().join("connect.sock");
+    let front = Front::new("unix", Kind::Connect, Listen::Unix(path.clone()));
+    let world = build.front(front).start().await;
+    let echo = App::tcp(Script::new().write("hello").echo()).await;
+    let edge = world
+        .edge("edge-1")
+        .port_as(22, Scheme::Tcp, echo.address());
+    let _edge = edge.join().await;
+    let socket = std::fs::metadata(&path).unwrap();
+    assert_eq!(socket.permissions().mode() & 0o777, 0o600);
+    let caller = world.caller_at("unix");
+    let mut wire = caller.wire("", &[]).await.unwrap();
+    let head = "CONNECT edge-1:22 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
+    let answer = crate::world::caller::exchange(&mut *wire, head).await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    assert_eq!(read(&mut wire, 5).await, b"hello");
+    drop(wire);
+    world.until_idle().await;
+    let records = world.log().records();
+    assert_eq!(records[0]["caller"], format!("uid:{}", socket.uid()));
+    assert_eq!(records[0]["by"], "unix");
+}
+
+#[tokio::test]
+async fn a_certificate_of_the_front_is_minted_for_the_node_that_is_asked() {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    // The caller's own check of the name is the assertion.
+    world.caller().tls_stream("edge-1", &["h2"]).await.unwrap();
+    let unknown = world.caller().tls_stream("edge-9", &["h2"]).await;
+    assert!(
+        unknown.is_err(),
+        "nothing is minted for a name that is no node's"
+    );
+}

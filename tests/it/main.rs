@@ -1,0 +1,33 @@
+//! Causeway as a whole: gateway, edges, apps and callers over real sockets, in one binary.
+//!
+//! One file for each promise; `world` builds what a test needs. A test reads: a world, an act, an assertion.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+mod world;
+
+mod routing;
+
+mod errors;
+
+mod identity;
+
+mod renewal;
+
+mod road;
+
+mod clients_curl;
+
+mod streams;
+
+mod faces;
+
+mod traps;
+
+mod binary;
+
+mod bad_input;
+
+mod status;
+
+mod demo;

@@ -1,0 +1,125 @@
+//! The shortest road: a gateway with all kinds of front, edge-1, and an app as its port 9100.
+//!
+//! For tests of what passes along it. Fronts: `https` (certificate), `plain` (http), `bytes` (tcp to port
+//! 9100), `connect` and `unix` (connect); all but the first serve anybody, so that any client can be used.
+
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::App,
+    caller::{Caller, Wire, exchange},
+    edge::Edge,
+    gateway::{Build, anonymous, fixed},
+    tool::Tool,
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::config::{Front, Kind, Listen};
+use std::{net::SocketAddr, ops::Deref, path::PathBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+
+/// The app, as callers name it.
+pub(crate) const URL: &str = "https://edge-1:9100/";
+
+/// A world with everything in it; dropped edge first.
+pub(crate) struct Road {
+    pub(crate) edge: Edge,
+    world: World,
+}
+
+impl Road {
+    /// To an app that speaks HTTP/1.1.
+    pub(crate) async fn to(app: &App) -> Self {
+        Self::to_as(Scheme::Http, app.address()).await
+    }
+
+    /// To an app that speaks something else.
+    pub(crate) async fn to_as(scheme: Scheme, app: SocketAddr) -> Self {
+        Self::along(Self::build(), scheme, app).await
+    }
+
+    /// The fronts, to be changed before they open.
+    pub(crate) fn build() -> Build {
+        let build = World::build();
+        let unix = Listen::Unix(build.folder().join("connect.sock"));
+        build
+            .front(anonymous("plain", Kind::Http))
+            .front(Front {
+                anonymous: true,
+                ..fixed("bytes", Kind::Tcp, "edge-1", 9100)
+            })
+            .front(anonymous("connect", Kind::Connect))
+            .front(Front::new("unix", Kind::Connect, unix))
+    }
+
+    /// Over those fronts.
+    pub(crate) async fn along(build: Build, scheme: Scheme, app: SocketAddr) -> Self {
+        let world = build.start().await;
+        let edge = world.edge("edge-1").port_as(9100, scheme, app).join().await;
+        Self { edge, world }
+    }
+
+    /// Of a world and an edge that are there.
+    pub(crate) fn of(world: World, edge: Edge) -> Self {
+        Self { edge, world }
+    }
+
+    /// The unix socket of `unix`.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder().join("connect.sock")
+    }
+
+    /// TLS to `https` for bytes of HTTP/1.1.
+    pub(crate) async fn tls(&self) -> TlsStream<TcpStream> {
+        let opened = self.caller().tls_stream("edge-1", &["http/1.1"]).await;
+        opened.unwrap()
+    }
+
+    /// TCP to a front that speaks no TLS.
+    pub(crate) async fn tcp(&self, front: &str) -> TcpStream {
+        self.caller_at(front).tcp_stream().await
+    }
+
+    /// A CONNECT to this target that was answered, through TLS.
+    pub(crate) async fn connect(&self, target: &str) -> TlsStream<TcpStream> {
+        let caller = self.caller_at("connect");
+        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let head = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
+        let answer = exchange(&mut wire, head).await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        wire
+    }
+
+    /// A TCP session with the app: through `connect`, or `bytes`.
+    pub(crate) async fn session(&self, connects: bool) -> Box<dyn Wire> {
+        if connects {
+            Box::new(self.connect("edge-1:9100").await)
+        } else {
+            Box::new(self.tcp("bytes").await)
+        }
+    }
+
+    /// A caller who speaks HTTP/2.
+    pub(crate) fn http2(&self) -> Caller {
+        self.caller().http2()
+    }
+
+    /// A script of `clients` that calls `https` with a certificate.
+    pub(crate) fn python(&self, script: &str) -> Tool {
+        let leaf = self.caller_leaf("python");
+        let certificate = self.write(&leaf.chain_pem());
+        let key = self.write(leaf.key_pem().expose());
+        Tool::python(script)
+            .args(["--address", &self.front("https").to_string()])
+            .args(["--ca".into(), self.root_path()])
+            .args(["--cert".into(), certificate])
+            .args(["--key".into(), key])
+    }
+}
+
+impl Deref for Road {
+    type Target = World;
+
+    fn deref(&self) -> &World {
+        &self.world
+    }
+}

@@ -1,0 +1,156 @@
+//! `causeway status` and `causeway health` against a live gateway, as a user and a script see them.
+
+use crate::world::{
+    app::App,
+    process::{Causeway, Ended, Site, address_after, causeway},
+    tool::need,
+};
+use serde_json::Value;
+
+#[tokio::test]
+async fn the_table_shows_who_is_connected_and_who_is_away() {
+    need!("curl");
+    let app = App::saying("hello").await;
+    let site = Site::start().await;
+    let empty = status(&site, "").await.stdout;
+    assert_eq!(
+        empty.trim(),
+        "no edges; make a token with: causeway token create --node NAME"
+    );
+
+    let _here = site.join("edge-1", app.port()).await;
+    let mut gone = site.edge("edge-2", app.port());
+    gone = gone.flag("--join", site.token("--node edge-2 --pool north").await);
+    let mut gone = gone.start();
+    gone.said("tunnel registered").await;
+    site.curl("edge-1", "").run().await.ok();
+    gone.stop().await.ok();
+
+    let table = status(&site, "").await.stdout;
+    let lines: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    let header = "NODE STATE SINCE RTT STREAMS BYTES UP BYTES DOWN VERSION ADDRESS";
+    assert_eq!(lines[0].join(" "), header);
+    assert_eq!(lines.len(), 3, "{table}");
+    assert_eq!(lines[1][..2], ["edge-1", "connected"]);
+    assert!(
+        table
+            .lines()
+            .nth(1)
+            .unwrap()
+            .contains(env!("CARGO_PKG_VERSION")),
+        "{table}"
+    );
+    assert!(
+        lines[1].contains(&"ms") && lines[1].last().unwrap().starts_with("127.0.0.1:"),
+        "{table}"
+    );
+    assert_eq!(lines[2][..2], ["edge-2", "away"]);
+    assert!(
+        !table.contains(" \n") && !table.contains('\u{1b}'),
+        "{table:?}"
+    );
+
+    let wide = status(&site, "-o wide").await.stdout;
+    let header = wide.lines().next().unwrap();
+    for column in ["TUNNELS", "POOL", "INSTANCE", "LAST SEEN"] {
+        assert!(header.contains(column), "{wide}");
+    }
+    assert!(wide.lines().nth(2).unwrap().contains("north"), "{wide}");
+
+    let json: Value = serde_json::from_str(&status(&site, "-o json").await.stdout).unwrap();
+    assert_eq!(json[0]["node"], "edge-1");
+    assert_eq!(json[0]["state"], "connected");
+    assert_eq!(json[0]["ports"], serde_json::json!([9100]));
+    assert!(json[0]["bytes_down"].as_u64().unwrap() > 0 && json[0]["rtt_ms"].as_f64().is_some());
+    assert_eq!(
+        (&json[1]["state"], &json[1]["pool"]),
+        (&"away".into(), &"north".into())
+    );
+}
+
+#[tokio::test]
+async fn the_gateway_is_found_by_flag_variable_and_data_directory() {
+    let site = Site::start().await;
+    let _edge = site.join("edge-1", 1).await;
+    let by = |ask: Causeway| async move { assert!(ask.run().await.ok().stdout.contains("edge-1")) };
+    by(causeway("status").flag("--admin", &site.admin)).await;
+    by(causeway("status").env("CAUSEWAY_ADMIN", &site.admin)).await;
+    by(causeway("status").flag("--data-dir", site.data())).await;
+    by(causeway("status").env("CAUSEWAY_DATA_DIR", site.data())).await;
+    // A flag wins over a variable, and an address over a directory.
+    let both = causeway("status").env("CAUSEWAY_ADMIN", "127.0.0.1:1");
+    by(both
+        .flag("--admin", &site.admin)
+        .flag("--data-dir", "/nowhere"))
+    .await;
+}
+
+#[tokio::test]
+async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
+    let site = Site::start().await;
+    let ask = |line: &str| causeway("status").args(line.split(' ')).run();
+    ask("--data-dir nowhere")
+        .await
+        .failed(&["no gateway runs in nowhere", "--admin HOST:PORT"]);
+    ask("--admin 127.0.0.1:1")
+        .await
+        .failed(&["127.0.0.1:1", "as told", "is the process running?"]);
+    let front = ask(&format!("--admin {}", site.front)).await;
+    front.failed(&[&site.front, "does not answer as an admin listener does"]);
+
+    // Whoever was killed could not take his address back.
+    let data = site.data();
+    let stale = causeway("status").flag("--data-dir", &data);
+    let Site { gateway, admin, .. } = &site;
+    gateway.signal("KILL").await;
+    crate::world::until("the gateway is gone", async || {
+        std::net::TcpStream::connect(admin).is_err()
+    })
+    .await;
+    stale
+        .run()
+        .await
+        .failed(&[admin, "gateway", "is the process running?"]);
+}
+
+#[tokio::test]
+async fn a_gateway_that_stopped_leaves_no_address_behind() {
+    let site = Site::with("timeouts: { drain: 100ms }").await;
+    let data = site.data();
+    site.gateway.signal("TERM").await;
+    crate::world::until("the address is gone", async || {
+        !data.join("run-admin").exists()
+    })
+    .await;
+    let ask = causeway("status").flag("--data-dir", &data).run().await;
+    ask.failed(&["no gateway runs in", "--admin HOST:PORT"]);
+}
+
+#[tokio::test]
+async fn health_is_an_exit_code_for_gateways_and_edges() {
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let of_edge = address_after(
+        edge.written()
+            .line(|line| line.contains("edge runs"))
+            .unwrap(),
+        "admin=",
+    );
+    let gateway = causeway("health")
+        .flag("--data-dir", site.data())
+        .run()
+        .await;
+    assert_eq!(gateway.ok().stdout, "ok\n");
+    let ask = || causeway("health").env("CAUSEWAY_ADMIN", &of_edge).run();
+    assert_eq!(ask().await.ok().stdout, "connected\n");
+    edge.stop().await.ok();
+    ask().await.failed(&[&of_edge, "is the process running?"]);
+}
+
+async fn status(site: &Site, line: &str) -> Ended {
+    let ask = causeway("status").args(line.split_whitespace());
+    ask.flag("--data-dir", site.data()).run().await.ok()
+}

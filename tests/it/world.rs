@@ -1,0 +1,262 @@
+//! A world for one test: a gateway with its own CA, edges that joined with tokens, apps, callers.
+//!
+//! All of it in this process, on port 0 of loopback and in a temporary directory that goes with it. Whatever
+//! a test waits for is a condition with a bound, never a time. What the gateway and its edges log is
+//! kept, so that a test can hold an answer against its access record.
+
+pub(crate) mod app;
+pub(crate) mod caller;
+pub(crate) mod edge;
+pub(crate) mod gateway;
+pub(crate) mod link;
+pub(crate) mod log;
+pub(crate) mod process;
+pub(crate) mod tool;
+
+use caller::{Caller, Place};
+use causeway_certs::{Ca, JoinToken, Leaf, NodeName, Store};
+use gateway::{Build, Running};
+use log::Log;
+use serde_json::Value;
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
+use tempfile::TempDir;
+use tokio::time::{sleep, timeout};
+use tool::Tool;
+
+/// The bound of a wait for something that takes milliseconds on an idle machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a condition is looked at.
+const LOOK: Duration = Duration::from_millis(5);
+/// Life of what is issued here.
+pub(crate) const LIFE: Duration = Duration::from_hours(1);
+/// A name in the certificate of every front, which is no node's.
+pub(crate) const GATEWAY_NAME: &str = "gateway.test";
+
+/// A gateway, and what a test puts around it.
+pub(crate) struct World {
+    gateway: Option<Running>,
+    build: Build,
+    ca: Ca,
+    files: AtomicUsize,
+}
+
+impl World {
+    /// One gateway on this test's own thread, with an `https` front for callers with a certificate.
+    pub(crate) async fn start() -> Self {
+        Self::build().start().await
+    }
+
+    /// The same, to be changed before it starts.
+    pub(crate) fn build() -> Build {
+        Build::new()
+    }
+
+    /// An edge that is about to join.
+    pub(crate) fn edge(&self, node: &str) -> edge::Plan<'_> {
+        edge::Plan::new(self, node)
+    }
+
+    /// A caller at the `https` front with a certificate of the world's CA.
+    pub(crate) fn caller(&self) -> Caller {
+        self.caller_at("https")
+    }
+
+    /// The same at another front.
+    pub(crate) fn caller_at(&self, front: &str) -> Caller {
+        let leaf = self.caller_leaf("tester");
+        Caller::new(self.place(front), self.ca.root(), self.log()).certificate(&leaf)
+    }
+
+    /// A caller's certificate by the world's CA.
+    pub(crate) fn caller_leaf(&self, name: &str) -> Leaf {
+        self.ca.issue_caller(name, &[], LIFE).unwrap()
+    }
+
+    /// curl with the world's CA and a caller's certificate; every URL leads to the `https` front.
+    pub(crate) fn curl<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Tool {
+        let leaf = self.caller_leaf("curl");
+        let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());
+        let certificate = self.write(&both);
+        let to = format!("::{}", self.front("https"));
+        Tool::curl()
+            .args([Path::new("--cacert"), &self.root_path()])
+            .args([Path::new("--cert"), &certificate])
+            .args(["--connect-to", &to])
+            .args(arguments)
+    }
+
+    /// The address of a front.
+    pub(crate) fn front(&self, name: &str) -> SocketAddr {
+        let found = self.gateway().addresses.front(name);
+        found.unwrap_or_else(|| panic!("no front {name:?} with an address"))
+    }
+
+    /// Where callers of a front connect.
+    pub(crate) fn place(&self, front: &str) -> Place {
+        self.gateway().place(front)
+    }
+
+    /// The tunnel port.
+    pub(crate) fn tunnel(&self) -> SocketAddr {
+        self.gateway().addresses.tunnel
+    }
+
+    /// The admin listener.
+    pub(crate) fn admin(&self) -> SocketAddr {
+        self.gateway().addresses.admin
+    }
+
+    /// The world's CA.
+    pub(crate) fn ca(&self) -> &Ca {
+        &self.ca
+    }
+
+    /// The file of its root, for `--cacert`.
+    pub(crate) fn root_path(&self) -> PathBuf {
+        self.store().root_path()
+    }
+
+    /// The gateway's data directory.
+    pub(crate) fn store(&self) -> Store {
+        gateway::store(self.folder())
+    }
+
+    /// A directory that goes with the world.
+    pub(crate) fn folder(&self) -> &Path {
+        self.build.folder()
+    }
+
+    /// A private file of this text.
+    pub(crate) fn write(&self, text: &str) -> PathBuf {
+        let number = self.files.fetch_add(1, Ordering::SeqCst);
+        let path = self.folder().join(format!("file-{number}.pem"));
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// A join token for this node.
+    pub(crate) fn token(&self, node: &str, life: Duration) -> JoinToken {
+        let node = NodeName::parse(node).unwrap();
+        let tokens = self.store().tokens().unwrap();
+        tokens.create(&node, life, Vec::new(), None).unwrap()
+    }
+
+    /// What was logged so far.
+    pub(crate) fn log(&self) -> Log {
+        self.build.log()
+    }
+
+    /// The gateway's metrics now.
+    pub(crate) async fn metrics(&self) -> Metrics {
+        Metrics(self.admin_text("/metrics").await.1)
+    }
+
+    /// What the admin listener answers.
+    pub(crate) async fn admin_text(&self, path: &str) -> (u16, String) {
+        let admin = self.admin();
+        let caller = Caller::new(Place::Plain(admin), self.ca.root(), self.log());
+        let answer = caller.get(&format!("http://{admin}{path}")).await;
+        (answer.status, answer.text())
+    }
+
+    /// The admin API's row of a node; null if there is none.
+    pub(crate) async fn node(&self, node: &str) -> Value {
+        let (status, text) = self.admin_text(&format!("/api/v1/edges/{node}")).await;
+        match status {
+            200 => serde_json::from_str(&text).unwrap(),
+            _ => Value::Null,
+        }
+    }
+
+    /// Waits until the gateway has this many tunnels of a node.
+    pub(crate) async fn until_tunnels(&self, node: &str, tunnels: usize) {
+        let what = format!("{node} has {tunnels} tunnels");
+        until(&what, async || {
+            self.node(node).await["tunnels"].as_u64().unwrap_or(0) == tunnels as u64
+        })
+        .await;
+    }
+
+    /// Waits until no caller's stream is open.
+    pub(crate) async fn until_idle(&self) {
+        until("no stream is open", async || {
+            self.metrics().await.sum("open_streams", &[]) == 0
+        })
+        .await;
+    }
+
+    /// Stops the gateway in order and waits for its end.
+    pub(crate) async fn stop_gateway(&mut self) {
+        let running = self.gateway.take().expect("the gateway runs");
+        running.stop().await;
+    }
+
+    /// Asks the gateway to stop; it drains meanwhile.
+    pub(crate) fn drain_gateway(&self) {
+        self.gateway().ask();
+    }
+
+    /// Ends the gateway without a word.
+    pub(crate) async fn kill_gateway(&mut self) {
+        let running = self.gateway.take().expect("the gateway runs");
+        running.kill().await;
+    }
+
+    /// Starts it again, at the same addresses.
+    pub(crate) async fn start_gateway(&mut self) {
+        assert!(self.gateway.is_none(), "the gateway runs");
+        self.gateway = Some(self.build.run().await);
+    }
+
+    fn gateway(&self) -> &Running {
+        self.gateway.as_ref().expect("the gateway runs")
+    }
+}
+
+/// A scrape.
+pub(crate) struct Metrics(String);
+
+impl Metrics {
+    /// The sum of all series of `causeway_gateway_NAME` that have these labels.
+    pub(crate) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
+        let series = self.0.lines().filter_map(|line| {
+            let rest = line.strip_prefix("causeway_gateway_")?.strip_prefix(name)?;
+            let (found, value) = rest.rsplit_once(' ')?;
+            let named = found.is_empty() || found.starts_with('{');
+            let labelled = labels
+                .iter()
+                .all(|(label, value)| found.contains(&format!("{label}=\"{value}\"")));
+            (named && labelled).then(|| value.parse::<u64>().unwrap())
+        });
+        series.sum()
+    }
+
+    /// How many streams of a front ended so.
+    pub(crate) fn outcomes(&self, front: &str, outcome: &str) -> u64 {
+        self.sum("streams_total", &[("front", front), ("outcome", outcome)])
+    }
+}
+
+/// Waits until a condition holds.
+pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let looking = async {
+        while !holds().await {
+            sleep(LOOK).await;
+        }
+    };
+    let held = timeout(PATIENCE, looking).await;
+    assert!(held.is_ok(), "not within {PATIENCE:?}: {what}");
+}
+
+/// A directory for a world.
+fn folder() -> TempDir {
+    tempfile::Builder::new()
+        .prefix("causeway-it-")
+        .tempdir()
+        .unwrap()
+}

@@ -1,0 +1,189 @@
+//! Edges of a world: they join with a real token over the wire and run in this process.
+//!
+//! An edge counts as joined when the gateway says so. It can be stopped in order, killed without a word, and
+//! started again from its data directory.
+
+use super::{PATIENCE, World, gateway::loopback, until};
+use causeway_certs::NodeName;
+use causeway_edge::{
+    Config, Error,
+    config::{Port, Scheme, Secret},
+    state::{Reader, Status},
+};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use tokio::{task::JoinSet, time::timeout};
+use tokio_util::sync::CancellationToken;
+
+/// Tests wait for the end of what they stop.
+const DRAIN: Duration = Duration::from_millis(400);
+/// Tests wait for edges that come back.
+const SILENT: Duration = Duration::from_millis(100);
+
+/// An edge before it joins.
+pub(crate) struct Plan<'a> {
+    world: &'a World,
+    node: String,
+    confirmed: Vec<std::net::IpAddr>,
+    config: Config,
+}
+
+impl<'a> Plan<'a> {
+    pub(super) fn new(world: &'a World, node: &str) -> Self {
+        let mut config = Config {
+            data_dir: world.folder().join(node),
+            gateways: vec![world.tunnel().to_string()],
+            ..Config::default()
+        };
+        config.admin.listen = loopback();
+        config.timeouts.drain = DRAIN;
+        config.backoff.silent_max = SILENT;
+        Self {
+            world,
+            node: node.to_owned(),
+            confirmed: Vec::new(),
+            config,
+        }
+    }
+
+    /// Serves the node's port `number` by the app at `app`.
+    pub(crate) fn port(self, number: u16, app: SocketAddr) -> Self {
+        self.port_as(number, Scheme::Http, app)
+    }
+
+    /// The same for an app that speaks something else.
+    pub(crate) fn port_as(mut self, number: u16, scheme: Scheme, app: SocketAddr) -> Self {
+        let port = Port {
+            target: Some(app.to_string()),
+            scheme,
+            ..Port::default()
+        };
+        self.config.ports.insert(number, port);
+        self
+    }
+
+    /// An address of the node that its token confirms.
+    pub(crate) fn address(mut self, address: &str) -> Self {
+        self.confirmed.push(address.parse().unwrap());
+        self
+    }
+
+    /// Joins with this token instead of one of the world's.
+    pub(crate) fn token(mut self, token: &str) -> Self {
+        self.config.join = Some(Secret::new(token));
+        self
+    }
+
+    /// Changes the configuration.
+    pub(crate) fn config(mut self, change: impl FnOnce(&mut Config)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
+    /// Joins, and waits until the gateway has its tunnel.
+    pub(crate) async fn join(self) -> Edge {
+        let (world, node) = (self.world, self.node.clone());
+        // Boxed: joining is large, and most tests hold it.
+        let edge = Box::pin(self.open()).await.unwrap();
+        let what = format!("{node} is connected");
+        until(&what, async || {
+            world.node(&node).await["state"] == "connected"
+        })
+        .await;
+        edge
+    }
+
+    /// Joins and runs; the gateway may still refuse its tunnel.
+    pub(crate) async fn open(mut self) -> Result<Edge, Error> {
+        if self.config.join.is_none() {
+            let token = self.issued();
+            self.config.join = Some(Secret::new(token));
+        }
+        let mut edge = Edge::new(self.config);
+        Box::pin(edge.start()).await.map(|()| edge)
+    }
+
+    fn issued(&self) -> String {
+        let node = NodeName::parse(&self.node).unwrap();
+        let tokens = self.world.store().tokens().unwrap();
+        let token = tokens.create(&node, super::LIFE, self.confirmed.clone(), None);
+        token.unwrap().text().expose().to_owned()
+    }
+}
+
+/// An edge; dropping it kills it.
+pub(crate) struct Edge {
+    config: Config,
+    running: Option<Running>,
+}
+
+struct Running {
+    stop: CancellationToken,
+    task: JoinSet<Result<(), Error>>,
+    reader: Reader,
+}
+
+impl Edge {
+    fn new(config: Config) -> Self {
+        Self {
+            config,
+            running: None,
+        }
+    }
+
+    /// Starts it, from its data directory if it has joined before.
+    pub(crate) async fn start(&mut self) -> Result<(), Error> {
+        assert!(self.running.is_none(), "the edge runs");
+        let stop = CancellationToken::new();
+        let opened = causeway_edge::Edge::open(self.config.clone(), &stop);
+        let opened = timeout(PATIENCE, opened).await;
+        let bound = opened.expect("the edge joins or is refused")?.bind()?;
+        let reader = bound.reader();
+        let mut task = JoinSet::new();
+        task.spawn(bound.run(stop.clone()));
+        self.running = Some(Running { stop, task, reader });
+        Ok(())
+    }
+
+    /// From now on it has no token.
+    pub(crate) fn forget_token(&mut self) {
+        self.config.join = None;
+    }
+
+    /// From now on it has this token.
+    pub(crate) fn take_token(&mut self, token: &causeway_certs::JoinToken) {
+        self.config.join = Some(Secret::new(token.text().expose()));
+    }
+
+    /// Stops it in order and waits for its end.
+    pub(crate) async fn stop(&mut self) {
+        let mut running = self.running.take().expect("the edge runs");
+        running.stop.cancel();
+        let ended = timeout(PATIENCE, running.task.join_next()).await;
+        ended.expect("the edge stops").unwrap().unwrap().unwrap();
+    }
+
+    /// Asks it to leave; it drains meanwhile.
+    pub(crate) fn drain(&self) {
+        self.running().stop.cancel();
+    }
+
+    /// Ends it without a word.
+    pub(crate) async fn kill(&mut self) {
+        let mut running = self.running.take().expect("the edge runs");
+        running.task.shutdown().await;
+    }
+
+    /// What it is doing.
+    pub(crate) fn status(&self) -> Status {
+        self.running().reader.status()
+    }
+
+    /// Its data directory.
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.config.data_dir.clone()
+    }
+
+    fn running(&self) -> &Running {
+        self.running.as_ref().expect("the edge runs")
+    }
+}

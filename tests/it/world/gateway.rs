@@ -1,0 +1,235 @@
+//! The gateway of a world: built, run, stopped, started again at the same addresses.
+//!
+//! On the test's own thread unless it asks for cores. The `https` front is there from the beginning; a test
+//! adds others by what makes them special.
+
+use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
+use causeway_certs::{Access, Ca, CallerTokens, Store, TrustDomain, install_provider};
+use causeway_gateway::{
+    BindError, Config, Gateway,
+    config::{AccessLog, Front, Kind, Listen},
+    core::Cores,
+    gateway::Addresses,
+    proxy::authorize::{AnyCaller, Authorize},
+};
+use std::{
+    fs::OpenOptions,
+    io::Write,
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::AtomicUsize},
+    time::Duration,
+};
+use tempfile::TempDir;
+use tokio::{task::JoinSet, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::subscriber::DefaultGuard;
+
+/// Tests wait for the end of what they stop.
+const DRAIN: Duration = Duration::from_millis(400);
+
+/// Any port of loopback.
+pub(crate) fn loopback() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
+}
+
+/// A front of this kind and name on loopback; callers show a certificate of the world's CA where there is TLS.
+pub(crate) fn front(name: &str, kind: Kind) -> Front {
+    Front {
+        names: vec![GATEWAY_NAME.to_owned(), "127.0.0.1".to_owned()],
+        ..Front::new(name, kind, Listen::Tcp(loopback()))
+    }
+}
+
+/// A front that serves anybody.
+pub(crate) fn anonymous(name: &str, kind: Kind) -> Front {
+    Front {
+        anonymous: true,
+        ..front(name, kind)
+    }
+}
+
+/// A front for one port of one node.
+pub(crate) fn fixed(name: &str, kind: Kind, node: &str, port: u16) -> Front {
+    Front {
+        node: Some(node.to_owned()),
+        port: Some(port),
+        ..front(name, kind)
+    }
+}
+
+/// The data directory of the gateway of a world.
+pub(super) fn store(folder: &Path) -> Store {
+    Store::open(folder.join("gateway"), Access::Create).unwrap()
+}
+
+/// A gateway before it starts.
+pub(crate) struct Build {
+    config: Config,
+    authorizer: Arc<dyn Authorize>,
+    cores: Option<usize>,
+    log: Log,
+    _listening: DefaultGuard,
+    folder: TempDir,
+}
+
+impl Build {
+    pub(super) fn new() -> Self {
+        install_provider();
+        let folder = folder();
+        let mut config = Config {
+            data_dir: folder.path().join("gateway"),
+            fronts: vec![front("https", Kind::Https)],
+            access_log: AccessLog::All,
+            ..Config::default()
+        };
+        config.tunnel.listen = loopback();
+        config.admin.listen = loopback();
+        config.timeouts.drain = DRAIN;
+        let log = Log::default();
+        Self {
+            config,
+            authorizer: Arc::new(AnyCaller),
+            cores: None,
+            _listening: log.listen(),
+            log,
+            folder,
+        }
+    }
+
+    /// Adds a front; one of the same name is replaced.
+    pub(crate) fn front(mut self, front: Front) -> Self {
+        self.config.fronts.retain(|old| old.name != front.name);
+        self.config.fronts.push(front);
+        self
+    }
+
+    /// Changes the configuration.
+    pub(crate) fn config(mut self, change: impl FnOnce(&mut Config)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
+    /// Who may do what.
+    pub(crate) fn authorizer(mut self, authorizer: impl Authorize) -> Self {
+        self.authorizer = Arc::new(authorizer);
+        self
+    }
+
+    /// Runs on this many threads of its own.
+    pub(crate) fn cores(mut self, cores: usize) -> Self {
+        self.cores = Some(cores);
+        self
+    }
+
+    /// A bearer token for a caller; its hash goes to [`Build::tokens`].
+    pub(crate) fn token(&self, caller: &str) -> String {
+        let (token, line) = CallerTokens::generate(caller, &[]).unwrap();
+        let mut file = OpenOptions::new();
+        let file = file.append(true).create(true).open(self.tokens());
+        writeln!(file.unwrap(), "{line}").unwrap();
+        token.expose().to_owned()
+    }
+
+    /// The file for a front's `callers.tokens`.
+    pub(crate) fn tokens(&self) -> PathBuf {
+        self.folder().join("callers")
+    }
+
+    /// A directory that goes with the world.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub(super) fn log(&self) -> Log {
+        self.log.clone()
+    }
+
+    /// Makes the CA and starts the gateway.
+    pub(crate) async fn start(mut self) -> World {
+        let ca = Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap();
+        store(self.folder()).save_ca(&ca).unwrap();
+        World {
+            gateway: Some(self.run().await),
+            build: self,
+            ca,
+            files: AtomicUsize::new(0),
+        }
+    }
+
+    /// Binds and runs; from then on the configuration names the addresses that were chosen.
+    pub(super) async fn run(&mut self) -> Running {
+        let mut bound = None;
+        until("the gateway's addresses are free", async || {
+            bound = match self.bind() {
+                Err(BindError::Listen { .. }) => None,
+                other => Some(other.unwrap()),
+            };
+            bound.is_some()
+        })
+        .await;
+        let bound = bound.expect("it was waited for");
+        let addresses = bound.addresses();
+        self.config.tunnel.listen = addresses.tunnel;
+        self.config.admin.listen = addresses.admin;
+        for front in &mut self.config.fronts {
+            if let Some(address) = addresses.front(&front.name) {
+                front.listen = Listen::Tcp(address);
+            }
+        }
+        let stop = CancellationToken::new();
+        let mut task = JoinSet::new();
+        task.spawn(bound.run(stop.clone()));
+        Running {
+            addresses,
+            fronts: self.config.fronts.clone(),
+            stop,
+            task,
+        }
+    }
+
+    fn bind(&self) -> Result<causeway_gateway::Bound, BindError> {
+        let cores = match self.cores {
+            Some(count) => Cores::start(count).unwrap(),
+            None => Cores::here(),
+        };
+        let gateway = Gateway::new(self.config.clone())
+            .cores(cores)
+            .authorizer(self.authorizer.clone());
+        gateway.bind()
+    }
+}
+
+/// A gateway that runs.
+pub(super) struct Running {
+    pub(super) addresses: Addresses,
+    fronts: Vec<Front>,
+    stop: CancellationToken,
+    task: JoinSet<()>,
+}
+
+impl Running {
+    pub(super) fn place(&self, name: &str) -> Place {
+        let front = self.fronts.iter().find(|front| front.name == name);
+        let front = front.unwrap_or_else(|| panic!("there is no front {name:?}"));
+        match &front.listen {
+            Listen::Unix(path) => Place::Unix(path.clone()),
+            Listen::Tcp(address) if front.has_tls() => Place::Tls(*address),
+            Listen::Tcp(address) => Place::Plain(*address),
+        }
+    }
+
+    pub(super) fn ask(&self) {
+        self.stop.cancel();
+    }
+
+    pub(super) async fn stop(mut self) {
+        self.ask();
+        let ended = timeout(PATIENCE, self.task.join_next()).await;
+        ended.expect("the gateway stops").unwrap().unwrap();
+    }
+
+    pub(super) async fn kill(mut self) {
+        self.task.shutdown().await;
+    }
+}

@@ -1,0 +1,120 @@
+//! The network between an edge and its gateway, in the hands of a test: it can be cut, and it can fall silent.
+//!
+//! A relay on loopback. An edge is told to dial it instead of the gateway; what passes is not looked at.
+
+use super::gateway::loopback;
+use std::{net::SocketAddr, sync::Arc};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::watch,
+    task::JoinSet,
+};
+
+/// What becomes of the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Condition {
+    Passing,
+    /// Nothing passes, and nothing says so.
+    Silent,
+}
+
+/// A network; dropping it cuts it for good.
+pub(crate) struct Link {
+    address: SocketAddr,
+    condition: Arc<watch::Sender<Condition>>,
+    cuts: Arc<watch::Sender<usize>>,
+    _passing: JoinSet<()>,
+}
+
+impl Link {
+    /// Whoever dials this link reaches `to`.
+    pub(crate) async fn to(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind(loopback()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let condition = Arc::new(watch::Sender::new(Condition::Passing));
+        let cuts = Arc::new(watch::Sender::new(0));
+        let mut passing = JoinSet::new();
+        let (conditions, severed) = (condition.clone(), cuts.clone());
+        passing.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (near, _) = listener.accept().await.unwrap();
+                connections.spawn(connection(
+                    near,
+                    to,
+                    conditions.clone(),
+                    severed.subscribe(),
+                ));
+            }
+        });
+        Self {
+            address,
+            condition,
+            cuts,
+            _passing: passing,
+        }
+    }
+
+    /// Where to dial it.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Ends all connections that are open; new ones pass.
+    pub(crate) fn cut(&self) {
+        self.cuts.send_modify(|cuts| *cuts += 1);
+    }
+
+    /// Passes nothing from now on, without a word to either end.
+    pub(crate) fn silence(&self) {
+        self.condition.send_replace(Condition::Silent);
+    }
+
+    /// Passes everything again, what was held back first.
+    pub(crate) fn restore(&self) {
+        self.condition.send_replace(Condition::Passing);
+    }
+}
+
+async fn connection(
+    near: TcpStream,
+    to: SocketAddr,
+    condition: Arc<watch::Sender<Condition>>,
+    mut cuts: watch::Receiver<usize>,
+) {
+    let Ok(far) = TcpStream::connect(to).await else {
+        return;
+    };
+    let _ = (near.set_nodelay(true), far.set_nodelay(true));
+    let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+    tokio::select! {
+        _ = cuts.changed() => {}
+        _ = async {
+            tokio::join!(
+                pass(near_in, far_out, condition.subscribe()),
+                pass(far_in, near_out, condition.subscribe()),
+            )
+        } => {}
+    }
+}
+
+async fn pass(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    mut condition: watch::Receiver<Condition>,
+) {
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(length @ 1..) = from.read(&mut buffer).await {
+        let passing = condition.wait_for(|now| *now == Condition::Passing).await;
+        // What it returns holds a lock.
+        let gone = passing.map(drop).is_err();
+        if gone || to.write_all(&buffer[..length]).await.is_err() {
+            return;
+        }
+    }
+    let _ = to.shutdown().await;
+}

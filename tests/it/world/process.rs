@@ -1,0 +1,260 @@
+//! The built binary as a user runs it: started, listened to, signalled by its id, waited for.
+//!
+//! What it writes is read all the time, so that it never waits for a reader, and kept, so that a test can ask
+//! for a line before or after it was written. Every wait is bounded; a process dies with the value that
+//! holds it. Nothing of this machine's own settings reaches it.
+
+mod site;
+
+pub(crate) use site::{Site, address_after};
+
+use super::tool::Tool;
+use std::{env, ffi::OsStr, path::Path, process::Stdio, time::Duration};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncRead, BufReader},
+    process::{Child, Command},
+    sync::watch,
+    task::JoinSet,
+    time::timeout,
+};
+
+/// For a machine that does other work besides.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The built binary.
+pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
+
+/// The binary, about to be started.
+pub(crate) struct Causeway(Command);
+
+/// The binary with these arguments, split at blanks.
+pub(crate) fn causeway(line: &str) -> Causeway {
+    Causeway::new(BINARY).args(line.split_whitespace())
+}
+
+/// The binary, which can write at most `blocks` of 512 bytes to a file: a disk that is full.
+pub(crate) fn causeway_on_a_full_disk(blocks: u32) -> Causeway {
+    // Without the trap the kernel's signal would end the process before it sees the error.
+    let script = format!("trap '' XFSZ; ulimit -S -f {blocks}; exec \"$0\" \"$@\"");
+    Causeway::new("sh").args(["-c", &script, BINARY])
+}
+
+/// The binary, for which the modes of files hold even if root runs the tests.
+pub(crate) fn causeway_under_modes() -> Causeway {
+    if am_root() {
+        let less = "--bounding-set=-dac_override,-dac_read_search";
+        Causeway::new("setpriv").args([less, BINARY])
+    } else {
+        Causeway::new(BINARY)
+    }
+}
+
+/// Whether root runs the tests.
+pub(crate) fn am_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    Path::new("/proc/self").metadata().unwrap().uid() == 0
+}
+
+impl Causeway {
+    fn new(program: &str) -> Self {
+        let mut command = Command::new(program);
+        let ours = |name: &str| {
+            let name = name.to_ascii_uppercase();
+            name.starts_with("CAUSEWAY_") || name.ends_with("_PROXY") || name == "RUST_LOG"
+        };
+        for (name, _) in env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
+            command.env_remove(name);
+        }
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        Self(command)
+    }
+
+    /// Adds arguments.
+    pub(crate) fn args<A: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = A>) -> Self {
+        self.0.args(arguments);
+        self
+    }
+
+    /// Adds a flag with its value.
+    pub(crate) fn flag(self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.args([name.as_ref(), value.as_ref()])
+    }
+
+    /// Sets a variable.
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.0.env(name, value);
+        self
+    }
+
+    /// Runs it in this directory.
+    pub(crate) fn within(mut self, directory: impl AsRef<Path>) -> Self {
+        self.0.current_dir(directory);
+        self
+    }
+
+    /// Starts it and leaves it running.
+    pub(crate) fn start(mut self) -> Process {
+        let what = format!("{:?}", self.0.as_std());
+        let mut child = self
+            .0
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {what}: {error}"));
+        let (sender, output) = watch::channel(Output::default());
+        let mut readers = JoinSet::new();
+        let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        readers.spawn(keep(stdout, sender.clone(), |output| &mut output.stdout));
+        readers.spawn(keep(stderr, sender, |output| &mut output.stderr));
+        Process {
+            child,
+            output,
+            readers,
+            what,
+        }
+    }
+
+    /// Runs it to its end.
+    pub(crate) async fn run(self) -> Ended {
+        self.start().ended().await
+    }
+}
+
+async fn keep(
+    pipe: impl AsyncRead + Unpin,
+    output: watch::Sender<Output>,
+    stream: fn(&mut Output) -> &mut String,
+) {
+    let mut pipe = BufReader::new(pipe);
+    let mut line = Vec::new();
+    while pipe.read_until(b'\n', &mut line).await.unwrap_or(0) > 0 {
+        let text = String::from_utf8_lossy(&line);
+        output.send_modify(|output| stream(output).push_str(&text));
+        line.clear();
+    }
+}
+
+/// What a process has written.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Output {
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Output {
+    /// The first line, of either stream, that is asked for.
+    pub(crate) fn line(&self, wanted: impl Fn(&str) -> bool) -> Option<&str> {
+        self.stdout
+            .split_inclusive('\n')
+            .chain(self.stderr.split_inclusive('\n'))
+            .filter_map(|line| line.strip_suffix('\n'))
+            .find(|line| wanted(line))
+    }
+
+    /// How many lines hold this.
+    pub(crate) fn count(&self, part: &str) -> usize {
+        let lines = self.stdout.lines().chain(self.stderr.lines());
+        lines.filter(|line| line.contains(part)).count()
+    }
+}
+
+/// The running binary.
+pub(crate) struct Process {
+    child: Child,
+    output: watch::Receiver<Output>,
+    readers: JoinSet<()>,
+    what: String,
+}
+
+impl Process {
+    /// The first line, of either stream, that holds `part`, as soon as it is there.
+    pub(crate) async fn said(&mut self, part: &str) -> String {
+        self.line(part, |line| line.contains(part)).await
+    }
+
+    /// The first line that is asked for; `name` is for people.
+    pub(crate) async fn line(&mut self, name: &str, asked: impl Fn(&str) -> bool) -> String {
+        let (what, mut output) = (&self.what, self.output.clone());
+        let there = output.wait_for(|output| output.line(&asked).is_some());
+        match timeout(PATIENCE, there).await {
+            Ok(Ok(output)) => output.line(&asked).unwrap().to_owned(),
+            Ok(Err(_ended)) => panic!("{what} ended without {name:?}: {:#?}", self.written()),
+            Err(late) => panic!("{what} did not say {name:?}, {late}: {:#?}", self.written()),
+        }
+    }
+
+    /// What it has written so far.
+    pub(crate) fn written(&self) -> Output {
+        self.output.borrow().clone()
+    }
+
+    /// Sends it a signal, such as `TERM`.
+    pub(crate) async fn signal(&self, name: &str) {
+        let id = self.child.id().expect("the process runs").to_string();
+        let kill = r#"kill -s "$1" "$2""#;
+        let sent = Tool::new("sh").args(["-c", kill, "sh", name, &id]).run();
+        sent.await.ok();
+    }
+
+    /// Waits for its end.
+    pub(crate) async fn ended(mut self) -> Ended {
+        let ended = timeout(PATIENCE, async {
+            let status = self.child.wait().await.unwrap();
+            while self.readers.join_next().await.is_some() {}
+            status
+        });
+        let Ok(status) = ended.await else {
+            panic!("{} did not end in time: {:#?}", self.what, self.written());
+        };
+        let Output { stdout, stderr } = self.written();
+        Ended {
+            code: status.code(),
+            stdout,
+            stderr,
+        }
+    }
+
+    /// Asks it to end, and waits for that.
+    pub(crate) async fn stop(self) -> Ended {
+        self.signal("TERM").await;
+        self.ended().await
+    }
+
+    /// Ends it at once, as a power cut does.
+    pub(crate) async fn kill(mut self) {
+        self.child.kill().await.unwrap();
+    }
+}
+
+/// A process that is over.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// `None` if a signal ended it.
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Ended {
+    /// The same, once it is sure that it ended well.
+    pub(crate) fn ok(self) -> Self {
+        self.with_code(0)
+    }
+
+    /// The same, once it is sure that it ended with this code.
+    pub(crate) fn with_code(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "{self:#?}");
+        self
+    }
+
+    /// Its complaint, once it is sure that it has failed, with all of these words in it.
+    pub(crate) fn failed(self, words: &[&str]) -> String {
+        let Self { stderr, .. } = self.with_code(1);
+        for word in words {
+            assert!(stderr.contains(word), "{word:?} is not in: {stderr}");
+        }
+        stderr
+    }
+}

@@ -1,0 +1,205 @@
+//! A gateway of its own for a test: CA, configuration, process, and what edges and callers need of it.
+//!
+//! Each site has its own directory, ports that the system chose, and dies with the test.
+
+use super::{Causeway, Process, causeway, causeway_on_a_full_disk};
+use crate::world::tool::Tool;
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+use tempfile::TempDir;
+
+/// The node port that the front stands for.
+const PORT: u16 = 9100;
+
+/// A gateway with one https front, `web`, and a caller, `alice`.
+pub(crate) struct Site {
+    folder: TempDir,
+    pub(crate) gateway: Process,
+    /// The tunnel port.
+    pub(crate) tunnel: String,
+    pub(crate) admin: String,
+    pub(crate) front: String,
+}
+
+impl Site {
+    /// A running gateway.
+    pub(crate) async fn start() -> Self {
+        Self::with("").await
+    }
+
+    /// A running gateway with further lines of configuration.
+    pub(crate) async fn with(configuration: &str) -> Self {
+        let front = "{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100 }";
+        Self::with_fronts(&format!("fronts: [{front}]\n{configuration}")).await
+    }
+
+    /// The same, which has no fronts but those.
+    pub(crate) async fn with_fronts(configuration: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let data = folder.path().join("gateway");
+        causeway("ca init")
+            .flag("--data-dir", &data)
+            .run()
+            .await
+            .ok();
+        causeway("ca caller --name alice")
+            .flag("--out", folder.path())
+            .flag("--data-dir", &data)
+            .run()
+            .await
+            .ok();
+        let text = format!(
+            "data_dir: {}\nadmin: {{ listen: \"127.0.0.1:0\" }}\n{configuration}\n",
+            data.display()
+        );
+        fs::write(folder.path().join("gateway.yaml"), text).unwrap();
+        let (gateway, [tunnel, admin, front]) = {
+            let first = gateway(causeway(""), folder.path(), "127.0.0.1:0");
+            open(first).await
+        };
+        Self {
+            folder,
+            gateway,
+            tunnel,
+            admin,
+            front,
+        }
+    }
+
+    /// Kills the gateway, lets `change` see its data directory, and starts it at the same tunnel port.
+    pub(crate) async fn restart(self, change: impl FnOnce(&Path)) -> Self {
+        self.again(causeway(""), &[], change).await
+    }
+
+    /// The same, started again with these addresses for edges.
+    pub(crate) async fn advertising(self, addresses: &str) -> Self {
+        self.again(causeway(""), &["--tunnel-advertise", addresses], |_| {})
+            .await
+    }
+
+    /// The same, started again where files grow to `blocks` of 512 bytes at most.
+    pub(crate) async fn on_a_full_disk(self, blocks: u32) -> Self {
+        self.again(causeway_on_a_full_disk(blocks), &[], |_| {})
+            .await
+    }
+
+    async fn again(self, program: Causeway, flags: &[&str], change: impl FnOnce(&Path)) -> Self {
+        let data = self.data();
+        let Self {
+            folder,
+            gateway: old,
+            tunnel,
+            ..
+        } = self;
+        old.kill().await;
+        change(&data);
+        let new = gateway(program, folder.path(), &tunnel).args(flags);
+        let (gateway, [tunnel, admin, front]) = open(new).await;
+        Self {
+            folder,
+            gateway,
+            tunnel,
+            admin,
+            front,
+        }
+    }
+
+    /// A path in the site's directory.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The gateway's data directory.
+    pub(crate) fn data(&self) -> PathBuf {
+        self.path("gateway")
+    }
+
+    /// The data directory of a node's edge.
+    pub(crate) fn edge_data(&self, node: &str) -> PathBuf {
+        self.path(&format!("edge-of-{node}"))
+    }
+
+    /// A token of `token create` with these arguments.
+    pub(crate) async fn token(&self, line: &str) -> String {
+        let made = causeway("token create").args(line.split_whitespace());
+        let made = made.flag("--data-dir", self.data()).run().await.ok();
+        made.stdout.trim().to_owned()
+    }
+
+    /// Completes `program`: this gateway, the data directory of `node`, and its port 9100, which is `app`.
+    pub(crate) fn edge_of(&self, program: Causeway, node: &str, app: u16) -> Causeway {
+        program
+            .args(["edge", "--admin-listen", "127.0.0.1:0"])
+            .flag("--gateway", &self.tunnel)
+            .flag("--data-dir", self.edge_data(node))
+            .flag(
+                "--ports",
+                format!("{{{PORT}: {{target: \"127.0.0.1:{app}\"}}}}"),
+            )
+    }
+
+    /// An edge that has its identity, or is about to be given a token.
+    pub(crate) fn edge(&self, node: &str, app: u16) -> Causeway {
+        self.edge_of(causeway(""), node, app)
+    }
+
+    /// An edge that has joined and whose tunnel stands.
+    pub(crate) async fn join(&self, node: &str, app: u16) -> Process {
+        let token = self.token(&format!("--node {node}")).await;
+        let mut edge = self.edge(node, app).flag("--join", token).start();
+        edge.said("tunnel registered").await;
+        edge
+    }
+
+    /// alice's curl to a node's port 9100, to which a URL's rest is added.
+    pub(crate) fn curl(&self, node: &str, rest: &str) -> Tool {
+        self.curl_as_nobody(node, rest)
+            .args([Path::new("--cert"), &self.path("alice.pem")])
+            .args([Path::new("--key"), &self.path("alice-key.pem")])
+    }
+
+    /// The same without a certificate.
+    pub(crate) fn curl_as_nobody(&self, node: &str, rest: &str) -> Tool {
+        let to = format!("{node}:{PORT}:{}", self.front);
+        Tool::curl()
+            .args([Path::new("--cacert"), &self.data().join("ca.pem")])
+            .args(["--connect-to", &to])
+            .args([format!("https://{node}:{PORT}/{rest}")])
+    }
+}
+
+fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {
+    program
+        .args(["gateway"])
+        .flag("--config", folder.join("gateway.yaml"))
+        .flag("--tunnel-listen", tunnel)
+}
+
+/// Waits until it is ready; its addresses are those of its own words.
+async fn open(gateway: Causeway) -> (Process, [String; 3]) {
+    let mut gateway = gateway.start();
+    let ready = gateway.said("gateway ready").await;
+    let front = gateway.said("front open").await;
+    let addresses = [
+        address_after(&ready, "tunnel="),
+        address_after(&ready, "admin="),
+        address_after(&front, "address="),
+    ];
+    (gateway, addresses)
+}
+
+/// The address in a log line behind `name`, however it is dressed.
+pub(crate) fn address_after(line: &str, name: &str) -> String {
+    let (_, rest) = line
+        .split_once(name)
+        .unwrap_or_else(|| panic!("no {name} in {line}"));
+    let word = rest.split(' ').next().unwrap();
+    let word = word.trim_start_matches("Some(");
+    let address = word.trim_matches(['"', ')']);
+    let parsed = address.parse::<SocketAddr>();
+    parsed.unwrap_or_else(|_| panic!("no address behind {name} in {line}"));
+    address.to_owned()
+}
