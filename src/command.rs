@@ -84,6 +84,21 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
     }))
 }
 
+/// An error and its causes in one line; a cause that the words before it have said already is left out.
+pub(crate) fn explain(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .skip(1)
+        .fold(error.to_string(), |said, cause| {
+            let cause = cause.to_string();
+            if said.contains(&cause) {
+                said
+            } else {
+                format!("{said}: {cause}")
+            }
+        })
+}
+
 /// The configuration, or `None` if it was only to be checked and is sound.
 fn configure<C: Settings + Send + Sync + 'static>(
     run: Run<C>,
@@ -102,4 +117,20 @@ fn configure<C: Settings + Send + Sync + 'static>(
         return Ok(None);
     }
     Ok(Some(config))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let full = std::io::Error::other("no space left");
+        let error = anyhow::Error::new(full).context("cannot write x: no space left");
+        let error = Err::<(), _>(error).context("cannot join").unwrap_err();
+        assert_eq!(
+            super::explain(&error),
+            "cannot join: cannot write x: no space left"
+        );
+    }
 }

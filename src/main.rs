@@ -38,7 +38,7 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
         Err(error) => {
-            eprintln!("causeway: {error:#}");
+            eprintln!("causeway: {}", command::explain(&error));
             ExitCode::FAILURE
         }
     }

@@ -24,6 +24,10 @@ mod faces;
 
 mod traps;
 
+mod leaks;
+
+mod hostile;
+
 mod binary;
 
 mod bad_input;

@@ -97,6 +97,12 @@ where
     if up.done && down.done {
         return Poll::Ready(Outcome::Clean);
     }
+    // A socket that is not read says only here that its peer is gone.
+    if !up.chunk.is_empty()
+        && let Poll::Ready(Err(error)) = Pin::new(&mut *socket).poll_flush(cx)
+    {
+        return Poll::Ready(Outcome::Near(error));
+    }
     // Down may be over, wait, or stand before a socket that takes nothing, and up idle: only this hears a reset then.
     let stuck = !down.chunk.is_empty();
     if (stuck || (!up.done && (waits || down.done)))

@@ -6,7 +6,10 @@
 use crate::wire::PRIVATE_PREFIX;
 use http::{
     HeaderMap, HeaderName, HeaderValue,
-    header::{CONNECTION, CONTENT_LENGTH, COOKIE, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE},
+    header::{
+        AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, HOST, TE, TRAILER, TRANSFER_ENCODING,
+        UPGRADE,
+    },
     uri::Authority,
 };
 
@@ -80,6 +83,16 @@ pub fn strip_private(headers: &mut HeaderMap) {
         .collect();
     for name in private {
         headers.remove(name);
+    }
+}
+
+/// Removes from trailers what stands for routing or framing or belongs to one connection (RFC 9110 §6.5.1), and
+/// every private field.
+pub fn clean_trailers(trailers: &mut HeaderMap) {
+    strip_hop_by_hop(trailers);
+    strip_private(trailers);
+    for name in [AUTHORIZATION, CONTENT_LENGTH, HOST, TE, TRAILER] {
+        trailers.remove(name);
     }
 }
 
@@ -175,6 +188,23 @@ mod tests {
         let mut headers = fields(&[("causeway-target", "10.0.0.1:22"), ("x", "1")]);
         strip_private(&mut headers);
         assert_eq!(headers, fields(&[("x", "1")]));
+    }
+
+    #[test]
+    fn trailers_hold_nothing_that_a_head_decides() {
+        let mut trailers = fields(&[
+            ("causeway-target", "127.0.0.1:22"),
+            ("connection", "x-hop"),
+            ("x-hop", "1"),
+            ("transfer-encoding", "chunked"),
+            ("content-length", "9"),
+            ("authorization", "Bearer x"),
+            ("host", "other"),
+            ("te", "trailers"),
+            ("grpc-status", "0"),
+        ]);
+        clean_trailers(&mut trailers);
+        assert_eq!(trailers, fields(&[("grpc-status", "0")]));
     }
 
     #[test]

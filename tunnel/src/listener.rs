@@ -157,6 +157,7 @@ pub enum Listener {
 impl Listener {
     /// The next connection. Never fails: what goes wrong is logged and tried again.
     pub async fn accept(&self) -> (Socket, Peer) {
+        let mut said = false;
         loop {
             match self.try_accept().await {
                 Ok(accepted) => return accepted,
@@ -164,7 +165,9 @@ impl Listener {
                     tracing::debug!(%error, "a peer hung up before it was accepted");
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept connections, trying again");
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::warn!(%error, "cannot accept connections, trying again");
+                    }
                     sleep(PAUSE).await;
                 }
             }

@@ -65,6 +65,17 @@ impl Socket {
             Self::Unix(_) => None,
         }
     }
+
+    /// The error that the system keeps for whoever uses the socket next, such as a reset that was received.
+    ///
+    /// # Errors
+    /// If the system cannot say.
+    pub fn take_error(&self) -> io::Result<Option<io::Error>> {
+        match self {
+            Self::Tcp(tcp) => tcp.take_error(),
+            Self::Unix(unix) => unix.take_error(),
+        }
+    }
 }
 
 impl Detached {

@@ -4,7 +4,7 @@
 //! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
 //! that is when the far socket took the last one, and never before.
 
-use crate::{error::StreamError, load::Moved};
+use crate::{error::StreamError, headers, load::Moved};
 use bytes::Bytes;
 use h2::Reason;
 use http::HeaderMap;
@@ -111,11 +111,15 @@ impl Send {
         Ok(self.inner.send_data(chunk, true)?)
     }
 
-    /// Ends this half with trailers.
+    /// Ends this half with those of the trailers that may pass, see [`headers::clean_trailers`].
     ///
     /// # Errors
     /// If the stream is reset already.
-    pub fn trailers(&mut self, trailers: HeaderMap) -> Result<(), StreamError> {
+    pub fn trailers(&mut self, mut trailers: HeaderMap) -> Result<(), StreamError> {
+        headers::clean_trailers(&mut trailers);
+        if trailers.is_empty() {
+            return self.end();
+        }
         self.ended = true;
         Ok(self.inner.send_trailers(trailers)?)
     }
@@ -221,7 +225,7 @@ impl Receive {
         }
     }
 
-    /// The trailers, after the last chunk.
+    /// The trailers, after the last chunk: nothing in them is the other end's own word.
     ///
     /// # Errors
     /// As [`Receive::data`].
@@ -229,7 +233,11 @@ impl Receive {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Result<Option<HeaderMap>, StreamError>> {
-        self.inner.poll_trailers(cx).map_err(StreamError::from)
+        let trailers = ready!(self.inner.poll_trailers(cx))?.map(|mut trailers| {
+            headers::clean_trailers(&mut trailers);
+            trailers
+        });
+        Poll::Ready(Ok(trailers.filter(|trailers| !trailers.is_empty())))
     }
 
     /// Whether nothing more will come, not even trailers.

@@ -78,8 +78,9 @@ impl Policy {
         let named = self.allow.permits_name(&app.target.host);
         let local = ip.is_loopback() || ip.is_unspecified();
         let permitted = match app.id {
-            // A name that leads back to this machine is no way around the list of ports.
-            AppId::Other(_) if local => named,
+            // A name that leads back to this machine is no way around the list of ports: whoever answers for the
+            // name would open all of them. `localhost` is said on purpose.
+            AppId::Other(_) if local => named && app.target.host.eq_ignore_ascii_case("localhost"),
             _ => named || self.allow.permits(ip),
         };
         permitted.then(|| SocketAddr::new(ip, address.port()))
@@ -99,7 +100,11 @@ impl Policy {
 
     fn is_self(&self, target: &Target) -> bool {
         match target.ip() {
-            Some(ip) => self.addresses.contains(&ip.to_canonical()),
+            // A node may be named by its address.
+            Some(ip) => {
+                let ip = ip.to_canonical();
+                self.addresses.contains(&ip) || self.node.parse() == Ok(ip)
+            }
             None => target.host.eq_ignore_ascii_case(&self.node),
         }
     }
@@ -172,6 +177,14 @@ mod tests {
             .decide(&"edge-1:22".parse().unwrap(), &Kind::Tcp)
             .err();
         assert_eq!(refused.unwrap().detail, "edge-1 does not serve port 22");
+    }
+
+    #[test]
+    fn a_node_that_is_named_by_its_address_is_itself() {
+        let config = serde_json::from_value(json!({ "ports": { "9100": {} } })).unwrap();
+        let policy = Policy::new("10.0.0.5", &config).unwrap();
+        assert_eq!(decide(&policy, "10.0.0.5:9100").unwrap(), "127.0.0.1:9100");
+        assert_eq!(decide(&policy, "10.0.0.5:22"), Err(Refusal::Policy));
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub struct Front {
     /// Pass the caller's `Authorization` on to the app instead of keeping it here.
     #[serde(default)]
     pub forward_authorization: bool,
-    /// Serve callers that cannot be known.
+    /// Serve callers that cannot be known. A `tcp` front that does is plain TCP, without TLS.
     #[serde(default)]
     pub anonymous: bool,
     /// Networks from which such callers are served; empty is all.

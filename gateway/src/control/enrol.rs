@@ -361,11 +361,14 @@ fn refused(why: &TokenRefused) -> Problem {
 }
 
 fn unreadable(rejection: &JsonRejection) -> Problem {
-    refuse(
-        rejection.status(),
-        "request_malformed",
-        rejection.body_text(),
-    )
+    let detail: Cow<'static, str> = match rejection {
+        // Its words quote what was sent, which may be a token.
+        JsonRejection::JsonDataError(_) => {
+            "the body is not the JSON object that is expected here".into()
+        }
+        other => other.body_text().into(),
+    };
+    refuse(rejection.status(), "request_malformed", detail)
 }
 
 /// The gateway's own fault: its log says which, the edge only that it may try again.

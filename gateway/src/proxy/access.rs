@@ -140,6 +140,14 @@ impl Record {
         }
     }
 
+    /// Why the stream failed, if it has.
+    pub fn failure(&self) -> Option<Error> {
+        let filled = self.filled();
+        filled
+            .reason
+            .map(|reason| reason.says(filled.detail.clone()))
+    }
+
     /// The trace that this stream belongs to, 32 hex digits.
     pub fn trace(&self) -> &str {
         &self.trace

@@ -23,6 +23,7 @@ use http::{
 use http_body::Body;
 use hyper::body::Incoming;
 use std::{
+    io,
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll},
@@ -57,9 +58,11 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
         let go = start_body(way, body, (opened.send, given_up.clone()), expects);
         (go, Some(given_up.drop_guard()))
     };
-    let answer = wait(opened.answer, go)
-        .await
-        .map_err(|error| failed(way, &error))?;
+    let answer = match wait(opened.answer, go).await {
+        Ok(answer) => answer,
+        // The stream may have been given up because of what the caller sent, which is not the node's fault.
+        Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
+    };
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload)))
 }
 
@@ -135,11 +138,18 @@ impl Body for Counted {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<http_body::Frame<bytes::Bytes>, hyper::Error>>> {
         let polled = Pin::new(&mut self.inner).poll_frame(cx);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(chunk) = frame.data_ref()
-        {
-            let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
-            self.record.passed.up.fetch_add(length, Relaxed);
+        match &polled {
+            Poll::Ready(Some(Ok(frame))) => {
+                if let Some(chunk) = frame.data_ref() {
+                    let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
+                    self.record.passed.up.fetch_add(length, Relaxed);
+                }
+            }
+            Poll::Ready(Some(Err(error))) if is_malformed(error) => {
+                let detail = format!("the request's body is malformed: {error}");
+                self.record.failed(&Reason::Malformed.says(detail));
+            }
+            _ => {}
         }
         polled
     }
@@ -147,6 +157,17 @@ impl Body for Counted {
     fn is_end_stream(&self) -> bool {
         self.inner.is_end_stream()
     }
+}
+
+/// Whether a body broke the protocol, as against its caller going away.
+fn is_malformed(error: &hyper::Error) -> bool {
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    let kind = cause.map(io::Error::kind);
+    matches!(
+        kind,
+        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData)
+    )
 }
 
 /// The request's head as the tunnel takes it.

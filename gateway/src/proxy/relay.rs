@@ -68,6 +68,14 @@ async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
     match tokio::time::timeout(bound, answered).await {
         Ok(Ok((send, answer))) => {
             forward::refusal(way, answer.headers())?;
+            if answer.status() != StatusCode::OK {
+                let detail = format!(
+                    "{} answered {} to a CONNECT",
+                    way.route.node,
+                    answer.status()
+                );
+                return Err(Reason::TargetBroken.says(detail));
+            }
             Ok((send, answer.into_body()))
         }
         Ok(Err(error)) => Err(forward::failed(way, &error)),

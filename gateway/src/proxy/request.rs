@@ -11,7 +11,7 @@ use crate::{
 use causeway_tunnel::{headers, wire};
 use http::{
     HeaderMap, Method, Request, Version,
-    header::{CONTENT_LENGTH, HOST, TRANSFER_ENCODING},
+    header::{AUTHORIZATION, CONTENT_LENGTH, HOST, TRANSFER_ENCODING},
 };
 use http_body::Body;
 
@@ -58,6 +58,10 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
     if fields.get_all(HOST).iter().nth(1).is_some() {
         return Err(Reason::Malformed.says("the request has more than one Host"));
     }
+    // One would be judged here, and the other could be what an app takes (RFC 9110 §11.6.2 knows one).
+    if fields.get_all(AUTHORIZATION).iter().nth(1).is_some() {
+        return Err(Reason::Malformed.says("the request has more than one Authorization"));
+    }
     if fields.contains_key(CONTENT_LENGTH) && fields.contains_key(TRANSFER_ENCODING) {
         return Err(
             Reason::Malformed.says("the request has both Content-Length and Transfer-Encoding")
@@ -72,10 +76,17 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
 /// What the request asks for, on a front of this kind.
 ///
 /// # Errors
-/// [`Reason::MethodNotAllowed`] if a front of this kind does not serve it.
+/// [`Reason::Malformed`] for a CONNECT with content, [`Reason::MethodNotAllowed`] if a front of this kind does not
+/// serve it.
 pub fn kind<B: Body>(request: &Request<B>, front: config::Kind) -> Result<Kind, Error> {
     let connect = super::is_connect(request.method());
     match (front, connect) {
+        // RFC 9110 §9.3.6: it has no content, and what passed for such would be missing from the session.
+        (config::Kind::Connect, true)
+            if request.version() < Version::HTTP_2 && !request.body().is_end_stream() =>
+        {
+            Err(Reason::Malformed.says("a CONNECT has no content"))
+        }
         (config::Kind::Connect, true) => Ok(Kind::Connect),
         (config::Kind::Connect, false) => {
             Err(Reason::MethodNotAllowed.says("this front serves CONNECT only"))
@@ -168,6 +179,14 @@ mod tests {
     fn what_means_two_things_is_malformed() {
         for (lines, uri) in [
             (&[("host", "a"), ("host", "a")][..], "/"),
+            (
+                &[
+                    ("host", "a"),
+                    ("authorization", "Bearer good"),
+                    ("authorization", "Basic other"),
+                ][..],
+                "/",
+            ),
             (
                 &[
                     ("host", "a"),

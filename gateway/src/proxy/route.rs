@@ -85,7 +85,7 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
         })?;
     let host = match ours
         .and_then(|meant| meant.pod)
-        .or_else(|| pod(asked.original, nodes))
+        .or_else(|| pod(asked.original, &node, nodes))
     {
         Some(pod) => pod.to_string(),
         None => node.to_string(),
@@ -149,9 +149,11 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<Meant, Error> {
     })
 }
 
-fn pod(original: Option<SocketAddr>, nodes: &Nodes) -> Option<IpAddr> {
+/// The original destination, if it is a pod of this very node.
+fn pod(original: Option<SocketAddr>, node: &NodeName, nodes: &Nodes) -> Option<IpAddr> {
     let address = original?.ip();
-    matches!(nodes.by_address(address), Named::Pod(_)).then(|| address.to_canonical())
+    let its_own = matches!(nodes.by_address(address), Named::Pod(holder) if holder == *node);
+    its_own.then(|| address.to_canonical())
 }
 
 fn nobody(asked: &Asked<'_>) -> Error {

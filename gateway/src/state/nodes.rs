@@ -113,9 +113,11 @@ impl Table {
 }
 
 impl Nodes {
-    /// The node of this name, if it is known. Names compare without case.
+    /// The node of this name, if it is known. Names compare without case, and the root's dot (RFC 3986 §3.2.2)
+    /// makes no other name: a node that it hid from the route would pass for somebody else's Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
+        let name = name.strip_suffix('.').unwrap_or(name);
         if let Some((known, _)) = table.nodes.get_key_value(name) {
             return Some(known.clone());
         }
@@ -191,6 +193,9 @@ mod tests {
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert_eq!(nodes.by_name("EDGE-1"), Some(name("edge-1")));
+        assert_eq!(nodes.by_name("Edge-1."), Some(name("edge-1")));
+        assert_eq!(nodes.by_name("edge-1.."), None);
+        assert_eq!(nodes.by_name("."), None);
         assert_eq!(nodes.by_name("edge-3"), None);
         assert_eq!(at("10.0.0.2"), Named::Node(name("edge-2")));
         assert_eq!(at("::ffff:10.0.0.2"), Named::Node(name("edge-2")));

@@ -224,7 +224,7 @@ impl Running {
 
     async fn admin(&self, path: &str) -> String {
         let mut tcp = TcpStream::connect(self.admin).await.unwrap();
-        let ask = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        let ask = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
         tcp.write_all(ask.as_bytes()).await.unwrap();
         let mut answer = String::new();
         tcp.read_to_string(&mut answer).await.unwrap();

@@ -252,7 +252,7 @@ impl Joined {
 
 async fn metrics(admin: SocketAddr) -> String {
     let mut tcp = TcpStream::connect(admin).await.unwrap();
-    let ask = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let ask = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
     tcp.write_all(ask).await.unwrap();
     let mut answer = String::new();
     tcp.read_to_string(&mut answer).await.unwrap();

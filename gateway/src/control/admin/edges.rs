@@ -202,5 +202,6 @@ fn rfc3339(when: SystemTime) -> String {
 }
 
 fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
+    // Microseconds are as fine as the clock is.
+    (time.as_secs_f64() * 1e6).round() / 1e3
 }

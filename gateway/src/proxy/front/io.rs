@@ -3,6 +3,7 @@
 //! The body of an answer and the socket know of each other here: a body that breaks waits until what came before
 //! it is flushed, and the socket is then dropped with a reset and without `close_notify`. The condition
 //! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
+//! While nobody asks for a caller's bytes (its body waits for the app), [`Watch`] alone hears it go.
 
 use causeway_tunnel::socket::{Abort, Socket};
 use futures_util::task::AtomicWaker;
@@ -19,7 +20,7 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::Notify,
-    time::{Instant, sleep_until},
+    time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_rustls::server::TlsStream;
 
@@ -124,6 +125,9 @@ impl Abort for Condition {
 pub struct Io {
     transport: Transport,
     condition: Arc<Condition>,
+    watch: Watch,
+    /// Our half was ended in order.
+    ended: bool,
 }
 
 #[derive(Debug)]
@@ -138,6 +142,8 @@ impl Io {
         Self {
             transport: Transport::Plain(socket),
             condition: condition.clone(),
+            watch: Watch::default(),
+            ended: false,
         }
     }
 
@@ -146,7 +152,42 @@ impl Io {
         Self {
             transport: Transport::Tls(Box::new(stream)),
             condition: condition.clone(),
+            watch: Watch::default(),
+            ended: false,
         }
+    }
+}
+
+/// How often a caller whose bytes nobody asks for is looked after.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Hears that a caller is gone while nothing is read from it.
+///
+/// The system tells whoever reads, and a body that waits for its app is not read. The system's keepalive turns a
+/// caller that is gone into an error of the socket; this looks for that error.
+#[derive(Debug, Default)]
+struct Watch {
+    /// Somebody waits for bytes, and would hear it.
+    reads: bool,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl Watch {
+    fn poll(&mut self, cx: &mut Context<'_>, socket: &Socket) -> io::Result<()> {
+        if self.reads {
+            if self.timer.as_ref().is_some_and(|timer| timer.is_elapsed()) {
+                self.timer = None;
+            }
+            return Ok(());
+        }
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(LOOK)));
+        while timer.as_mut().poll(cx).is_ready() {
+            if let Some(error) = socket.take_error()? {
+                return Err(error);
+            }
+            timer.as_mut().reset(Instant::now() + LOOK);
+        }
+        Ok(())
     }
 }
 
@@ -157,8 +198,9 @@ impl Abort for Io {
 }
 
 impl Drop for Io {
+    /// What is dropped before its end, as a drain does with what is left, was broken off.
     fn drop(&mut self) {
-        if self.condition.broken.load(Relaxed) {
+        if !self.ended || self.condition.broken.load(Relaxed) {
             match &self.transport {
                 Transport::Plain(socket) => socket.abort(),
                 Transport::Tls(stream) => stream.get_ref().0.abort(),
@@ -179,6 +221,7 @@ impl AsyncRead for Io {
             Transport::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
             Transport::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
         };
+        this.watch.reads = polled.is_pending();
         if buf.filled().len() > before {
             this.condition.read();
         }
@@ -217,14 +260,22 @@ impl AsyncWrite for Io {
         if polled.is_ready() {
             this.condition.wrote_all();
         }
+        let socket = match &this.transport {
+            Transport::Plain(socket) => socket,
+            Transport::Tls(stream) => stream.get_ref().0,
+        };
+        this.watch.poll(cx, socket)?;
         polled
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.get_mut().transport {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
             Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
-        }
+        };
+        this.ended |= polled.is_ready();
+        polled
     }
 
     fn poll_write_vectored(

@@ -155,6 +155,16 @@ fn a_pod_before_dnat_stays_the_target() {
 }
 
 #[test]
+fn a_pod_of_another_node_is_no_target_for_the_snis_node() {
+    let asked = Asked {
+        sni: Some("edge-1"),
+        original: Some(address("10.244.2.8:8443")),
+        ..Asked::default()
+    };
+    assert_eq!(route(&asked), to("edge-1", "edge-1:8443"));
+}
+
+#[test]
 fn nobody_is_unknown_and_nothing_is_malformed() {
     let unknown = Asked {
         authority: Some("edge-9:80"),

@@ -1,0 +1,93 @@
+//! What is left behind by callers that leave at the worst moment: nothing.
+//!
+//! Counted where it would stay: open streams and open connections of each front.
+
+use crate::{
+    road::Road,
+    world::{
+        app::{App, answer},
+        caller::{Wire, exchange, read_to_end},
+        until,
+    },
+};
+use causeway_edge::config::Scheme;
+use socket2::SockRef;
+use std::{io::ErrorKind, time::Duration};
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpListener, TcpStream},
+    time::timeout,
+};
+
+const HEAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
+
+/// Nobody reads from such a caller, so that nobody is told by the system when it goes.
+#[tokio::test]
+async fn a_caller_that_breaks_off_while_its_upload_waits_for_the_app_is_let_go() {
+    let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let mut taken = Vec::new();
+    for front in ["https", "connect"] {
+        let mut wire = match front {
+            "https" => road.tls().await,
+            _ => road.connect("edge-1:9100").await,
+        };
+        fill(&mut wire).await;
+        taken.push(deaf.accept().await.unwrap());
+        break_off(wire.get_ref().0);
+    }
+    for front in ["plain", "bytes"] {
+        let mut wire = road.tcp(front).await;
+        fill(&mut wire).await;
+        taken.push(deaf.accept().await.unwrap());
+        break_off(&wire);
+    }
+    until("all callers are let go", async || {
+        let metrics = road.metrics().await;
+        metrics.sum("open_streams", &[]) == 0 && metrics.sum("open_connections", &[]) == 0
+    })
+    .await;
+}
+
+/// What the drain time is too short for must not look whole.
+#[tokio::test]
+async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
+    let app = App::http(|_| answer::endless()).await;
+    let build = Road::build().config(|config| config.timeouts.drain = Duration::from_secs(1));
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let get = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    let mut wires: Vec<Box<dyn Wire>> = vec![
+        Box::new(road.tls().await),
+        Box::new(road.connect("edge-1:9100").await),
+        Box::new(road.tcp("plain").await),
+        Box::new(road.tcp("bytes").await),
+    ];
+    for wire in &mut wires {
+        let head = exchange(wire, get).await;
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    }
+    road.drain_gateway();
+    let ends = wires.iter_mut().map(|wire| read_to_end(wire));
+    for (number, end) in futures_util::future::join_all(ends)
+        .await
+        .iter()
+        .enumerate()
+    {
+        let end = end.as_ref().map(Vec::len).map_err(|error| error.kind());
+        assert_eq!(end, Err(ErrorKind::ConnectionReset), "caller {number}");
+    }
+}
+
+/// Uploads until nothing is taken any more.
+async fn fill(wire: &mut impl Wire) {
+    wire.write_all(HEAD.as_bytes()).await.unwrap();
+    let chunk = vec![0; 64 << 10];
+    while let Ok(written) = timeout(Duration::from_secs(1), wire.write_all(&chunk)).await {
+        written.unwrap();
+    }
+}
+
+/// The socket's close is a reset, as the system's is for a process that was killed with bytes unread.
+fn break_off(tcp: &TcpStream) {
+    SockRef::from(tcp).set_linger(Some(Duration::ZERO)).unwrap();
+}
