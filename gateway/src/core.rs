@@ -9,7 +9,7 @@ use std::{
     collections::hash_map::DefaultHasher,
     hash::{Hash, Hasher},
     io,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::JoinHandle,
 };
 use tokio::runtime::{Builder, Handle};
@@ -24,13 +24,13 @@ pub struct CoreId(pub usize);
 pub struct Cores {
     runtimes: Arc<[Handle]>,
     /// None where the only core is the caller's own runtime.
-    _threads: Option<Arc<Threads>>,
+    threads: Option<Arc<Threads>>,
 }
 
 #[derive(Debug)]
 struct Threads {
     stop: CancellationToken,
-    threads: Vec<JoinHandle<()>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Cores {
@@ -45,9 +45,9 @@ impl Cores {
         };
         let stop = CancellationToken::new();
         let mut runtimes = Vec::with_capacity(count);
-        let mut threads = Threads {
+        let threads = Threads {
             stop: stop.clone(),
-            threads: Vec::with_capacity(count),
+            threads: Mutex::default(),
         };
         for index in 0..count {
             let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -56,11 +56,11 @@ impl Cores {
             let thread = std::thread::Builder::new()
                 .name(format!("core-{index}"))
                 .spawn(move || runtime.block_on(stop.cancelled()))?;
-            threads.threads.push(thread);
+            threads.all().push(thread);
         }
         Ok(Self {
             runtimes: runtimes.into(),
-            _threads: Some(Arc::new(threads)),
+            threads: Some(Arc::new(threads)),
         })
     }
 
@@ -68,7 +68,15 @@ impl Cores {
     pub fn here() -> Self {
         Self {
             runtimes: Arc::new([Handle::current()]),
-            _threads: None,
+            threads: None,
+        }
+    }
+
+    /// Ends the threads that were started, and with them all that still runs there: what is cut off is dropped,
+    /// and so reset, before this returns.
+    pub fn end(&self) {
+        if let Some(threads) = &self.threads {
+            threads.end();
         }
     }
 
@@ -91,17 +99,28 @@ impl Cores {
     }
 }
 
-impl Drop for Threads {
-    fn drop(&mut self) {
+impl Threads {
+    fn all(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self) {
         self.stop.cancel();
         let here = std::thread::current().id();
-        for thread in self.threads.drain(..) {
+        let threads = std::mem::take(&mut *self.all());
+        for thread in threads {
             // The last clone may be dropped by a task of a core itself.
             if thread.thread().id() != here {
                 // A core that panicked has said so already.
                 let _ = thread.join();
             }
         }
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -126,6 +126,7 @@ pub struct Bound {
     config: Config,
     store: Store,
     cores: Cores,
+    threads: Threads,
     shared: Arc<Shared>,
     tasks: Arc<Tasks>,
     admission: Admission,
@@ -138,6 +139,18 @@ pub struct Bound {
     readiness: Readiness,
     /// Asks fronts and connections to finish.
     ending: CancellationToken,
+}
+
+/// The cores that this gateway started itself, which end with it.
+#[derive(Debug)]
+struct Threads(Option<Cores>);
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if let Some(cores) = &self.0 {
+            cores.end();
+        }
+    }
 }
 
 /// What is bound where.
@@ -189,7 +202,8 @@ impl Bound {
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
-        // Whoever drops this future ends the gateway.
+        // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.
+        let _threads = self.threads;
         let _end = self.tasks.guard();
         let (control, closing) = (Tasks::default(), CancellationToken::new());
         let leaving = CancellationToken::new();

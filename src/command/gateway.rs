@@ -2,8 +2,12 @@
 
 use anyhow::bail;
 use causeway_gateway::{Config, Gateway};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::signal::Signals;
+
+/// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
+const RESERVE: usize = 256;
 
 /// Where `causeway status` looks for the admin address.
 const ADMIN: &str = "admin";
@@ -12,7 +16,7 @@ const ADMIN: &str = "admin";
 pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
-    let bound = Gateway::new(config).bind()?;
+    let bound = Gateway::new(within_files(config)).bind()?;
     let store = bound.store().clone();
     store.write_runtime(ADMIN, &bound.addresses().admin.to_string())?;
     let ended = signals.run(bound.run(stop)).await;
@@ -21,4 +25,29 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
         bail!("ended at once by a second signal; what was open is cut");
     }
     Ok(())
+}
+
+/// Takes as many files as the system gives, and lets callers have no more connections than fit: a gateway that is
+/// out of files could take no tunnel back.
+fn within_files(mut config: Config) -> Config {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+        return config;
+    };
+    let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
+        hard
+    } else {
+        soft
+    };
+    let files = usize::try_from(files).unwrap_or(usize::MAX);
+    // Half where there are few, so that something is left for both.
+    let most = files.saturating_sub(RESERVE).max(files / 2).max(1);
+    if config.limits.connections > most {
+        tracing::warn!(
+            files,
+            connections = most,
+            "fewer connections than limits.connections: the limit of open files does not allow more"
+        );
+        config.limits.connections = most;
+    }
+    config
 }

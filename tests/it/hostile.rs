@@ -2,7 +2,8 @@
 //!
 //! Each test sends bytes that no honest client sends, and asks what of them reached the app.
 
-use crate::world::{World, app::App};
+use crate::world::{GATEWAY_NAME, World, app::App, caller::assert_problem, gateway};
+use causeway_gateway::config::Kind;
 use std::net::SocketAddr;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -74,4 +75,32 @@ async fn a_roots_dot_hides_no_node() {
     let elsewhere = ask("edge-2.:9100").await;
     assert_eq!(elsewhere.status, 421, "{elsewhere}");
     assert_eq!(apps[1].requests(), 0);
+}
+
+#[tokio::test]
+async fn a_body_that_breaks_the_protocol_is_not_the_nodes_fault() {
+    let world = World::start().await;
+    let listener = TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))
+        .await
+        .unwrap();
+    let address = listener.local_addr().unwrap();
+    let _edge = world.edge("edge-1").port(9100, address).join().await;
+    let request = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nTransfer-Encoding: chunked\r\n\r\n\
+        3;a\nb\r\nabc\r\n0\r\n\r\n";
+    let answer = world.caller().raw("edge-1", request).await;
+    assert_problem(&answer, 400, "malformed", "body");
+}
+
+#[tokio::test]
+async fn a_connect_has_no_content() {
+    let world = World::build()
+        .front(gateway::front("connect", Kind::Connect))
+        .start()
+        .await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let request = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde";
+    let answer = world.caller_at("connect").raw(GATEWAY_NAME, request).await;
+    assert_eq!(answer.status, 400, "{answer}");
+    assert_eq!(app.connections(), 0);
 }

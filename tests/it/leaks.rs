@@ -67,13 +67,13 @@ async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     }
     road.drain_gateway();
-    let ends = wires.iter_mut().map(|wire| read_to_end(wire));
+    let ends = wires.iter_mut().map(read_to_end);
     for (number, end) in futures_util::future::join_all(ends)
         .await
         .iter()
         .enumerate()
     {
-        let end = end.as_ref().map(Vec::len).map_err(|error| error.kind());
+        let end = end.as_ref().map(Vec::len).map_err(std::io::Error::kind);
         assert_eq!(end, Err(ErrorKind::ConnectionReset), "caller {number}");
     }
 }

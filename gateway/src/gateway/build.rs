@@ -4,7 +4,7 @@
 
 mod front;
 
-use super::{BindError, Bound, Gateway};
+use super::{BindError, Bound, Gateway, Threads};
 use crate::{
     config::{self, Config, Listen},
     control::{
@@ -119,9 +119,11 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         authorizer,
     } = gateway;
     let base = Base::open(&config)?;
-    let cores = match cores {
-        Some(cores) => cores,
-        None => Cores::start(config.cores).map_err(BindError::Cores)?,
+    let (cores, threads) = if let Some(cores) = cores {
+        (cores, Threads(None))
+    } else {
+        let cores = Cores::start(config.cores).map_err(BindError::Cores)?;
+        (cores.clone(), Threads(Some(cores)))
     };
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
@@ -142,6 +144,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         config,
         store: base.store,
         cores,
+        threads,
         shared,
         tasks,
         admission,

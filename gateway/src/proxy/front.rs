@@ -14,7 +14,7 @@ pub mod tcp;
 use crate::{
     config::{ErrorForm, Kind},
     core::{CoreId, Cores},
-    metrics::FrontMetrics,
+    metrics::{ConnectionGuard, FrontMetrics},
     proxy::{
         Proxy, Shared,
         caller::{Authentication, Caller, LastToken, Method},
@@ -80,7 +80,7 @@ impl Front {
     }
 }
 
-/// One connection of a caller.
+/// One connection of a caller, for as long as anything of it is served: upgraded sessions too.
 #[derive(Debug)]
 pub struct Connection {
     /// The other end of the socket.
@@ -98,6 +98,7 @@ pub struct Connection {
     pub(crate) last_token: LastToken,
     nobody: OnceLock<Caller>,
     _room: Taken,
+    _open: ConnectionGuard,
 }
 
 impl Connection {
@@ -123,7 +124,13 @@ pub(crate) struct Arrival {
 }
 
 impl Arrival {
-    fn connection(self, sni: Option<String>, tls: bool, caller: Option<Caller>) -> Connection {
+    fn connection(
+        self,
+        front: &Front,
+        sni: Option<String>,
+        tls: bool,
+        caller: Option<Caller>,
+    ) -> Connection {
         Connection {
             peer: self.peer,
             sni,
@@ -134,6 +141,7 @@ impl Arrival {
             last_token: LastToken::default(),
             nobody: OnceLock::new(),
             _room: self.room,
+            _open: front.metrics.connection(),
         }
     }
 }
@@ -225,7 +233,7 @@ impl Door {
                 )),
                 Peer::Tcp(_) => None,
             };
-            let connection = Arc::new(arrival.connection(None, false, caller));
+            let connection = Arc::new(arrival.connection(&proxy.front, None, false, caller));
             serve(
                 &proxy,
                 io::Io::plain(socket, &connection.condition),
@@ -283,7 +291,6 @@ pub(crate) async fn serve(
     connection: Arc<Connection>,
     stop: CancellationToken,
 ) {
-    let _open = proxy.front.metrics.connection();
     match proxy.front.kind {
         Kind::Tcp => tcp::serve(proxy, io, connection).await,
         Kind::Https | Kind::Http | Kind::Connect => http::serve(proxy, io, connection, stop).await,

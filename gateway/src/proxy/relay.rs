@@ -11,10 +11,7 @@ use crate::{
         access::Record,
         authorize::{self, Act, Ask},
         forward,
-        front::{
-            Connection,
-            io::{Condition, Io},
-        },
+        front::{Connection, io::Io},
         outgoing::Outgoing,
     },
 };
@@ -96,7 +93,7 @@ pub(super) fn spawn(
     (send, receive): (Send, Receive),
     hold: bool,
 ) {
-    let condition = way.connection.condition.clone();
+    let connection = way.connection.clone();
     let record = way.record.clone();
     let node = way.route.node.clone();
     way.proxy.tasks.spawn(debug_span!("session"), async move {
@@ -106,7 +103,7 @@ pub(super) fn spawn(
         };
         let session = Session {
             io: TokioIo::new(upgraded),
-            condition,
+            connection,
         };
         let outcome = copy::relay(session, send, receive, record.passed.clone(), hold).await;
         note(&record, node.as_str(), &outcome);
@@ -174,12 +171,12 @@ fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
 /// A caller's connection after HTTP gave it up.
 struct Session {
     io: TokioIo<Upgraded>,
-    condition: Arc<Condition>,
+    connection: Arc<Connection>,
 }
 
 impl Abort for Session {
     fn abort(&self) {
-        self.condition.abort();
+        self.connection.condition.abort();
     }
 }
 
