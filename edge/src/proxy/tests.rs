@@ -229,6 +229,7 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
                 (StatusCode::OK, ("", ""))
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+            // The connection is kept a turn after the answer was read: nothing here shows when.
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };

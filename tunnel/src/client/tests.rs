@@ -6,7 +6,7 @@ use super::*;
 use crate::{
     body::pump,
     copy::{self, Passed},
-    error::Refusal,
+    error::{Ended, Refusal},
     hello::{ToEdge, ToGateway},
     server::{self, Asked, Incoming, Kind, Server},
     socket::Counted,
@@ -17,6 +17,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
     net::{TcpListener, TcpStream},
     sync::mpsc,
+    time::Instant,
 };
 
 type Edge = Server<Counted<DuplexStream>>;

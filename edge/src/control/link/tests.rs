@@ -336,7 +336,12 @@ async fn told_gateways_are_kept_and_used_after_a_restart() {
     let edge = world.run(&configured, json!({})).await;
     first.next().await;
     edge.until(|status| status.gateways.len() == 2).await;
-    sleep(Duration::from_millis(100)).await;
+    // They are shown before they are on the disk.
+    let stored = || {
+        let store = Store::open(world.data.path(), Access::Existing).unwrap();
+        store.edge().unwrap().unwrap().gateways.len()
+    };
+    edge.until(|_| stored() > 0).await;
     drop((edge, first));
     let _edge = world.run(&configured, json!({})).await;
     told.next().await;
@@ -375,6 +380,7 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, ToGateway::Leave { .. }));
+    // Time is the subject: longer than a tunnel without streams would have stayed.
     sleep(super::super::link::LEAVING).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert_eq!(edge.reader.status().tunnels.len(), 2);
@@ -441,6 +447,7 @@ async fn an_edge_is_back_soon_after_its_gateway_is() {
     let first = gateway.next().await;
     drop((first, gateway));
     edge.until(|status| status.state == "connecting").await;
+    // How long the gateway is away: some attempts fall into it.
     sleep(Duration::from_millis(500)).await;
     let says = Says {
         gateways: Vec::new(),
@@ -505,6 +512,7 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, ToGateway::Leave { .. }));
+    // Time is the subject: nothing happens to the open stream meanwhile.
     sleep(Duration::from_millis(300)).await;
     round_trip(&mut send, &mut receive, 1000).await;
     send.end().unwrap();
@@ -718,6 +726,7 @@ async fn a_silent_gateway_is_asked_to_join_again_until_stopped() {
     config.join = Some(Secret::new(token(&world).text().expose()));
     let stop = CancellationToken::new();
     let later = async {
+        // Whenever it comes: here some attempts have been made.
         sleep(Duration::from_millis(300)).await;
         stop.cancel();
     };

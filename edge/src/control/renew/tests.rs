@@ -353,6 +353,7 @@ async fn an_expired_certificate_is_refused_and_says_that_a_token_is_needed() {
     let ca = ca();
     let edge = Joined::new(&ca, ENDED);
     let gateway = Gateway::start(&ca, |_| panic!("it was let in")).await;
+    // Certificates count whole seconds: this one ends with the present.
     sleep(Duration::from_secs(1)).await;
     let wanted = |status: &Status| {
         trouble(status).is_some_and(|said| {

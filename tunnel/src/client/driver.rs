@@ -1,0 +1,277 @@
+//! The task that owns a tunnel's connection on the gateway's side.
+//!
+//! Moves the connection, probes it, judges its silence, sizes its windows. Only the driver initiates PING and
+//! SETTINGS, and keeps one in the air at a time (design trap 11): two ends that each wait to write a control
+//! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
+//! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
+
+use super::{Settings, Shared, Tunnel};
+use crate::{
+    error::Ended,
+    liveness::{Liveness, Verdict},
+    socket::Traffic,
+    window, wire,
+};
+use bytes::Bytes;
+use futures_util::FutureExt;
+use h2::{Ping, PingPong};
+use std::{
+    collections::VecDeque,
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::{Instant, Sleep},
+};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+
+/// How many PINGs the round trip is the least of: one under load measures queues.
+const RECENT: usize = 8;
+/// A window is not raised more often than this: a crowd comes and goes.
+const RAISE_AFTER: Duration = Duration::from_secs(1);
+
+/// Begins HTTP/2 on a connection whose TLS is done.
+///
+/// # Errors
+/// If the connection fails.
+pub async fn connect<S>(
+    io: S,
+    traffic: Arc<Traffic>,
+    settings: Settings,
+) -> Result<(Tunnel, Driver<S>), Ended>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let window = window::size(settings.round_trip, 1, settings.budget);
+    let (sender, mut connection) = h2::client::Builder::new()
+        .initial_window_size(window)
+        .initial_connection_window_size(wire::CONNECTION_WINDOW)
+        .max_frame_size(wire::MAX_FRAME)
+        .max_header_list_size(wire::MAX_HEADER_LIST)
+        .max_concurrent_reset_streams(wire::MAX_RESETS)
+        .max_pending_accept_reset_streams(wire::MAX_RESETS)
+        .max_local_error_reset_streams(None)
+        .data_frame_budget(wire::DATA_FRAME_BUDGET)
+        .initial_max_send_streams(1)
+        .enable_push(false)
+        .handshake(io)
+        .await
+        .map_err(|error| Ended::of(Err(error)))?;
+    let ping_pong = connection
+        .ping_pong()
+        .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
+    let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
+    let shared = Arc::new(Shared {
+        load: Arc::default(),
+        max_streams: settings.max_streams,
+        suspect: AtomicBool::new(false),
+        draining: AtomicBool::new(false),
+        round_trip_us: AtomicU64::new(round_trip),
+        close: CancellationToken::new(),
+    });
+    shared
+        .load
+        .set_crowd(window::crowd(window, settings.budget));
+    let tunnel = Tunnel {
+        sender,
+        shared: shared.clone(),
+    };
+    let closing = Box::pin(shared.close.clone().cancelled_owned());
+    let driver = Driver {
+        connection,
+        ping_pong,
+        shared,
+        traffic,
+        liveness: Liveness::new(settings.liveness, rand::random()),
+        timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
+        round_trips: VecDeque::new(),
+        settings,
+        window,
+        raised: Instant::now(),
+        air: Air::Clear,
+        closing,
+    };
+    Ok((tunnel, driver))
+}
+
+/// The control frame of ours that may not have been answered yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Air {
+    /// None.
+    Clear,
+    /// A PING, sent then.
+    Ping(Instant),
+    /// SETTINGS, whose acknowledgement the engine does not show.
+    Settings,
+}
+
+/// The task that owns a tunnel's connection on the gateway's side.
+#[derive(Debug)]
+pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
+    connection: h2::client::Connection<S, Bytes>,
+    ping_pong: PingPong,
+    shared: Arc<Shared>,
+    traffic: Arc<Traffic>,
+    liveness: Liveness,
+    timer: Pin<Box<Sleep>>,
+    round_trips: VecDeque<Duration>,
+    settings: Settings,
+    window: u32,
+    raised: Instant,
+    air: Air,
+    closing: Pin<Box<WaitForCancellationFutureOwned>>,
+}
+
+struct Running<S: AsyncRead + AsyncWrite + Unpin>(Driver<S>);
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Future for Running<S> {
+    type Output = Ended;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
+        let driver = &mut self.get_mut().0;
+        let ended = std::task::ready!(driver.drive(cx));
+        // Whoever still holds a handle sees a closed tunnel.
+        driver.shared.close.cancel();
+        Poll::Ready(ended)
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
+    /// Runs the connection until it ends. The driver is moved into the future once: an idle edge costs
+    /// what this holds.
+    pub fn run(self) -> impl Future<Output = Ended> {
+        Running(self)
+    }
+
+    fn drive(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+        if self.closing.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Ended::Closed);
+        }
+        self.poll(cx)
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+        loop {
+            if let Poll::Ready(result) = self.connection.poll_unpin(cx) {
+                return Poll::Ready(Ended::of(result));
+            }
+            if let Poll::Ready(pong) = self.ping_pong.poll_pong(cx) {
+                match pong {
+                    Ok(_) => self.answered(),
+                    Err(error) => return Poll::Ready(Ended::of(Err(error))),
+                }
+            }
+            let resized = self.resize(cx);
+            match self.watch(cx) {
+                Poll::Ready(Some(ended)) => return Poll::Ready(ended),
+                // What was queued is written by the connection's next poll.
+                Poll::Ready(None) => {}
+                Poll::Pending if resized => {}
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+    }
+
+    /// Liveness: ready when something was sent or the tunnel is dead.
+    fn watch(&mut self, cx: &mut Context<'_>) -> Poll<Option<Ended>> {
+        loop {
+            let now = Instant::now();
+            let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
+            let verdict = self.liveness.check(now, read, written);
+            let suspect = matches!(verdict, Verdict::Suspect(_));
+            self.shared.suspect.store(suspect, Relaxed);
+            let (until, sent) = match verdict {
+                Verdict::Dead => return Poll::Ready(Some(Ended::Silent)),
+                Verdict::Well(until) | Verdict::Suspect(until) => (until, false),
+                Verdict::Probe(until) => (until, self.probe(now, read)),
+            };
+            let until = if self.window < self.most() {
+                until.min(now + RAISE_AFTER)
+            } else {
+                until
+            };
+            // Re-arming at every byte would cost more than looking once too often.
+            if self.timer.is_elapsed() || until < self.timer.deadline() {
+                self.timer.as_mut().reset(until);
+            }
+            if sent {
+                return Poll::Ready(None);
+            }
+            if self.timer.as_mut().poll(cx).is_pending() {
+                return Poll::Pending;
+            }
+        }
+    }
+
+    /// Sends a PING, or SETTINGS that change nothing where earlier ones may still be in the air: the engine
+    /// refuses those while they are.
+    fn probe(&mut self, now: Instant, read: Instant) -> bool {
+        let quiet = now.saturating_duration_since(read) >= self.settings.liveness.probe_after / 2;
+        match self.air {
+            Air::Ping(_) => false,
+            // A peer that went quiet has sent all it had, its acknowledgement first.
+            Air::Settings if !quiet => self.connection.set_initial_window_size(self.window).is_ok(),
+            Air::Clear | Air::Settings => {
+                let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
+                if sent {
+                    self.air = Air::Ping(now);
+                }
+                sent
+            }
+        }
+    }
+
+    fn answered(&mut self) {
+        if let Air::Ping(sent) = self.air {
+            self.round_trips.push_back(sent.elapsed());
+            if self.round_trips.len() > RECENT {
+                self.round_trips.pop_front();
+            }
+            if let Some(least) = self.round_trips.iter().min() {
+                let least = u64::try_from(least.as_micros()).unwrap_or(u64::MAX);
+                self.shared.round_trip_us.store(least, Relaxed);
+            }
+        }
+        self.air = Air::Clear;
+    }
+
+    /// The window that a single stream would have.
+    fn most(&self) -> u32 {
+        let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
+        let most = window::size(round_trip, 1, self.settings.budget);
+        window::step(self.window, most).unwrap_or(self.window)
+    }
+
+    /// Changes the window if the crowd or the round trip asks for it. True if SETTINGS were queued.
+    fn resize(&mut self, cx: &mut Context<'_>) -> bool {
+        let shared = &self.shared;
+        shared.load.crowded().register(cx.waker());
+        if matches!(self.air, Air::Ping(_)) {
+            return false;
+        }
+        let round_trip = Duration::from_micros(shared.round_trip_us.load(Relaxed));
+        let wanted = window::size(round_trip, shared.load.streams(), self.settings.budget);
+        let Some(next) = window::step(self.window, wanted) else {
+            return false;
+        };
+        if next > self.window && self.raised.elapsed() < RAISE_AFTER {
+            return false;
+        }
+        if self.connection.set_initial_window_size(next).is_err() {
+            return false;
+        }
+        self.window = next;
+        self.raised = Instant::now();
+        self.air = Air::Settings;
+        let crowd = window::crowd(next, self.settings.budget);
+        self.shared.load.set_crowd(crowd);
+        true
+    }
+}
