@@ -3,7 +3,7 @@
 //! The body of an answer and the socket know of each other here: a body that breaks waits until what came before
 //! it is flushed, and the socket is then dropped with a reset and without `close_notify`. The condition
 //! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
-//! While nobody asks for a caller's bytes (its body waits for the app), [`Watch`] alone hears it go.
+//! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
 use causeway_tunnel::socket::{Abort, Socket};
 use futures_util::task::AtomicWaker;
