@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use dir::Dir;
 pub use dir::StoreError;
+pub(crate) use dir::{Dir, Lock};
 
 use crate::ca::Ca;
 use crate::edge::{EdgeFile, EdgeIdentity};
@@ -40,6 +40,10 @@ pub enum Access {
     /// It must be there.
     Existing,
 }
+
+/// The right to live on a data directory; dropping it gives it back.
+#[derive(Debug)]
+pub struct Claim(#[expect(dead_code, reason = "dropping it frees the directory")] Lock);
 
 /// An open data directory. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -134,6 +138,12 @@ impl Store {
         EdgeIdentity::from_file(file)
             .map(Some)
             .map_err(|error| self.dir.corrupt(EDGE, error))
+    }
+
+    /// Takes the directory for this process, which is going to live on it. Commands that only change a file
+    /// need no claim.
+    pub fn claim(&self) -> Result<Claim, StoreError> {
+        self.dir.claim().map(Claim)
     }
 
     /// Makes sure that an edge's identity can be kept, before a token is given for it.

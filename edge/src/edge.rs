@@ -20,7 +20,8 @@ use crate::{
     state::{self, Reader, Status},
 };
 use causeway_certs::{
-    EdgeIdentity, JoinToken, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
+    Claim, EdgeIdentity, JoinToken, Store, StoreError, TokenError, store::Access,
+    verify::tunnel_client,
 };
 use causeway_tunnel::{listener, task::Tasks};
 use std::{
@@ -99,6 +100,8 @@ pub struct Bound {
     address: SocketAddr,
     table: (state::Writer, Reader),
     instance: String,
+    /// Two edges of one identity would take the node from each other.
+    claim: Claim,
 }
 
 impl Edge {
@@ -153,6 +156,7 @@ impl Edge {
             listener::Bound::Unix(..) => return Err(fault(io::ErrorKind::Unsupported.into())),
         };
         let address = admin.local_addr().map_err(fault)?;
+        let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
         Ok(Bound {
             table: state::table(self.identity.node.as_str(), &instance),
@@ -160,6 +164,7 @@ impl Edge {
             admin,
             address,
             instance,
+            claim,
         })
     }
 }
@@ -232,6 +237,7 @@ impl Bound {
             address,
             table: (writer, reader),
             instance,
+            claim: _claim,
         } = self;
         let fault = |source| Error::Bind { address, source };
         let admin = TcpListener::from_std(admin).map_err(fault)?;

@@ -20,7 +20,7 @@ use crate::{
         front::Door,
     },
 };
-use causeway_certs::{CaError, Store, StoreError, verify::TrustError};
+use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
@@ -125,6 +125,8 @@ impl Gateway {
 pub struct Bound {
     config: Config,
     store: Store,
+    /// Another gateway on this directory would issue under the same CA and write the same files.
+    claim: Claim,
     cores: Cores,
     threads: Threads,
     shared: Arc<Shared>,
@@ -203,7 +205,7 @@ impl Bound {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
         // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.
-        let _threads = self.threads;
+        let (_threads, _claim) = (self.threads, self.claim);
         let _end = self.tasks.guard();
         let (control, closing) = (Tasks::default(), CancellationToken::new());
         let leaving = CancellationToken::new();

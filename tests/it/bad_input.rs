@@ -414,6 +414,21 @@ async fn a_data_directory_that_cannot_be_written_is_said_and_costs_no_token() {
 }
 
 #[tokio::test]
+async fn a_second_process_on_one_data_directory_is_refused_and_the_first_goes_on() {
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let again =
+        causeway("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts []");
+    let again = again.flag("--data-dir", site.data()).run().await;
+    again.failed(&["in use by another causeway process"]);
+    let clone = site.edge("edge-1", 1).run().await;
+    clone.failed(&["in use by another causeway process"]);
+    let status = causeway("status").flag("--data-dir", site.data());
+    assert!(status.run().await.ok().stdout.contains("connected"));
+    edge.stop().await;
+}
+
+#[tokio::test]
 async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_say_why() {
     if am_root() {
         // Root writes anywhere unless it gives that up.
@@ -422,19 +437,24 @@ async fn commands_on_a_data_directory_that_cannot_be_written_change_nothing_and_
     let site = Site::start().await;
     let folder = tempfile::tempdir().unwrap();
     site.token("--node edge-1").await;
-    let before = files(&site.data());
+    let resting = folder.path().join("resting");
+    let init = causeway("ca init").flag("--data-dir", &resting);
+    init.run().await.ok();
+    let before = (files(&site.data()), files(&resting));
     read_only(&site.data(), true);
+    read_only(&resting, true);
     let denied = |line: &str| causeway_under_modes().args(line.split(' '));
     let create = denied("token create --node edge-2").flag("--data-dir", site.data());
     let create = create.run().await;
     let gateway =
         denied("gateway --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts []");
-    let gateway = gateway.flag("--data-dir", site.data()).run().await;
+    let gateway = gateway.flag("--data-dir", &resting).run().await;
     read_only(&site.data(), false);
+    read_only(&resting, false);
     assert_eq!(create.stdout, "");
     create.failed(&["tokens.json", "Permission denied"]);
-    gateway.failed(&["run-admin", "Permission denied"]);
-    assert_eq!(files(&site.data()), before);
+    gateway.failed(&["resting/.in-use", "Permission denied"]);
+    assert_eq!((files(&site.data()), files(&resting)), before);
 
     read_only(folder.path(), true);
     let init = denied("ca init --data-dir data")

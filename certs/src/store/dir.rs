@@ -6,7 +6,7 @@
 //! frees when its holder dies.
 
 use std::fmt::Display;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -18,6 +18,7 @@ use tempfile::NamedTempFile;
 use thiserror::Error;
 
 const LOCK: &str = ".lock";
+const CLAIM: &str = ".in-use";
 
 /// Why the data directory cannot be used.
 #[derive(Debug, Error)]
@@ -44,6 +45,12 @@ pub enum StoreError {
     #[error("{} is missing", path.display())]
     Missing {
         /// Which file or directory.
+        path: PathBuf,
+    },
+    /// Another process lives on this directory.
+    #[error("{} is in use by another causeway process; give each its own data directory", path.display())]
+    InUse {
+        /// The directory.
         path: PathBuf,
     },
     /// Something that must not be replaced is there already.
@@ -170,18 +177,21 @@ impl Dir {
     /// Waits until no other process or thread changes files here.
     pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
         let path = self.path(LOCK);
-        let open = || {
-            let mut options = OpenOptions::new();
-            let file = options
-                .create(true)
-                .truncate(false)
-                .write(true)
-                .mode(0o600)
-                .open(&path)?;
-            file.lock()?;
-            Ok(file)
-        };
-        open().map(Lock).map_err(failed("lock", &path))
+        let locked = open_lock(&path).and_then(|file| file.lock().map(|()| file));
+        locked.map(Lock).map_err(failed("lock", &path))
+    }
+
+    /// Takes the directory for one process, for as long as the lock is held. It goes with the process too.
+    pub(crate) fn claim(&self) -> Result<Lock, StoreError> {
+        let path = self.path(CLAIM);
+        let file = open_lock(&path).map_err(failed("lock", &path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Lock(file)),
+            Err(TryLockError::WouldBlock) => Err(StoreError::InUse {
+                path: self.0.to_path_buf(),
+            }),
+            Err(TryLockError::Error(error)) => Err(failed("lock", &path)(error)),
+        }
     }
 
     /// Reads a file, changes its value and writes it, all under the lock. An error from `change`
@@ -201,6 +211,12 @@ impl Dir {
         self.write_json(name, &value)?;
         Ok(outcome)
     }
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).write(true).mode(0o600);
+    options.open(path)
 }
 
 fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {

@@ -227,3 +227,18 @@ fn preparing_for_an_edge_leaves_nothing_behind_and_says_what_stands_in_the_way()
     let error = store.prepare_edge().unwrap_err().to_string();
     assert!(error.contains(data.to_str().unwrap()), "{error}");
 }
+
+#[test]
+fn a_directory_is_lived_on_by_one_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = Store::open(folder.path(), Access::Create).unwrap();
+    let second = Store::open(folder.path(), Access::Existing).unwrap();
+    let claim = first.claim().unwrap();
+    let refused = second.claim().unwrap_err();
+    assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
+    second
+        .write_runtime("fact", "changes need no claim")
+        .unwrap();
+    drop(claim);
+    second.claim().unwrap();
+}

@@ -142,6 +142,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     };
     Ok(Bound {
         config,
+        claim: base.store.claim()?,
         store: base.store,
         cores,
         threads,
