@@ -100,6 +100,12 @@ impl Kept {
         }
     }
 
+    /// How many HTTP/1 connections rest.
+    #[cfg(test)]
+    pub(super) fn idle(&self) -> usize {
+        locked(&self.idle).values().map(Vec::len).sum()
+    }
+
     /// The app's place for a shared connection.
     pub(super) fn shared(&self, app: &AppId) -> Slot {
         let mut shared = locked(&self.shared);

@@ -27,6 +27,7 @@ const SOON: Duration = Duration::from_secs(5);
 /// A gateway's end of a tunnel, and an edge that serves the other.
 struct World {
     tunnel: Tunnel,
+    way: Arc<Way>,
     _tasks: Tasks,
 }
 
@@ -52,9 +53,10 @@ impl World {
             drop(driver.run().await);
         });
         let streams = Tasks::default();
+        let serves = way.clone();
         tasks.spawn(tracing::info_span!("edge"), async move {
             while let Ok(Incoming::Stream(asked)) = server.next().await {
-                let way = way.clone();
+                let way = serves.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
                     way.serve(*asked).await;
                 });
@@ -64,6 +66,7 @@ impl World {
         tokio::task::yield_now().await;
         let world = Self {
             tunnel,
+            way,
             _tasks: tasks,
         };
         let _ = world.ask(get("/"), Ask::Request, "edge-1:1").await;
@@ -229,8 +232,10 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
                 (StatusCode::OK, ("", ""))
             );
             assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
-            // The connection is kept a turn after the answer was read: nothing here shows when.
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            // The connection is kept a turn after the answer was read.
+            while world.way.kept.idle() == 0 {
+                tokio::task::yield_now().await;
+            }
         }
     };
     timeout(SOON, async { tokio::join!(serving, asking) })
