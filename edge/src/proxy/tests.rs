@@ -53,10 +53,10 @@ impl World {
             drop(driver.run().await);
         });
         let streams = Tasks::default();
-        let serves = way.clone();
+        let shared = way.clone();
         tasks.spawn(tracing::info_span!("edge"), async move {
             while let Ok(Incoming::Stream(asked)) = server.next().await {
-                let way = serves.clone();
+                let way = shared.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
                     way.serve(*asked).await;
                 });
