@@ -25,6 +25,7 @@ pub mod stream;
 pub mod backoff;
 pub mod error;
 pub mod listener;
+pub mod resolve;
 pub mod socket;
 pub mod task;
 

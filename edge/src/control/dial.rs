@@ -10,6 +10,7 @@ use arc_swap::ArcSwap;
 use causeway_config::host_port;
 use causeway_tunnel::{
     Target,
+    resolve::resolve,
     socket::{Counted, tune_tunnel},
 };
 use http::Uri;
@@ -24,7 +25,7 @@ use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
 use std::{error::Error, io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
-    net::{TcpStream, lookup_host},
+    net::TcpStream,
     time::{Instant, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -132,8 +133,11 @@ impl Dialler {
         if self.intercept(host, port).is_some() {
             return Ok(vec![place(None)]);
         }
-        match timeout(self.timeouts.tls, lookup_host((host, port))).await {
-            Ok(Ok(addresses)) => Ok(addresses.map(|address| place(Some(address))).collect()),
+        match timeout(self.timeouts.tls, resolve(host, port)).await {
+            Ok(Ok(addresses)) => Ok(addresses
+                .into_iter()
+                .map(|address| place(Some(address)))
+                .collect()),
             Ok(Err(error)) => Err(Trouble::silent(format!(
                 "could not resolve {host}: {error}"
             ))),
@@ -246,7 +250,7 @@ async fn dial_proxy(uri: &Uri, bound: Duration) -> io::Result<TcpStream> {
             1080
         });
     let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for address in lookup_host((host, port)).await? {
+    for address in resolve(host, port).await? {
         match connect(address, bound).await {
             Ok(tcp) => return Ok(tcp),
             Err(error) => last = error,

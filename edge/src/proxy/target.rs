@@ -5,10 +5,10 @@
 //! (`timeouts.dial`), shared out among the addresses that are left to try.
 
 use super::{Policy, app::App};
-use causeway_tunnel::{Refusal, error::Refused, socket};
+use causeway_tunnel::{Refusal, error::Refused, resolve, socket};
 use std::{io, net::SocketAddr, time::Duration};
 use tokio::{
-    net::{TcpStream, lookup_host},
+    net::TcpStream,
     time::{Instant, timeout_at},
 };
 
@@ -44,8 +44,8 @@ async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refuse
     if let Some(ip) = app.target.ip() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
-    match timeout_at(deadline, lookup_host((host, port))).await {
-        Ok(Ok(addresses)) => Ok(addresses.collect()),
+    match timeout_at(deadline, resolve::resolve(host, port)).await {
+        Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
             let detail = format!("{} could not resolve {host}: {error}", app.node);
             Err(Refusal::TargetRefused.because(detail))
