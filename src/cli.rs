@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Demo(Demo),
     /// Show the edges of a running gateway or demo
     Status(Status),
+    /// Make a CA, join tokens and callers' certificates in one go; may be run again
+    Bootstrap(Bootstrap),
     /// Make the gateway's CA, and certificates for callers
     #[command(subcommand)]
     Ca(Ca),
@@ -110,9 +112,37 @@ pub(crate) enum Output {
 
 #[derive(Debug, Args)]
 pub(crate) struct Health {
-    /// The admin address: 127.0.0.1:10265 of a gateway, 127.0.0.1:10266 of an edge
+    /// The admin address; without it, whatever runs in the data directory is asked
     #[arg(long, value_name = "HOST:PORT", env = "CAUSEWAY_ADMIN")]
     pub(crate) admin: Option<String>,
+    /// Data directory of the gateway or edge; without it, /var/lib/causeway and /var/lib/causeway-edge
+    #[arg(long, value_name = "DIR", env = "CAUSEWAY_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+    /// Ask for more: a gateway that takes callers, an edge that has a tunnel
+    #[arg(long)]
+    pub(crate) ready: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Bootstrap {
+    /// Node that is to join; may be given several times
+    #[arg(long = "node", value_name = "NODE")]
+    pub(crate) nodes: Vec<String>,
+    /// Caller that gets a certificate; may be given several times
+    #[arg(long = "caller", value_name = "NAME")]
+    pub(crate) callers: Vec<String>,
+    /// Directory for ca.pem, NODE.token, NAME.pem and NAME-key.pem
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// How long a token can be used
+    #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
+    pub(crate) token_ttl: Duration,
+    /// Life of a caller's certificate
+    #[arg(long, default_value = "30d", value_parser = humantime::parse_duration)]
+    pub(crate) caller_ttl: Duration,
+    /// Under which name identities stand in certificates: `spiffe://NAME`
+    #[arg(long, value_name = "NAME", default_value = "causeway.local")]
+    pub(crate) trust_domain: causeway_certs::TrustDomain,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

@@ -4,6 +4,7 @@
 //! it, and because a fault in it must cost nothing.
 
 mod admin;
+mod bootstrap;
 mod ca;
 mod caller;
 mod data;
@@ -11,6 +12,7 @@ mod demo;
 mod edge;
 mod gateway;
 mod health;
+mod private;
 mod status;
 mod token;
 
@@ -68,6 +70,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Status(status) => Job::brief(status::run(status)),
         Command::Health(health) => Job::brief(health::run(health)),
         // Files in, files out: no runtime is needed.
+        Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
         Command::Ca(ca) => return ca::run(ca).map(|()| None),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Caller(caller) => return caller::run(caller).map(|()| None),

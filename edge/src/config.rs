@@ -31,6 +31,8 @@ pub struct Config {
     pub gateways: Vec<String>,
     /// Token of `causeway token create`; needed once.
     pub join: Option<Secret>,
+    /// File with that token, in place of `join`; read only while there is no certificate.
+    pub join_file: Option<PathBuf>,
     /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
     /// Hosts, domains and networks that are dialled without the proxy; `NO_PROXY` if absent.
@@ -64,6 +66,7 @@ impl Default for Config {
             node: None,
             gateways: Vec::new(),
             join: None,
+            join_file: None,
             proxy: None,
             no_proxy: Vec::new(),
             admin: Admin::default(),

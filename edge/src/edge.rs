@@ -4,7 +4,7 @@
 //! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
 
 use crate::{
-    config::Config,
+    config::{Config, Secret},
     control::{
         admin,
         changes::Changes,
@@ -56,6 +56,17 @@ pub enum Error {
         configured: String,
         /// The certificate's.
         certificate: String,
+    },
+    /// The file with the token cannot be read.
+    #[error(
+        "cannot read the join token in {path} (join_file): {source}; \
+         `causeway token create --node NAME` makes one"
+    )]
+    TokenFile {
+        /// The file.
+        path: String,
+        /// Why.
+        source: io::Error,
     },
     /// The token is none.
     #[error(transparent)]
@@ -173,16 +184,17 @@ impl Edge {
 fn usable(stored: Option<EdgeIdentity>, config: &Config) -> Option<EdgeIdentity> {
     let identity = stored?;
     let ended = end_of(&identity) < SystemTime::now();
-    match (&config.join, ended) {
-        (Some(_), true) => {
+    let joins = config.join.is_some() || config.join_file.is_some();
+    match (joins, ended) {
+        (true, true) => {
             info!("this node's certificate has expired: joining again with the token");
             None
         }
-        (Some(_), false) => {
+        (true, false) => {
             info!("this node has joined already: its certificate holds, the token is not used");
             Some(identity)
         }
-        (None, _) => Some(identity),
+        (false, _) => Some(identity),
     }
 }
 
@@ -190,11 +202,24 @@ fn end_of(identity: &EdgeIdentity) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
 }
 
-async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
-    let Some(token) = &config.join else {
-        return Err(Error::NoIdentity(config.data_dir.display().to_string()));
+/// The configured token; its file is read only now, for it may be gone once it was used.
+fn token(config: &Config) -> Result<JoinToken, Error> {
+    let text = match (&config.join, &config.join_file) {
+        (Some(token), _) => token.clone(),
+        (None, Some(path)) => {
+            let text = std::fs::read_to_string(path).map_err(|source| Error::TokenFile {
+                path: path.display().to_string(),
+                source,
+            })?;
+            Secret::new(text)
+        }
+        (None, None) => return Err(Error::NoIdentity(config.data_dir.display().to_string())),
     };
-    let token = JoinToken::parse(token.expose())?;
+    Ok(JoinToken::parse(text.expose().trim())?)
+}
+
+async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
+    let token = token(config)?;
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
@@ -214,6 +239,11 @@ impl Bound {
     /// The node, as the certificate says.
     pub fn node(&self) -> &str {
         self.edge.node()
+    }
+
+    /// The data directory.
+    pub fn store(&self) -> &Store {
+        &self.edge.store
     }
 
     /// What the edge is doing, at any time from now on.

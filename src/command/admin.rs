@@ -1,7 +1,7 @@
 //! One GET from the admin listener of a running process.
 //!
 //! The address is said by flag or environment, or stands in the data directory, where a
-//! running gateway or demo writes it. Every failure says which address was asked, how it
+//! running gateway, edge or demo notes it. Every failure says which address was asked, how it
 //! was found and what to do.
 
 use std::path::Path;
@@ -9,11 +9,16 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use causeway_certs::{Access, Store, StoreError};
+use causeway_config::host_port;
+use causeway_tunnel::resolve::resolve;
 use http_body_util::{BodyExt, Empty};
 use hyper::body::Bytes;
 use hyper::{Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
+
+/// Under this name a running process notes its admin address in its data directory.
+pub(super) const NAME: &str = "admin";
 
 /// A process on the same machine that does not answer within this is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -24,16 +29,20 @@ pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<
         return Ok((address, "as told".into()));
     }
     let remedy =
-        "name the gateway with --admin HOST:PORT, or its data directory with --data-dir DIR";
-    let found = format!("as {} says", data_dir.display());
-    let asked =
-        Store::open(data_dir, Access::Existing).and_then(|store| store.read_runtime("admin"));
+        "name the process with --admin HOST:PORT, or its data directory with --data-dir DIR";
+    match noted(data_dir).context(remedy)? {
+        Some(address) => Ok((address, format!("as {} says", data_dir.display()))),
+        None => bail!("nothing runs in {}; {remedy}", data_dir.display()),
+    }
+}
+
+/// The admin address of the process that lives on a data directory, if there are such a directory and process.
+pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<String>> {
+    let asked = Store::open(data_dir, Access::Existing).and_then(|store| store.read_runtime(NAME));
     match asked {
-        Ok(Some(address)) => Ok((address.trim().to_owned(), found)),
-        Ok(None) | Err(StoreError::Missing { .. }) => {
-            bail!("no gateway runs in {}; {remedy}", data_dir.display())
-        }
-        Err(error) => Err(error).context(remedy),
+        Ok(address) => Ok(address.map(|address| address.trim().to_owned())),
+        Err(StoreError::Missing { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -45,7 +54,11 @@ pub(super) async fn get(address: &str, path: &str) -> anyhow::Result<(StatusCode
 }
 
 async fn exchange(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
-    let stream = TcpStream::connect(address)
+    let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
+    let addresses = resolve(host, port)
+        .await
+        .with_context(|| format!("cannot resolve {host}"))?;
+    let stream = TcpStream::connect(addresses.as_slice())
         .await
         .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
     let (mut sender, connection) =

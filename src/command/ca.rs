@@ -3,13 +3,11 @@
 //! Keys are written with mode 0600, whole or not at all, and never printed. An existing
 //! CA is never replaced: every edge that trusts it would be lost.
 
-use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
-use causeway_certs::{Access, Ca as Authority, Store};
+use causeway_certs::{Access, Ca as Authority, Leaf, Store, TrustDomain};
 
-use super::data;
+use super::{data, private};
 use crate::cli::{Ca, CaCaller, CaInit};
 
 /// Makes what was asked for.
@@ -20,17 +18,25 @@ pub(crate) fn run(ca: Ca) -> anyhow::Result<()> {
     }
 }
 
-fn init(ask: &CaInit) -> anyhow::Result<()> {
-    let store = Store::open(&ask.data.data_dir, Access::Create)?;
-    let known = store.ca()?;
-    let (ca, news) = if let Some(ca) = known {
+/// The CA of the directory, and its store; both are made if they are not there.
+pub(super) fn ensure(
+    data_dir: &Path,
+    trust_domain: &TrustDomain,
+) -> anyhow::Result<(Store, Authority)> {
+    let store = Store::open(data_dir, Access::Create)?;
+    let (ca, news) = if let Some(ca) = store.ca()? {
         (ca, "there is a CA already, and it stays")
     } else {
-        let ca = Authority::create(&ask.trust_domain)?;
+        let ca = Authority::create(trust_domain)?;
         store.save_ca(&ca)?;
         (ca, "made a CA")
     };
     println!("{news}: {}", store.root_path().display());
+    Ok((store, ca))
+}
+
+fn init(ask: &CaInit) -> anyhow::Result<()> {
+    let (_, ca) = ensure(&ask.data.data_dir, &ask.trust_domain)?;
     println!(
         "trust domain {}, fingerprint {}",
         ca.trust_domain(),
@@ -42,10 +48,7 @@ fn init(ask: &CaInit) -> anyhow::Result<()> {
 fn caller(ask: &CaCaller) -> anyhow::Result<()> {
     let (store, ca) = data::with_ca(&ask.data.data_dir)?;
     let leaf = ca.issue_caller(&ask.name, &ask.groups, ask.ttl)?;
-    let chain = ask.out.join(format!("{}.pem", ask.name));
-    let key = ask.out.join(format!("{}-key.pem", ask.name));
-    write(&key, leaf.key_pem().expose())?;
-    write(&chain, &leaf.chain_pem())?;
+    let (chain, key) = write_caller(&ask.out, &ask.name, &leaf)?;
     println!("certificate {}", chain.display());
     println!("key         {}", key.display());
     println!(
@@ -57,19 +60,17 @@ fn caller(ask: &CaCaller) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A new private file in place of the old: written beside it, brought to disk, renamed.
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    let attempt = || {
-        let directory = path
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
-        let mut file = tempfile::NamedTempFile::new_in(directory.unwrap_or(Path::new(".")))?;
-        file.write_all(text.as_bytes())?;
-        file.as_file().sync_all()?;
-        file.persist(path)?;
-        anyhow::Ok(())
-    };
-    attempt().with_context(|| format!("cannot write {}", path.display()))
+/// Writes NAME.pem and NAME-key.pem, the key first; returns where they are.
+pub(super) fn write_caller(
+    out: &Path,
+    name: &str,
+    leaf: &Leaf,
+) -> anyhow::Result<(PathBuf, PathBuf)> {
+    let chain = out.join(format!("{name}.pem"));
+    let key = out.join(format!("{name}-key.pem"));
+    private::write(&key, leaf.key_pem().expose())?;
+    private::write(&chain, &leaf.chain_pem())?;
+    Ok((chain, key))
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
+use super::admin;
 use crate::cli;
 use crate::signal::Signals;
 
@@ -61,7 +62,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     let addresses = gateway.addresses();
     gateway
         .store()
-        .write_runtime("admin", &addresses.admin.to_string())?;
+        .write_runtime(admin::NAME, &addresses.admin.to_string())?;
     println!("causeway demo: a gateway and two edges in one process\n");
     println!(
         "data directory  {}{}",
@@ -91,7 +92,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let (outcome, ()) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
-    files.store.remove_runtime("admin")?;
+    files.store.remove_runtime(admin::NAME)?;
     outcome
 }
 

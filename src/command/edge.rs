@@ -3,6 +3,7 @@
 use anyhow::bail;
 use causeway_edge::{Config, Edge, Error};
 
+use super::admin;
 use crate::signal::Signals;
 
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
@@ -15,7 +16,11 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.bind()?,
         };
-        Ok(bound.run(stop.clone()).await?)
+        let store = bound.store().clone();
+        store.write_runtime(admin::NAME, &bound.local_addr().to_string())?;
+        let ended = bound.run(stop.clone()).await;
+        store.remove_runtime(admin::NAME)?;
+        Ok(ended?)
     };
     match signals.run(Box::pin(live)).await {
         Some(outcome) => outcome,

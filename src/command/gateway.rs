@@ -4,13 +4,11 @@ use anyhow::bail;
 use causeway_gateway::{Config, Gateway};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
+use super::admin;
 use crate::signal::Signals;
 
 /// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
 const RESERVE: usize = 256;
-
-/// Where `causeway status` looks for the admin address.
-const ADMIN: &str = "admin";
 
 /// Binds everything, serves until SIGTERM or SIGINT, then drains.
 pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
@@ -18,9 +16,9 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let stop = signals.stop.clone();
     let bound = Gateway::new(within_files(config)).bind()?;
     let store = bound.store().clone();
-    store.write_runtime(ADMIN, &bound.addresses().admin.to_string())?;
+    store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let ended = signals.run(bound.run(stop)).await;
-    store.remove_runtime(ADMIN)?;
+    store.remove_runtime(admin::NAME)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
     }

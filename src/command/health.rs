@@ -1,20 +1,88 @@
 //! `causeway health`: whether a running gateway or edge is well, as an exit code.
 //!
-//! For containers without a shell, where a probe has nothing else to run.
+//! For containers without a shell, where a probe has nothing else to run. One image is gateway or edge, so that
+//! without an address whatever keeps its data in the usual places is asked.
+
+use std::path::Path;
 
 use anyhow::bail;
 
 use super::admin;
 use crate::cli::Health;
 
-/// Asks `/healthz`.
+/// Where gateway and edge keep their data unless told otherwise.
+const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
+
+/// Asks `/healthz`, or `/readyz`.
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
-    let (address, _) = admin::address(health.admin, &health.data.data_dir)?;
-    let (status, body) = admin::get(&address, "/healthz").await?;
-    let said = String::from_utf8_lossy(&body);
-    if !status.is_success() {
-        bail!("{address} is not well: {status} {}", said.trim());
+    let path = if health.ready { "/readyz" } else { "/healthz" };
+    let addresses = match (health.admin, health.data_dir) {
+        (Some(address), _) => vec![address],
+        (None, Some(directory)) => vec![admin::address(None, &directory)?.0],
+        (None, None) => running(&DATA.map(Path::new))?,
+    };
+    for address in addresses {
+        let (status, body) = admin::get(&address, path).await?;
+        let said = String::from_utf8_lossy(&body);
+        let said = said.trim();
+        if !status.is_success() {
+            let lacks = if health.ready { "ready" } else { "well" };
+            bail!("{address} is not {lacks}: {status} {said}");
+        }
+        println!("{said}");
     }
-    println!("{}", said.trim());
     Ok(())
+}
+
+/// The admin addresses of what runs in these data directories: one at least.
+fn running(directories: &[&Path]) -> anyhow::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for directory in directories {
+        found.extend(admin::noted(directory)?);
+    }
+    if found.is_empty() {
+        let places: Vec<_> = directories
+            .iter()
+            .map(|place| place.display().to_string())
+            .collect();
+        bail!(
+            "no gateway runs here and no edge, or it has not joined yet: nothing in {}; \
+             name it with --admin HOST:PORT or --data-dir DIR",
+            places.join(" or ")
+        );
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_certs::{Access, Store};
+
+    #[test]
+    fn whatever_runs_in_one_of_the_places_is_asked() {
+        let folder = tempfile::tempdir().unwrap();
+        let [gateway, edge] = ["gateway", "edge"].map(|name| folder.path().join(name));
+        let places = [gateway.as_path(), edge.as_path()];
+        let error = running(&places).unwrap_err().to_string();
+        assert!(
+            error.contains("has not joined yet") && error.contains("gateway or "),
+            "{error}"
+        );
+
+        let store = Store::open(&edge, Access::Create).unwrap();
+        assert!(
+            running(&places).is_err(),
+            "it has not noted its address yet"
+        );
+        store.write_runtime(admin::NAME, "127.0.0.1:1\n").unwrap();
+        assert_eq!(running(&places).unwrap(), ["127.0.0.1:1"]);
+
+        Store::open(&gateway, Access::Create).unwrap();
+        std::fs::write(gateway.join("version"), "99").unwrap();
+        assert!(
+            running(&places).is_err(),
+            "what cannot be read is not passed over"
+        );
+    }
 }

@@ -24,6 +24,12 @@ impl Validate for Config {
         {
             faults.add("node", error.to_string());
         }
+        if self.join.is_some() && self.join_file.is_some() {
+            faults.add(
+                "join_file",
+                "join says a token already; keep one of the two",
+            );
+        }
         if let Some(proxy) = &self.proxy
             && let Err(message) = proxy_address(proxy)
         {

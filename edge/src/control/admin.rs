@@ -2,9 +2,13 @@
 //!
 //! It authenticates nobody, says nothing secret and changes nothing; it belongs on loopback, and a page in a
 //! browser there does not read it under a name of its own (DNS rebinding). An edge is healthy
-//! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it.
+//! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
+//! ready while a tunnel stands.
 
-use crate::{metrics::Metrics, state::Reader};
+use crate::{
+    metrics::Metrics,
+    state::{Reader, Status},
+};
 use axum::{
     Json, Router,
     extract::{Request, State},
@@ -43,6 +47,7 @@ pub(crate) async fn run(
     let address = listener.local_addr().map(|address| address.ip()).ok();
     let router = Router::new()
         .route("/healthz", get(health))
+        .route("/readyz", get(ready))
         .route("/metrics", get(metrics_text))
         .route("/status", get(status))
         .layer(TimeoutLayer::with_status_code(
@@ -91,9 +96,21 @@ fn is_ours(host: &str, address: Option<IpAddr>) -> bool {
 
 async fn health(State(tables): State<Tables>) -> Response {
     let status = tables.reader.status();
-    let code = match status.state {
-        "refused" => StatusCode::SERVICE_UNAVAILABLE,
-        _ => StatusCode::OK,
+    let well = status.state != "refused";
+    answer(well, status)
+}
+
+async fn ready(State(tables): State<Tables>) -> Response {
+    let status = tables.reader.status();
+    let ready = status.state == "connected";
+    answer(ready, status)
+}
+
+fn answer(well: bool, status: Status) -> Response {
+    let code = if well {
+        StatusCode::OK
+    } else {
+        StatusCode::SERVICE_UNAVAILABLE
     };
     let trouble = status
         .trouble

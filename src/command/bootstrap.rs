@@ -1,0 +1,151 @@
+//! `causeway bootstrap`: what a first gateway, its nodes and its callers need, in one go.
+//!
+//! For places without a shell, such as a container that runs once before all others. Run again it makes only
+//! what is missing: a CA stays, a node that has joined needs no token, and a token that still holds is kept.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context;
+use causeway_certs::{Ca, JoinToken, NodeName, Store};
+
+use super::{ca, private};
+use crate::cli::Bootstrap;
+
+/// A token that is kept must leave its node the time to start.
+const MARGIN: Duration = Duration::from_mins(1);
+
+/// Makes what is missing, and says what it made.
+pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
+    let nodes: Vec<NodeName> = ask
+        .nodes
+        .iter()
+        .map(|node| NodeName::parse(node).with_context(|| format!("--node {node}")))
+        .collect::<anyhow::Result<_>>()?;
+    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
+    fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
+    private::write(&ask.out.join("ca.pem"), &authority.root_pem())?;
+    for node in &nodes {
+        let file = ask.out.join(format!("{node}.token"));
+        println!("{node}: {}", token(&store, node, &file, ask.token_ttl)?);
+    }
+    for name in &ask.callers {
+        println!("{name}: {}", caller(&authority, name, ask)?);
+    }
+    Ok(())
+}
+
+/// Sees to a node's token; says what became of it.
+fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::Result<String> {
+    let place = file.display();
+    if store.nodes().all()?.iter().any(|known| known.node == *node) {
+        return Ok("has joined already and needs no token".into());
+    }
+    if holds(store, node, file)? {
+        return Ok(format!("the token in {place} still holds"));
+    }
+    let token = store.tokens()?.create(node, ttl, Vec::new(), None)?;
+    private::write(file, &format!("{}\n", token.text().expose()))?;
+    let ttl = humantime::format_duration(ttl);
+    Ok(format!("token in {place}, good for {ttl}, once"))
+}
+
+/// Whether the file has a token of ours for the node that nobody has used yet.
+fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
+    let Ok(text) = fs::read_to_string(file) else {
+        return Ok(false);
+    };
+    let Ok(kept) = JoinToken::parse(text.trim()) else {
+        return Ok(false);
+    };
+    let enough = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)? + MARGIN;
+    let records = store.tokens()?.all()?;
+    Ok(records.iter().any(|record| {
+        record.id == kept.id
+            && record.node == *node
+            && record.used.is_none()
+            && record.expires > enough.as_secs()
+    }))
+}
+
+/// Makes a caller's certificate anew: one that was made before goes on to hold.
+fn caller(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String> {
+    let leaf = authority.issue_caller(name, &[], ask.caller_ttl)?;
+    let (chain, key) = ca::write_caller(&ask.out, name, &leaf)?;
+    Ok(format!(
+        "certificate in {}, key in {}",
+        chain.display(),
+        key.display()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::DataDir;
+    use causeway_certs::NodeRecord;
+    use rustls::pki_types::UnixTime;
+
+    fn ask(folder: &Path) -> Bootstrap {
+        Bootstrap {
+            nodes: vec!["edge-1".into(), "edge-2".into()],
+            callers: vec!["client".into()],
+            out: folder.join("out"),
+            token_ttl: Duration::from_hours(1),
+            caller_ttl: Duration::from_hours(1),
+            trust_domain: "causeway.test".parse().unwrap(),
+            data: DataDir {
+                data_dir: folder.join("data"),
+            },
+        }
+    }
+
+    #[test]
+    fn a_second_run_makes_only_what_is_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let ask = ask(folder.path());
+        let read = |name: &str| fs::read_to_string(ask.out.join(name)).unwrap();
+        run(&ask).unwrap();
+        let first = [read("ca.pem"), read("edge-1.token"), read("edge-2.token")];
+        assert!(read("client.pem").contains("BEGIN CERTIFICATE"));
+
+        let store = Store::open(&ask.data.data_dir, causeway_certs::Access::Existing).unwrap();
+        let spent = JoinToken::parse(first[1].trim()).unwrap();
+        let node = NodeName::parse("edge-1").unwrap();
+        store
+            .tokens()
+            .unwrap()
+            .redeem(&spent, &node, UnixTime::now())
+            .unwrap();
+        run(&ask).unwrap();
+        assert_eq!(read("ca.pem"), first[0]);
+        assert_ne!(read("edge-1.token"), first[1], "it was spent");
+        assert_eq!(read("edge-2.token"), first[2], "nobody has used it");
+
+        let joined = NodeRecord {
+            node: NodeName::parse("edge-2").unwrap(),
+            addresses: Vec::new(),
+            pool: None,
+            enrolled_at: 0,
+            serial: "1".into(),
+        };
+        store.nodes().put(joined).unwrap();
+        fs::remove_file(ask.out.join("edge-2.token")).unwrap();
+        run(&ask).unwrap();
+        assert!(
+            !ask.out.join("edge-2.token").exists(),
+            "it has an identity already"
+        );
+    }
+
+    #[test]
+    fn a_name_that_cannot_be_a_nodes_makes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ask = ask(folder.path());
+        ask.nodes.push("not a name".into());
+        let error = format!("{:#}", run(&ask).unwrap_err());
+        assert!(error.contains("--node not a name"), "{error}");
+        assert!(!ask.data.data_dir.exists() && !ask.out.exists());
+    }
+}

@@ -1,0 +1,21 @@
+//! Files that hold secrets, as commands leave them for others.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Context;
+
+/// A new private file (0600) in place of the old: written beside it, brought to disk, renamed.
+pub(super) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    let attempt = || {
+        let directory = path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        let mut file = tempfile::NamedTempFile::new_in(directory.unwrap_or(Path::new(".")))?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        anyhow::Ok(())
+    };
+    attempt().with_context(|| format!("cannot write {}", path.display()))
+}
