@@ -44,7 +44,10 @@ pub(crate) async fn run(
     metrics: Arc<Metrics>,
     stop: CancellationToken,
 ) {
-    let address = listener.local_addr().map(|address| address.ip()).ok();
+    let own = Arc::new(Own {
+        address: listener.local_addr().map(|address| address.ip()).ok(),
+        node: reader.status().node,
+    });
     let router = Router::new()
         .route("/healthz", get(health))
         .route("/readyz", get(ready))
@@ -55,7 +58,7 @@ pub(crate) async fn run(
             BOUND,
         ))
         .layer(middleware::from_fn(move |request, next| {
-            guard(address, request, next)
+            guard(own.clone(), request, next)
         }))
         .with_state(Tables { reader, metrics });
     tokio::select! {
@@ -68,29 +71,44 @@ pub(crate) async fn run(
 }
 
 /// Refuses requests for somebody else's name.
-async fn guard(address: Option<IpAddr>, request: Request, next: Next) -> Response {
+async fn guard(own: Arc<Own>, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(Authority::as_str);
     let host = request.headers().get(HOST).map(HeaderValue::to_str);
     let host = host.map(Result::unwrap_or_default);
     // HTTP/1.0 without a Host comes from probes, never from a browser.
-    if authority.or(host).is_none_or(|host| is_ours(host, address)) {
+    if authority.or(host).is_none_or(|host| own.is(host)) {
         return next.run(request).await;
     }
-    let said = "the Host is neither localhost nor the admin listener's address\n";
+    let said = "the Host is neither localhost nor this node nor the admin listener's address\n";
     (StatusCode::MISDIRECTED_REQUEST, said).into_response()
 }
 
-fn is_ours(host: &str, address: Option<IpAddr>) -> bool {
-    let Ok((host, _)) = target::split(host) else {
-        return false;
-    };
-    match host.parse::<IpAddr>() {
-        // Rebinding needs a name; on a wildcard any address may be this machine's.
-        Ok(ip) => {
-            let ip = ip.to_canonical();
-            ip.is_loopback() || address.is_some_and(|own| own == ip || own.is_unspecified())
+/// The names by which this listener is asked.
+struct Own {
+    /// Where it listens.
+    address: Option<IpAddr>,
+    /// The node: callers that come through the road know it by that.
+    node: String,
+}
+
+impl Own {
+    fn is(&self, host: &str) -> bool {
+        let Ok((host, _)) = target::split(host) else {
+            return false;
+        };
+        match host.parse::<IpAddr>() {
+            // Rebinding needs a name; on a wildcard any address may be this machine's.
+            Ok(ip) => {
+                let ip = ip.to_canonical();
+                ip.is_loopback()
+                    || self
+                        .address
+                        .is_some_and(|own| own == ip || own.is_unspecified())
+            }
+            Err(_) => {
+                host.eq_ignore_ascii_case("localhost") || host.eq_ignore_ascii_case(&self.node)
+            }
         }
-        Err(_) => host.eq_ignore_ascii_case("localhost"),
     }
 }
 
@@ -136,26 +154,35 @@ async fn status(State(tables): State<Tables>) -> Response {
 mod tests {
     use super::*;
 
+    fn own(address: &str) -> Own {
+        Own {
+            address: address.parse().ok(),
+            node: "edge-1".into(),
+        }
+    }
+
     #[test]
     fn a_name_that_is_not_this_machines_is_refused() {
-        let own: IpAddr = "10.0.0.5".parse().unwrap();
+        let own_address = own("10.0.0.5");
         for host in [
             "localhost:10266",
             "127.0.0.1",
             "[::1]:10266",
             "10.0.0.5:10266",
+            "Edge-1:10266",
         ] {
-            assert!(is_ours(host, Some(own)), "{host}");
+            assert!(own_address.is(host), "{host}");
         }
         for host in [
             "evil.example",
             "evil.example:10266",
             "10.0.0.6",
             "localhost.evil",
+            "edge-2",
             "",
         ] {
-            assert!(!is_ours(host, Some(own)), "{host}");
+            assert!(!own_address.is(host), "{host}");
         }
-        assert!(is_ours("10.0.0.6", Some(IpAddr::from([0, 0, 0, 0]))));
+        assert!(own("0.0.0.0").is("10.0.0.6"));
     }
 }
