@@ -1,0 +1,75 @@
+# One image for gateway, edge and everything else: a static binary and nothing beside it.
+#
+#   docker build -t causeway --target causeway .          FROM scratch, without a shell
+#   docker build -t causeway:nft --target with-nft .      with the program `nft`, on Debian
+#
+# Behind a mirror, name its images:
+#   docker build --build-arg BUILDER_IMAGE=mirror.example/rust:1.95-bookworm .
+#
+# BuildKit is not needed: docker-compose 1.29 and podman build it as well.
+
+# Rust and a C compiler on glibc.
+ARG BUILDER_IMAGE=rust:1.95-bookworm
+# What the binary is laid into.
+ARG BASE_IMAGE=scratch
+# What `nft` is installed into, by apt-get.
+ARG NFT_BASE_IMAGE=debian:12-slim
+
+FROM ${BUILDER_IMAGE} AS build
+WORKDIR /src
+ENV CARGO_PROFILE_RELEASE_STRIP=symbols
+COPY Cargo.toml Cargo.lock ./
+COPY config/Cargo.toml config/
+COPY tunnel/Cargo.toml tunnel/
+COPY certs/Cargo.toml certs/
+COPY gateway/Cargo.toml gateway/
+COPY edge/Cargo.toml edge/
+# Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
+# build scripts are not linked statically too.
+RUN set -eu; \
+    mkdir src; echo 'fn main() {}' > src/main.rs; \
+    for each in config tunnel certs gateway edge; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    echo "RUSTFLAGS='-C target-feature=+crt-static' \
+        cargo build --release --locked --features own-resolver \
+        --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
+    sh /build.sh; \
+    rm -r src ./*/src
+COPY . .
+# The stand-ins above were built later than some of these files were written.
+RUN set -eu; \
+    find src config tunnel certs gateway edge -name '*.rs' -exec touch {} +; \
+    sh /build.sh; \
+    mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
+    chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
+    cp target/*/release/causeway /image/causeway; \
+    /image/causeway --version
+
+FROM ${BASE_IMAGE} AS causeway
+COPY --from=build --chown=65532:65532 /image/ /
+# Volumes that are mounted at the directories of the image take their owner from there.
+USER 65532:65532
+ENTRYPOINT ["/causeway"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health", "--ready"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Causeway" \
+      org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="https://github.com/causeway/causeway" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+FROM ${NFT_BASE_IMAGE} AS with-nft
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends nftables \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build --chown=65532:65532 /image/ /
+USER 65532:65532
+ENTRYPOINT ["/causeway"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health", "--ready"]
+LABEL org.opencontainers.image.title="Causeway" \
+      org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you; with nft" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# Without a target named it is the small one. (Builders before BuildKit make all stages above: name the target there.)
+FROM causeway

@@ -1,0 +1,243 @@
+#!/usr/bin/env bash
+# A tour of the demo that checks each step: up, called, cut, paused, restarted, misconfigured, down.
+# Each command is printed as one can type it here. The last line is the verdict; nothing is left but the images,
+# so that the next run need not build them.
+#
+#   COMPOSE   which Compose to use (default: `docker compose` where it is there, else `docker-compose`)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+export COMPOSE_PROJECT_NAME=${COMPOSE_PROJECT_NAME:-causeway-demo}
+
+if [ -z "${COMPOSE:-}" ]; then
+  if docker compose version >/dev/null 2>&1; then COMPOSE='docker compose'; else COMPOSE=docker-compose; fi
+fi
+read -ra compose <<<"$COMPOSE"
+passed=0
+current='the beginning'
+scratch=$(mktemp -d)
+
+compose() { "${compose[@]}" "$@"; }
+say() { printf '\n== %s\n' "$*"; current=$*; }
+passes() { passed=$((passed + 1)); printf 'ok: %s\n' "$current"; }
+fail() { printf 'not ok: %s\n' "$*"; return 1; }
+# Prints a command as one would type it, and runs it.
+shown() { printf '$ %s\n' "${*/#compose/docker compose}"; "$@"; }
+
+finish() {
+  local status=$?
+  trap - EXIT
+  if [ "$status" -ne 0 ]; then
+    printf '\nnot ok: %s\n' "$current"
+    compose ps -a 2>/dev/null || compose ps
+    compose logs --tail 20 2>&1 | tail -n 100
+  fi
+  shown compose --profile prometheus down -v --remove-orphans >"$scratch/down" 2>&1 || cat "$scratch/down"
+  head -n 1 "$scratch/down"
+  rm -rf "$scratch"
+  if [ "$status" -eq 0 ]; then
+    left=$(docker ps -aq --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"
+      docker volume ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"
+      docker network ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")
+    [ -z "$left" ] || { printf 'left behind: %s\n' "$left"; status=1; }
+  fi
+  if [ "$status" -eq 0 ]; then
+    printf '\ncompose: %d passed, 0 failed\n' "$passed"
+  else
+    printf '\ncompose: %d passed, 1 failed\n' "$passed"
+  fi
+  exit "$status"
+}
+trap finish EXIT
+
+id() { compose ps -q "$1"; }
+network() { docker network ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
+  --filter "label=com.docker.compose.network=$1"; }
+address() { docker inspect -f '{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}' "$(id "$1")" | cut -d ' ' -f 1; }
+call() { compose exec -T client call --max-time 30 "$@"; }
+
+# Again and again until it succeeds; gives up after so many seconds.
+within() { # seconds, command...
+  local end=$((SECONDS + $1))
+  shift
+  until "$@" >"$scratch/within" 2>&1; do
+    [ "$SECONDS" -lt "$end" ] || { cat "$scratch/within"; return 1; }
+    sleep 0.3
+  done
+}
+
+# A request from another container's place in the network.
+from() { # container, arguments of curl...
+  local container=$1
+  shift
+  docker run --rm --network "container:$(id "$container")" causeway-demo-client:local \
+    curl -sS --noproxy '*' --connect-timeout 3 "$@"
+}
+
+ended() { [ "$(docker inspect -f '{{.State.Status}}' "$1")" = exited ]; }
+health_is() { [ "$(docker inspect -f '{{.State.Health.Status}}' "$2")" = "$1" ]; }
+answers_for() { [ "$(call "https://$1:9100/")" = "hello from $2" ]; }
+away() { call -o /dev/null -w '%{http_code}' "https://$1:9100/" | grep -q '^503$'; }
+
+up() {
+  say 'everything comes up, each part when what it needs is well'
+  shown compose up -d --build
+  passes
+  image=$(docker image inspect -f '{{.Size}}' causeway:local)
+  say "the image is below 25 MB: $image bytes, without a shell, not as root"
+  [ "$image" -lt 25000000 ] || fail "$image bytes"
+  [ "$(docker image inspect -f '{{.Config.User}}' causeway:local)" = 65532:65532 ]
+  ! docker run --rm --entrypoint /bin/sh causeway:local -c true 2>/dev/null || fail 'there is a shell'
+  passes
+}
+
+no_way_in() {
+  say 'the gateway cannot dial a site: not the edge, not the app'
+  local site
+  for site in 1 2; do
+    ! from gateway "http://$(address "edge-$site"):10266/healthz" || fail "edge-$site answers the gateway"
+    ! from gateway "http://$(address "app-$site")/" || fail "app-$site answers the gateway"
+    # On the site itself the same address answers: it is the network that keeps the gateway out.
+    [ "$(from "edge-$site" "http://$(address "app-$site")/")" = "hello from app-$site" ] || fail "app-$site is not there"
+  done
+  passes
+}
+
+calls() {
+  say 'both nodes answer by name, over HTTPS that is verified'
+  shown compose exec -T client call https://edge-1:9100/
+  shown compose exec -T client call https://edge-2:9100/
+  answers_for edge-1 app-1 && answers_for edge-2 app-2
+  passes
+  say 'without the certificate of a caller there is no answer'
+  [ "$(compose exec -T client curl -s --cacert /run/causeway/ca.pem -o /dev/null -w '%{http_code}' https://edge-1:9100/)" = 401 ]
+  passes
+  say 'a websocket'
+  shown compose exec -T client websocket wss://edge-2:9100/echo hello-node
+  passes
+  say 'a download of 200 MB, with its checksum'
+  local wanted found
+  wanted=$(call https://edge-1:9100/download.sha256 | cut -d ' ' -f 1)
+  found=$(compose exec -T client sh -c 'call -w "%{stderr}%{size_download} bytes at %{speed_download} B/s\n" https://edge-1:9100/download | sha256sum' | cut -d ' ' -f 1)
+  [ -n "$wanted" ] && [ "$wanted" = "$found" ] || fail "sha256 $found, not $wanted"
+  passes
+}
+
+outage() {
+  say 'site-1 loses its network for 20 s: callers are told at once, and it comes back by itself'
+  local edge site began since
+  edge=$(id edge-1) site=$(network site-1)
+  began=$SECONDS
+  shown docker network disconnect "$site" "$edge"
+  within 18 away edge-1
+  call https://edge-1:9100/ | tee "$scratch/away"
+  grep -q node_away "$scratch/away"
+  answers_for edge-2 app-2
+  until [ $((SECONDS - began)) -ge 20 ]; do sleep 0.2; done
+  shown docker network connect --alias edge-1 "$site" "$edge"
+  since=$SECONDS
+  within 15 answers_for edge-1 app-1
+  printf 'back after %d s\n' $((SECONDS - since))
+  passes
+
+  say 'an edge that is paused is away, and is back when it goes on'
+  shown compose pause edge-2
+  within 20 away edge-2
+  shown compose unpause edge-2
+  within 15 answers_for edge-2 app-2
+  passes
+
+  say 'the gateway restarts: both edges come back to it'
+  shown compose restart gateway
+  within 20 answers_for edge-1 app-1
+  within 20 answers_for edge-2 app-2
+  passes
+
+  say 'who is there'
+  shown compose exec -T gateway /causeway status | tee "$scratch/status"
+  [ "$(grep -c '^edge-[12] *connected' "$scratch/status")" = 2 ]
+  passes
+}
+
+prometheus() {
+  say 'Prometheus scrapes the gateway, and edges and apps through the road'
+  shown compose --profile prometheus up -d
+  targets_up() {
+    compose --profile prometheus exec -T gateway /causeway health --ready &&
+      from gateway -G 'http://127.0.0.1:9090/api/v1/query' --data-urlencode 'query=sum(up)' | grep -q '"5"\]'
+  }
+  within 60 targets_up
+  from gateway -G 'http://127.0.0.1:9090/api/v1/query' --data-urlencode 'query=demo_app_up' | tee "$scratch/apps"; echo
+  grep -q app-1 "$scratch/apps" && grep -q app-2 "$scratch/apps"
+  passes
+}
+
+# What an edge of these settings says, as a container of its own beside the demo.
+stray() { # name, arguments of docker run...
+  local name=$COMPOSE_PROJECT_NAME-$1
+  shift
+  docker rm -f "$name" >/dev/null 2>&1 || true
+  docker run -d --name "$name" --label "com.docker.compose.project=$COMPOSE_PROJECT_NAME" --read-only --cap-drop ALL \
+    --network "$(docker network inspect -f '{{.Name}}' "$(network site-1)")" --add-host gateway.example:host-gateway \
+    --tmpfs /var/lib/causeway-edge:uid=65532,gid=65532,mode=0700 "$@" >/dev/null
+  printf '%s\n' "$name"
+}
+
+says_and_ends() { # container, words that its last line has
+  within 20 ended "$1"
+  docker logs --tail 1 "$1" 2>&1 | tee "$scratch/said"
+  grep -q "$2" "$scratch/said" || fail "not said: $2"
+  [ "$(docker inspect -f '{{.State.ExitCode}}' "$1")" != 0 ] || fail 'ended with 0'
+  docker rm -f "$1" >/dev/null
+}
+
+bad_input() {
+  local name enrol edge="$PWD/edge.yaml:/etc/causeway/edge.yaml:ro"
+  enrol=$(docker volume ls -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
+    --filter label=com.docker.compose.volume=enrol)
+  say 'a token that was used already: the edge says so and ends'
+  name=$(stray spent -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \
+    edge --config /etc/causeway/edge.yaml --join-file /run/causeway/edge-1.token)
+  says_and_ends "$name" 'used already'
+  passes
+  say 'a file that is no token: the edge says so and ends'
+  name=$(stray wrong -v "$enrol:/run/causeway:ro" -v "$edge" causeway:local \
+    edge --config /etc/causeway/edge.yaml --join-file /run/causeway/ca.pem)
+  says_and_ends "$name" 'token'
+  passes
+  say 'a volume that is missing: the edge names the file and ends'
+  name=$(stray missing -v "$edge" causeway:local \
+    edge --config /etc/causeway/edge.yaml --join-file /run/causeway/edge-1.token)
+  says_and_ends "$name" '/run/causeway/edge-1.token'
+  passes
+  say 'a gateway without its volume: it says how to make a CA and ends'
+  name=$(stray empty --tmpfs /var/lib/causeway:uid=65532,gid=65532,mode=0700 causeway:local gateway)
+  says_and_ends "$name" 'ca init'
+  passes
+  say 'a gateway that is not to be reached: the edge goes on asking, says why, and is unhealthy'
+  compose exec -T gateway /causeway token create --node edge-3 2>/dev/null >"$scratch/token"
+  name=$(stray away -v "$edge" -e "CAUSEWAY_JOIN=$(cat "$scratch/token")" causeway:local \
+    edge --config /etc/causeway/edge.yaml --gateway gateway.example:1)
+  within 60 health_is unhealthy "$name"
+  docker logs --tail 1 "$name" 2>&1 | tee "$scratch/said"
+  grep -q 'not joined yet' "$scratch/said" && grep -q 'refused' "$scratch/said"
+  docker inspect -f '{{range .State.Health.Log}}{{.Output}}{{end}}' "$name" | tail -n 1
+  docker rm -f "$name" >/dev/null
+  passes
+}
+
+down() {
+  say 'the gateway drains when it is told to stop, as process 1'
+  local gateway
+  gateway=$(id gateway)
+  shown compose stop gateway
+  [ "$(docker inspect -f '{{.State.ExitCode}}' "$gateway")" = 0 ] || fail 'it was killed'
+  passes
+}
+
+up
+no_way_in
+calls
+outage
+prometheus
+bad_input
+down
