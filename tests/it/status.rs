@@ -94,7 +94,7 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
     let ask = |line: &str| causeway("status").args(line.split(' ')).run();
     ask("--data-dir nowhere")
         .await
-        .failed(&["no gateway runs in nowhere", "--admin HOST:PORT"]);
+        .failed(&["no gateway or edge runs in nowhere", "--admin HOST:PORT"]);
     ask("--admin 127.0.0.1:1")
         .await
         .failed(&["127.0.0.1:1", "as told", "is the process running?"]);
@@ -126,7 +126,7 @@ async fn a_gateway_that_stopped_leaves_no_address_behind() {
     })
     .await;
     let ask = causeway("status").flag("--data-dir", &data).run().await;
-    ask.failed(&["no gateway runs in", "--admin HOST:PORT"]);
+    ask.failed(&["no gateway or edge runs in", "--admin HOST:PORT"]);
 }
 
 #[tokio::test]
