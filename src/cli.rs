@@ -44,6 +44,17 @@ pub(crate) enum Command {
     Caller(Caller),
     /// Ask a running gateway or edge whether it is well; exits 0 or 1
     Health(Health),
+    /// Print a script by which a shell completes commands and flags
+    Completions {
+        /// For which shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages of all commands into a directory
+    Man {
+        /// Where the pages go; made if absent
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+    },
     /// Print the reference of all configuration keys
     #[command(hide = true)]
     Reference {

@@ -12,15 +12,20 @@ mod demo;
 mod edge;
 mod gateway;
 mod health;
+mod man;
 mod private;
 mod status;
 mod token;
 
+use std::io::Write;
 use std::pin::Pin;
+use std::process::ExitCode;
 
+use anyhow::Context;
 use causeway_config::Log;
+use clap::CommandFactory;
 
-use crate::cli::{Command, Run, Side};
+use crate::cli::{Cli, Command, Run, Side};
 use crate::settings::{self, Settings, Sources};
 
 /// The variables by which other programs are told of a proxy.
@@ -74,6 +79,8 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Ca(ca) => return ca::run(ca).map(|()| None),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Caller(caller) => return caller::run(caller).map(|()| None),
+        Command::Completions { shell } => return completions(shell).map(|()| None),
+        Command::Man { directory } => return man::run(&directory).map(|()| None),
         Command::Reference { side } => {
             print!(
                 "{}",
@@ -100,6 +107,30 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
                 format!("{said}: {cause}")
             }
         })
+}
+
+/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after 3: neither waiting nor
+/// another attempt makes a CA or mends a token.
+pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
+    let edge = error.downcast_ref::<causeway_edge::Error>();
+    let gateway = error.downcast_ref::<causeway_gateway::BindError>();
+    if edge.is_some_and(causeway_edge::Error::is_final)
+        || gateway.is_some_and(causeway_gateway::BindError::is_final)
+    {
+        ExitCode::from(3)
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// A script for a shell, by which it completes commands and flags.
+fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
+    // By way of memory, since what is given a reader that goes away would panic.
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "causeway", &mut script);
+    std::io::stdout()
+        .write_all(&script)
+        .context("cannot write the completions")
 }
 
 /// The configuration, or `None` if it was only to be checked and is sound.

@@ -1,10 +1,11 @@
 //! `causeway`: arguments → configuration → telemetry → runtime → command → exit code.
 //!
 //! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot
-//! be used.
+//! be used, 3 failed and would fail again until somebody changes something.
 
 mod cli;
 mod command;
+mod notify;
 mod settings;
 mod signal;
 mod telemetry;
@@ -39,7 +40,7 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             eprintln!("causeway: {}", command::explain(&error));
-            ExitCode::FAILURE
+            command::exit_code(&error)
         }
     }
 }

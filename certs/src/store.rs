@@ -2,11 +2,12 @@
 //!
 //! `ca.pem` and `ca.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
 //! small `run-…` files by which one command finds another's process; `version` says how to read
-//! them. The directory is 0700 and each file 0600.
+//! them. The directory is 0700 and each file 0600, of the directory's user whoever wrote it.
 //! Never repairs: a file that does not read is named, and the process stops. How a file is read
 //! and written is `dir`'s; every call here blocks on the disk.
 
 mod dir;
+mod owner;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
+pub use owner::open_private;
 
 use crate::ca::Ca;
 use crate::edge::{EdgeFile, EdgeIdentity};

@@ -40,7 +40,7 @@ use tracing::{Instrument, info, info_span, warn};
 /// How often kept connections to apps are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
 
-/// Why an edge cannot start. None of these mends itself.
+/// Why an edge cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// There is neither an identity nor a token to get one.
@@ -96,6 +96,23 @@ pub enum Error {
     Stopped,
 }
 
+impl Error {
+    /// Whether an edge that is started again as it is would end the same way, until its owner changes something.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::NoIdentity(_)
+            | Self::NoGateway
+            | Self::OtherNode { .. }
+            | Self::Token(_)
+            | Self::TokenFile { .. }
+            | Self::Enrol(_) => true,
+            Self::Store(_) | Self::App(_) | Self::Tls(_) | Self::Bind { .. } | Self::Stopped => {
+                false
+            }
+        }
+    }
+}
+
 /// An edge that knows who it is.
 pub struct Edge {
     config: Config,
@@ -122,11 +139,23 @@ impl Edge {
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
     pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
+        Self::open_telling(config, stop, &|_| {}).await
+    }
+
+    /// Does what [`Edge::open`] does, and tells why whenever an attempt to join came to nothing and is tried again.
+    ///
+    /// # Errors
+    /// If the edge cannot be who it should be, or its configuration does not hold.
+    pub async fn open_telling(
+        config: Config,
+        stop: &CancellationToken,
+        tell: &(dyn Fn(&str) + Send + Sync),
+    ) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, Access::Create)?;
         let identity = if let Some(identity) = usable(store.edge()?, &config) {
             identity
         } else {
-            let joined = stop.run_until_cancelled(join(&config, &store)).await;
+            let joined = stop.run_until_cancelled(join(&config, &store, tell)).await;
             joined.ok_or(Error::Stopped)??
         };
         let certificate = identity.node.as_str();
@@ -218,14 +247,18 @@ fn token(config: &Config) -> Result<JoinToken, Error> {
     Ok(JoinToken::parse(text.expose().trim())?)
 }
 
-async fn join(config: &Config, store: &Store) -> Result<EdgeIdentity, Error> {
+async fn join(
+    config: &Config,
+    store: &Store,
+    tell: &enrol::Listener<'_>,
+) -> Result<EdgeIdentity, Error> {
     let token = token(config)?;
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
     // A token is good once: it is not given for an identity that cannot be kept.
     store.prepare_edge()?;
-    let identity = enrol::join(&token, config).await?;
+    let identity = enrol::join(&token, config, tell).await?;
     store.save_edge(&identity)?;
     Ok(identity)
 }

@@ -4,6 +4,9 @@
 //! the doors and lives until it is stopped, then drains: ask, wait, end.
 
 mod build;
+mod pulse;
+
+pub use pulse::Pulse;
 
 use crate::{
     config::Config,
@@ -77,6 +80,13 @@ pub enum BindError {
     /// The cores cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
     Cores(io::Error),
+}
+
+impl BindError {
+    /// Whether a gateway that is started again as it is would end the same way, until its owner changes something.
+    pub fn is_final(&self) -> bool {
+        matches!(self, Self::NoCa(_) | Self::Name(_))
+    }
 }
 
 /// How a gateway is made: a configuration, and what an embedder puts in its own.
@@ -198,6 +208,15 @@ impl Bound {
     /// The data directory.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// By which to tell whether the gateway lives, at any time from now on.
+    pub fn pulse(&self) -> Pulse {
+        Pulse {
+            cores: self.cores.clone(),
+            registry: self.shared.registry.clone(),
+            readiness: self.readiness.clone(),
+        }
     }
 
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.

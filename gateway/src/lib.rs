@@ -17,4 +17,4 @@ pub mod gateway;
 
 pub use config::Config;
 pub use error::{Error, Reason};
-pub use gateway::{BindError, Bound, Gateway};
+pub use gateway::{BindError, Bound, Gateway, Pulse};

@@ -32,7 +32,10 @@ pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<
         "name the process with --admin HOST:PORT, or its data directory with --data-dir DIR";
     match noted(data_dir).context(remedy)? {
         Some(address) => Ok((address, format!("as {} says", data_dir.display()))),
-        None => bail!("no gateway or edge runs in {}; {remedy}", data_dir.display()),
+        None => bail!(
+            "no gateway or edge runs in {}; {remedy}",
+            data_dir.display()
+        ),
     }
 }
 

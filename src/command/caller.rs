@@ -2,14 +2,14 @@
 //!
 //! The file of a front's `callers.tokens` gets a line with the token's hash; the token
 //! itself goes to standard output, once, and is kept nowhere. The line is added in place
-//! under a lock, and taken back if it cannot be written whole.
+//! under a lock, and taken back if it cannot be written whole. A new file is of its
+//! directory's user, so that a gateway that is not root can read what root made for it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 
 use anyhow::Context;
-use causeway_certs::CallerTokens;
+use causeway_certs::{CallerTokens, store::open_private};
 
 use crate::cli::{Caller, CallerToken};
 
@@ -30,13 +30,9 @@ pub(crate) fn run(caller: Caller) -> anyhow::Result<()> {
 fn add(ask: &CallerToken) -> anyhow::Result<String> {
     let (token, line) = CallerTokens::generate(&ask.name, &ask.groups)?;
     let place = || format!("{}", ask.file.display());
-    let mut file = OpenOptions::new()
-        .read(true)
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(&ask.file)
-        .with_context(place)?;
+    let mut options = OpenOptions::new();
+    options.read(true).append(true);
+    let mut file = open_private(&ask.file, &options).with_context(place)?;
     file.lock().with_context(place)?;
     let mut text = String::new();
     file.read_to_string(&mut text).with_context(place)?;

@@ -3,27 +3,35 @@
 use anyhow::bail;
 use causeway_edge::{Config, Edge, Error};
 
-use super::admin;
+use super::{admin, explain};
+use crate::notify::Notify;
 use crate::signal::Signals;
 
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
 pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
+    let notify = Notify::from_environment();
     let live = async {
-        let bound = match Edge::open(config, &stop).await {
+        let drain = config.timeouts.drain;
+        let tell = |why: &str| notify.not_joined(why);
+        let bound = match notify
+            .joining(Edge::open_telling(config, &stop, &tell))
+            .await
+        {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.bind()?,
         };
         let store = bound.store().clone();
         store.write_runtime(admin::NAME, &bound.local_addr().to_string())?;
-        let ended = bound.run(stop.clone()).await;
+        let (reader, asked) = (bound.reader(), (stop.clone(), drain));
+        let ended = notify.edge(reader, asked, bound.run(stop.clone())).await;
         store.remove_runtime(admin::NAME)?;
         Ok(ended?)
     };
     match signals.run(Box::pin(live)).await {
-        Some(outcome) => outcome,
+        Some(outcome) => outcome.inspect_err(|error| notify.status(&explain(error))),
         None => bail!("ended at once by a second signal; what was open is cut"),
     }
 }

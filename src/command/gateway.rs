@@ -5,6 +5,7 @@ use causeway_gateway::{Config, Gateway};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::admin;
+use crate::notify::Notify;
 use crate::signal::Signals;
 
 /// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
@@ -14,10 +15,16 @@ const RESERVE: usize = 256;
 pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
-    let bound = Gateway::new(within_files(config)).bind()?;
+    let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
+    let bound = Gateway::new(within_files(config))
+        .bind()
+        .inspect_err(|error| notify.status(&error.to_string()))?;
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
-    let ended = signals.run(bound.run(stop)).await;
+    let (pulse, asked) = (bound.pulse(), (stop.clone(), drain));
+    let ended = signals
+        .run(notify.gateway(pulse, asked, bound.run(stop)))
+        .await;
     store.remove_runtime(admin::NAME)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");

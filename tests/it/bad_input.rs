@@ -1,6 +1,7 @@
 //! Bad input to the built binary: what is wrong is said in words that help, and nothing is half done.
 //!
-//! Exit 2 for arguments and configuration, with all faults at once; exit 1 for everything else. A refusal that
+//! Exit 2 for arguments and configuration, with all faults at once; exit 3 for what somebody has to mend before another
+//! attempt can do better; exit 1 for everything else. A refusal that
 //! time does not mend ends an edge that joins; one that runs backs off and says so.
 
 use crate::world::{
@@ -96,6 +97,34 @@ async fn each_bad_configuration_is_refused_in_the_words_beside_it_and_each_good_
     for name in names {
         check(&folder, &name).await.ok();
     }
+}
+
+#[tokio::test]
+async fn the_configurations_of_the_package_are_sound_as_they_are_shipped() {
+    for side in ["gateway", "edge"] {
+        let shipped = format!("{}/packaging/{side}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let check = causeway(side).args(["--check-config"]);
+        check.flag("--config", shipped).run().await.ok();
+    }
+}
+
+#[tokio::test]
+async fn what_another_attempt_cannot_mend_ends_with_a_code_that_supervisors_know() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |line: &str| causeway(line).within(folder.path()).run();
+    for line in [
+        "gateway --data-dir none",
+        "edge --data-dir edge --gateway 127.0.0.1:9",
+        "edge --data-dir edge --gateway 127.0.0.1:9 --join no-token",
+    ] {
+        run(line).await.with_code(3);
+    }
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let admin = taken.local_addr().unwrap().to_string();
+    run("ca init --data-dir data").await.ok();
+    let gateway = causeway("gateway --data-dir data --tunnel-listen 127.0.0.1:0 --fronts []");
+    let busy = gateway.flag("--admin-listen", admin).within(folder.path());
+    busy.run().await.with_code(1);
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,6 +16,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tempfile::NamedTempFile;
 use thiserror::Error;
+
+use super::owner::{give, open_private};
 
 const LOCK: &str = ".lock";
 const CLAIM: &str = ".in-use";
@@ -136,11 +138,12 @@ impl Dir {
     }
 
     /// A file without its place yet, on the disk. tempfile makes it 0600, and removes it where it
-    /// does not come to its place.
+    /// does not come to its place. It is the directory's user's, whoever runs this.
     fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
         let mut file = tempfile::Builder::new()
             .prefix(".new-")
             .tempfile_in(&self.0)?;
+        give(file.as_file(), &self.0)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;
         Ok(file)
@@ -214,9 +217,7 @@ impl Dir {
 }
 
 fn open_lock(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.create(true).truncate(false).write(true).mode(0o600);
-    options.open(path)
+    open_private(path, OpenOptions::new().write(true))
 }
 
 fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {

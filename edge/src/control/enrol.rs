@@ -19,6 +19,9 @@ use std::sync::Arc;
 use tokio::time::sleep;
 use tracing::{info, warn};
 
+/// Who hears why joining takes longer than it should.
+pub(crate) type Listener<'a> = dyn Fn(&str) + Send + Sync + 'a;
+
 /// Why an edge could not join. None of these mends itself.
 #[derive(Debug, thiserror::Error)]
 pub enum EnrolError {
@@ -53,11 +56,16 @@ pub enum EnrolError {
 
 /// Joins with `token` at one of the gateways of `config`.
 ///
-/// Returns only with an identity or a final error: silence is tried again. Drop the future to stop.
+/// Returns only with an identity or a final error: silence is tried again, and `tell` hears of it each time. Drop
+/// the future to stop.
 ///
 /// # Errors
 /// What the gateway refused.
-pub(crate) async fn join(token: &JoinToken, config: &Config) -> Result<EdgeIdentity, EnrolError> {
+pub(crate) async fn join(
+    token: &JoinToken,
+    config: &Config,
+    tell: &Listener<'_>,
+) -> Result<EdgeIdentity, EnrolError> {
     let key = EdgeKey::generate()?;
     let secret = token.text();
     let asking = Asking::new(&key)?.joining(secret.expose(), config.node.as_deref());
@@ -71,6 +79,7 @@ pub(crate) async fn join(token: &JoinToken, config: &Config) -> Result<EdgeIdent
         };
         let delay = trouble.delay(&mut backoff, rand::random());
         warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
+        tell(trouble.what());
         sleep(delay).await;
     };
     let identity = identity(&granted, &key, token.root)?;

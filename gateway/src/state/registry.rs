@@ -252,6 +252,18 @@ impl Registry {
         all
     }
 
+    /// How many nodes have a tunnel. Locks one shard at a time.
+    pub fn connected(&self) -> usize {
+        let count = |shard: &Shard| {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            shard
+                .values()
+                .filter(|held| !held.tunnels.is_empty())
+                .count()
+        };
+        self.shards.iter().map(count).sum()
+    }
+
     /// The core that a node belongs to.
     pub fn core(&self, node: &NodeName) -> CoreId {
         self.cores.of(node)

@@ -249,9 +249,10 @@ impl Ended {
         self
     }
 
-    /// Its complaint, once it is sure that it has failed, with all of these words in it.
+    /// Its complaint, once it is sure that it has failed, for now (1) or for good (3), with all of these words in it.
     pub(crate) fn failed(self, words: &[&str]) -> String {
-        let Self { stderr, .. } = self.with_code(1);
+        assert!(matches!(self.code, Some(1 | 3)), "{self:#?}");
+        let Self { stderr, .. } = self;
         for word in words {
             assert!(stderr.contains(word), "{word:?} is not in: {stderr}");
         }

@@ -16,7 +16,14 @@ use causeway_tunnel::{
 };
 use http::Request;
 use serde_json::{Value, json};
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional},
@@ -731,11 +738,13 @@ async fn a_silent_gateway_is_asked_to_join_again_until_stopped() {
     let mut config = world.config(&["127.0.0.1:9".to_owned()], json!({}));
     config.join = Some(Secret::new(token(&world).text().expose()));
     let stop = CancellationToken::new();
-    let later = async {
-        // Whenever it comes: here some attempts have been made.
-        sleep(Duration::from_millis(300)).await;
-        stop.cancel();
+    let told = AtomicUsize::new(0);
+    let tell = |why: &str| {
+        assert!(why.contains("127.0.0.1:9"), "{why}");
+        if told.fetch_add(1, Relaxed) == 1 {
+            stop.cancel();
+        }
     };
-    let (opened, ()) = tokio::join!(Edge::open(config, &stop), later);
+    let opened = Edge::open_telling(config, &stop, &tell).await;
     assert!(matches!(opened, Err(Error::Stopped)));
 }
