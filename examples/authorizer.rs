@@ -54,7 +54,7 @@ async fn main() -> Result {
         format!("{first}\n{second}\n"),
     )?;
 
-    let front = road(folder.path(), &stop, &mut tasks).await?;
+    let front = Box::pin(road(folder.path(), &stop, &mut tasks)).await?;
     for (token, method) in [(&reader, "GET"), (&reader, "DELETE"), (&operator, "DELETE")] {
         let answer = call(front, method, token.expose()).await?;
         println!("{answer}\n");

@@ -15,10 +15,8 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let live = async {
         let drain = config.timeouts.drain;
         let tell = |why: &str| notify.not_joined(why);
-        let bound = match notify
-            .joining(Edge::open_telling(config, &stop, &tell))
-            .await
-        {
+        let opening = Box::pin(Edge::open_telling(config, &stop, &tell));
+        let bound = match Box::pin(notify.joining(opening)).await {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.bind()?,
@@ -26,7 +24,8 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
         let store = bound.store().clone();
         store.write_runtime(admin::NAME, &bound.local_addr().to_string())?;
         let (reader, asked) = (bound.reader(), (stop.clone(), drain));
-        let ended = notify.edge(reader, asked, bound.run(stop.clone())).await;
+        let running = Box::pin(bound.run(stop.clone()));
+        let ended = notify.edge(reader, asked, running).await;
         store.remove_runtime(admin::NAME)?;
         Ok(ended?)
     };

@@ -22,8 +22,9 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let (pulse, asked) = (bound.pulse(), (stop.clone(), drain));
+    let running = Box::pin(bound.run(stop));
     let ended = signals
-        .run(notify.gateway(pulse, asked, bound.run(stop)))
+        .run(Box::pin(notify.gateway(pulse, asked, running)))
         .await;
     store.remove_runtime(admin::NAME)?;
     if ended.is_none() {
