@@ -1,6 +1,6 @@
 //! What the service manager is told: that the process serves, how it fares, that it lives, that it stops.
 //!
-//! The protocol is sd_notify(3): lines `KEY=VALUE` in one datagram to the socket that `NOTIFY_SOCKET` names; without
+//! The protocol is `sd_notify(3)`: lines `KEY=VALUE` in one datagram to the socket that `NOTIFY_SOCKET` names; without
 //! that variable nothing happens. Nobody here waits for the service manager: a word that it does not take is lost,
 //! and the next one comes soon. `WATCHDOG=1` means that all of the process answers: of a gateway every core on its
 //! own runtime, of an edge the one runtime that it has, on which this runs.

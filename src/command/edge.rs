@@ -15,16 +15,15 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let live = async {
         let drain = config.timeouts.drain;
         let tell = |why: &str| notify.not_joined(why);
-        let bound = match notify
-            .joining(Edge::open_telling(config, &stop, &tell))
-            .await
-        {
+        let opening = Box::pin(Edge::open_telling(config, &stop, &tell));
+        let bound = match notify.joining(opening).await {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.bind()?,
         };
         let (reader, asked) = (bound.reader(), (stop.clone(), drain));
-        Ok(notify.edge(reader, asked, bound.run(stop.clone())).await?)
+        let running = Box::pin(bound.run(stop.clone()));
+        Ok(notify.edge(reader, asked, running).await?)
     };
     match signals.run(Box::pin(live)).await {
         Some(outcome) => outcome.inspect_err(|error| notify.status(&explain(error))),

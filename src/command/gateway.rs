@@ -24,9 +24,8 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let store = bound.store().clone();
     store.write_runtime(ADMIN, &bound.addresses().admin.to_string())?;
     let (pulse, asked) = (bound.pulse(), (stop.clone(), drain));
-    let ended = signals
-        .run(notify.gateway(pulse, asked, bound.run(stop)))
-        .await;
+    let running = Box::pin(bound.run(stop));
+    let ended = signals.run(notify.gateway(pulse, asked, running)).await;
     store.remove_runtime(ADMIN)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
