@@ -155,7 +155,9 @@ impl Edge {
         let identity = if let Some(identity) = usable(store.edge()?, &config) {
             identity
         } else {
-            let joined = stop.run_until_cancelled(join(&config, &store, tell)).await;
+            // Joining is once in a node's life: whoever opens an edge need not carry what it takes.
+            let joining = Box::pin(join(&config, &store, tell));
+            let joined = stop.run_until_cancelled(joining).await;
             joined.ok_or(Error::Stopped)??
         };
         let certificate = identity.node.as_str();
