@@ -25,11 +25,12 @@ COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
-# build scripts are not linked statically too.
+# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config tunnel certs gateway edge; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
-    echo "RUSTFLAGS='-C target-feature=+crt-static' \
+    case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
+    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages RUSTFLAGS='-C target-feature=+crt-static' \
         cargo build --release --locked --features own-resolver \
         --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
     sh /build.sh; \
@@ -49,7 +50,7 @@ COPY --from=build --chown=65532:65532 /image/ /
 # Volumes that are mounted at the directories of the image take their owner from there.
 USER 65532:65532
 ENTRYPOINT ["/causeway"]
-HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health", "--ready"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Causeway" \
@@ -64,9 +65,10 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends nftables \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build --chown=65532:65532 /image/ /
-USER 65532:65532
+# A capability (NET_ADMIN) that a container is given is in force for root alone.
+USER 0:0
 ENTRYPOINT ["/causeway"]
-HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health", "--ready"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10s --retries=3 CMD ["/causeway", "health"]
 LABEL org.opencontainers.image.title="Causeway" \
       org.opencontainers.image.description="Reach what runs behind NAT at the edge as if it stood next to you; with nft" \
       org.opencontainers.image.licenses="Apache-2.0"

@@ -104,8 +104,9 @@ impl Error {
             | Self::NoGateway
             | Self::OtherNode { .. }
             | Self::Token(_)
-            | Self::TokenFile { .. }
-            | Self::Enrol(_) => true,
+            | Self::TokenFile { .. } => true,
+            // A portal or a wrong address may stand where a gateway is expected; that passes.
+            Self::Enrol(error) => error.is_of_token(),
             Self::Store(_) | Self::App(_) | Self::Tls(_) | Self::Bind { .. } | Self::Stopped => {
                 false
             }
@@ -152,13 +153,21 @@ impl Edge {
         tell: &(dyn Fn(&str) + Send + Sync),
     ) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, Access::Create)?;
-        let identity = if let Some(identity) = usable(store.edge()?, &config) {
+        let (identity, expired) = usable(store.edge()?, &config);
+        let identity = if let Some(identity) = identity {
             identity
         } else {
             // Joining is once in a node's life: whoever opens an edge need not carry what it takes.
             let joining = Box::pin(join(&config, &store, tell));
             let joined = stop.run_until_cancelled(joining).await;
-            joined.ok_or(Error::Stopped)??
+            match (joined.ok_or(Error::Stopped)?, expired) {
+                // It may be the clock that is wrong: the certificate is tried until the one or the other is mended.
+                (Err(Error::Enrol(error)), Some(identity)) if error.is_of_token() => {
+                    warn!(%error, "going on with the certificate that seems to have expired");
+                    identity
+                }
+                (joined, _) => joined?,
+            }
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -211,21 +220,26 @@ impl Edge {
     }
 }
 
-/// The identity to go on with. One that has ended is given up where there is a token for another.
-fn usable(stored: Option<EdgeIdentity>, config: &Config) -> Option<EdgeIdentity> {
-    let identity = stored?;
+/// The identity to go on with, or one that has ended where there is a token for another.
+fn usable(
+    stored: Option<EdgeIdentity>,
+    config: &Config,
+) -> (Option<EdgeIdentity>, Option<EdgeIdentity>) {
+    let Some(identity) = stored else {
+        return (None, None);
+    };
     let ended = end_of(&identity) < SystemTime::now();
     let joins = config.join.is_some() || config.join_file.is_some();
     match (joins, ended) {
         (true, true) => {
             info!("this node's certificate has expired: joining again with the token");
-            None
+            (None, Some(identity))
         }
         (true, false) => {
             info!("this node has joined already: its certificate holds, the token is not used");
-            Some(identity)
+            (Some(identity), None)
         }
-        (false, _) => Some(identity),
+        (false, _) => (Some(identity), None),
     }
 }
 

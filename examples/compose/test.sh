@@ -31,7 +31,7 @@ finish() {
     compose ps -a 2>/dev/null || compose ps
     compose logs --tail 20 2>&1 | tail -n 100
   fi
-  shown compose --profile prometheus down -v --remove-orphans >"$scratch/down" 2>&1 || cat "$scratch/down"
+  shown compose --profile prometheus down -v >"$scratch/down" 2>&1 || cat "$scratch/down"
   head -n 1 "$scratch/down"
   rm -rf "$scratch"
   if [ "$status" -eq 0 ]; then

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use causeway_certs::{Ca, JoinToken, NodeName, Store};
 
 use super::{ca, private};
@@ -23,6 +23,9 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
         .iter()
         .map(|node| NodeName::parse(node).with_context(|| format!("--node {node}")))
         .collect::<anyhow::Result<_>>()?;
+    if ask.callers.iter().any(|name| name == "ca") {
+        bail!("--caller ca: ca.pem is the root's; choose another name");
+    }
     let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
     private::write(&ask.out.join("ca.pem"), &authority.root_pem())?;
@@ -40,7 +43,9 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
 fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::Result<String> {
     let place = file.display();
     if store.nodes().all()?.iter().any(|known| known.node == *node) {
-        return Ok("has joined already and needs no token".into());
+        return Ok(format!(
+            "has joined already and needs no token (if its data is lost: causeway token create --node {node})"
+        ));
     }
     if holds(store, node, file)? {
         return Ok(format!("the token in {place} still holds"));

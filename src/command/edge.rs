@@ -22,11 +22,16 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
             opened => opened?.bind()?,
         };
         let store = bound.store().clone();
-        store.write_runtime(admin::NAME, &bound.local_addr().to_string())?;
+        // On a full disk an edge is needed all the same: `causeway health` then wants to be told the address.
+        if let Err(error) = store.write_runtime(admin::NAME, &bound.local_addr().to_string()) {
+            tracing::warn!(%error, "the admin address could not be noted");
+        }
         let (reader, asked) = (bound.reader(), (stop.clone(), drain));
         let running = Box::pin(bound.run(stop.clone()));
         let ended = notify.edge(reader, asked, running).await;
-        store.remove_runtime(admin::NAME)?;
+        if let Err(error) = store.remove_runtime(admin::NAME) {
+            tracing::debug!(%error, "the admin address stays noted");
+        }
         Ok(ended?)
     };
     match signals.run(Box::pin(live)).await {

@@ -5,6 +5,7 @@
 //! user's directory to that user. Only files that were made by this very call are given away: the directory's user
 //! can put links to anything there, and a link that root follows must not change whose its target is.
 
+use nix::{fcntl::OFlag, unistd::geteuid};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
@@ -24,18 +25,35 @@ pub fn open_private(path: &Path, options: &OpenOptions) -> io::Result<File> {
             give(&file, parent(path)).inspect_err(|_| drop(fs::remove_file(path)))?;
             Ok(file)
         }
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => options.open(path),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            if foreign(parent(path))? {
+                // What its user put here may lead anywhere, or never answer.
+                let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
+                return options.clone().custom_flags(flags).open(path);
+            }
+            options.open(path)
+        }
         Err(error) => Err(error),
     }
 }
 
 /// Gives a file that was just made to the user of the directory in which it stands, if it is root's and that is not.
 pub(super) fn give(file: &File, directory: &Path) -> io::Result<()> {
-    let owner = fs::metadata(directory)?;
-    if owner.uid() == ROOT || file.metadata()?.uid() != ROOT {
+    if file.metadata()?.uid() != ROOT || !foreign(directory)? {
         return Ok(());
     }
+    // Whoever can put another directory in this one's place is not to be given a file that was made there.
+    let above = fs::metadata(fs::canonicalize(directory)?.parent().unwrap_or(directory))?;
+    if above.uid() != ROOT || above.mode() & 0o022 != 0 && above.mode() & 0o1000 == 0 {
+        return Ok(());
+    }
+    let owner = fs::metadata(directory)?;
     fchown(file, Some(owner.uid()), Some(owner.gid()))
+}
+
+/// Whether root looks at another user's directory.
+fn foreign(directory: &Path) -> io::Result<bool> {
+    Ok(geteuid().is_root() && fs::metadata(directory)?.uid() != ROOT)
 }
 
 fn parent(path: &Path) -> &Path {

@@ -54,6 +54,16 @@ pub enum EnrolError {
     Tls(String),
 }
 
+impl EnrolError {
+    /// Whether the token is what is wrong: then only another one helps.
+    pub fn is_of_token(&self) -> bool {
+        matches!(
+            self,
+            Self::Unknown(_) | Self::Expired(_) | Self::Used(_) | Self::OtherNode(_)
+        )
+    }
+}
+
 /// Joins with `token` at one of the gateways of `config`.
 ///
 /// Returns only with an identity or a final error: silence is tried again, and `tell` hears of it each time. Drop
