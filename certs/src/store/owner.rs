@@ -98,13 +98,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_keeps_its_owner_even_behind_a_link() {
+    fn what_was_there_keeps_its_owner_and_no_link_is_followed() {
         let Some(folder) = of_another() else { return };
         let (target, link) = (folder.path().join("target"), folder.path().join("link"));
         fs::write(&target, "").unwrap();
         let before = owner(&target);
         symlink(&target, &link).unwrap();
-        open_private(&link, &writing()).unwrap();
+        assert!(open_private(&link, &writing()).is_err());
+        open_private(&target, &writing()).unwrap();
         assert_eq!(owner(&target), before);
     }
 
