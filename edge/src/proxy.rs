@@ -166,7 +166,7 @@ impl Way {
         match then {
             Then::Bytes(socket, receive) => relay::pass(*socket, send, receive).await,
             Then::Body(mut body) => {
-                if !ended && let Err(error) = pump(&mut *body, &mut send).await {
+                if !ended && let Err(error) = pump(&mut *body, &mut send, None).await {
                     return ending(&error);
                 }
                 // What holds the stream open must not wait for the app's connection to come to rest.
@@ -190,7 +190,7 @@ fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> Ending {
             Ending::AppBroke
         }
         PumpError::Stream(StreamError::Lost { .. }) => Ending::TunnelLost,
-        PumpError::Stream(_) => Ending::CallerGone,
+        PumpError::Stream(_) | PumpError::Stalled(_) => Ending::CallerGone,
     }
 }
 

@@ -153,6 +153,9 @@ pub struct Limits {
     pub per_node: usize,
     /// Callers' connections at each front.
     pub connections: usize,
+    /// Bytes of answers that callers may leave unread, in all: from half of it windows are small, beyond it new streams get 503.
+    #[serde(with = "HumanSize")]
+    pub unread: usize,
     /// Bytes of a request's head.
     #[serde(with = "HumanSize")]
     pub header_bytes: usize,
@@ -170,6 +173,8 @@ impl Default for Limits {
             per_node: 10_000,
             // Below the 20,000 descriptors that distributions commonly allow a service.
             connections: 15_000,
+            // Eight tunnels' whole budgets: stalled callers of one node never come near it.
+            unread: 512 << 20,
             // Twice the largest head that kube-apiserver sends with client groups inside.
             header_bytes: 64 << 10,
             // hyper's own default.
@@ -194,6 +199,9 @@ pub struct Timeouts {
     /// The app's answer to an upgrade.
     #[serde(with = "HumanDuration")]
     pub upgrade_first_byte: Duration,
+    /// The app's taking something of a request's body that waits.
+    #[serde(with = "HumanDuration")]
+    pub upload: Duration,
     /// A caller's connection without a request.
     #[serde(with = "HumanDuration")]
     pub idle_keepalive: Duration,
@@ -215,6 +223,8 @@ impl Default for Timeouts {
             open: Duration::from_secs(10),
             // kubelet pulls a terminal up within seconds, even on a busy node.
             upgrade_first_byte: Duration::from_secs(30),
+            // An app that flushes to a slow disk pauses for a minute or two, and goes on.
+            upload: Duration::from_mins(5),
             // Go's client keeps idle connections for 90 s: close no earlier than it does.
             idle_keepalive: Duration::from_secs(90),
             // Kubernetes' default grace before it kills.

@@ -16,7 +16,9 @@ use std::{
     future::{Future, poll_fn},
     pin::Pin,
     task::{Context, Poll, ready},
+    time::Duration,
 };
+use tokio::time::timeout;
 
 impl Body for Receive {
     type Data = Bytes;
@@ -57,14 +59,21 @@ pub enum PumpError<E> {
     /// The stream failed.
     #[error(transparent)]
     Stream(#[from] StreamError),
+    /// The other end has taken nothing for this long.
+    #[error("nothing was taken for {0:?}")]
+    Stalled(Duration),
 }
 
 /// Sends all of `body`, and its trailers, into the stream. A body that fails resets the stream, behind what it
-/// brought before.
+/// brought before. With `patience` the stream is reset when the other end takes nothing of a chunk for so long.
 ///
 /// # Errors
-/// If the body or the stream fails.
-pub async fn pump<B>(mut body: B, send: &mut Send) -> Result<(), PumpError<B::Error>>
+/// If the body or the stream fails, or patience ends.
+pub async fn pump<B>(
+    mut body: B,
+    send: &mut Send,
+    patience: Option<Duration>,
+) -> Result<(), PumpError<B::Error>>
 where
     B: Body<Data = Bytes> + Unpin,
 {
@@ -94,9 +103,9 @@ where
                     continue;
                 }
                 if body.is_end_stream() && next.is_none() {
-                    return Ok(send.last(chunk).await?);
+                    return patient(patience, send, async |send| send.last(chunk).await).await;
                 }
-                send.data(chunk).await?;
+                patient(patience, send, async |send| send.data(chunk).await).await?;
             }
             Err(other) => {
                 let trailers = other.into_trailers().unwrap_or_else(|_| HeaderMap::new());
@@ -104,6 +113,22 @@ where
             }
         }
     }
+}
+
+/// Sends one chunk; gives the stream up if that takes longer than `patience`.
+async fn patient<E>(
+    patience: Option<Duration>,
+    send: &mut Send,
+    chunk: impl AsyncFnOnce(&mut Send) -> Result<(), StreamError>,
+) -> Result<(), PumpError<E>> {
+    let Some(patience) = patience else {
+        return Ok(chunk(send).await?);
+    };
+    if let Ok(taken) = timeout(patience, chunk(send)).await {
+        return Ok(taken?);
+    }
+    send.abort();
+    Err(PumpError::Stalled(patience))
 }
 
 type Next<E> = Option<Option<Result<Frame<Bytes>, E>>>;

@@ -4,8 +4,10 @@
 //! judges liveness and sizes windows. What both share is atomics and a token: opening a stream waits for nobody.
 
 mod driver;
+mod turn;
 
 pub use driver::{Driver, connect};
+use turn::Turn;
 
 use crate::{
     error::StreamError,
@@ -14,6 +16,7 @@ use crate::{
     load::{Load, Moved, Open},
     stream::{Receive, Send},
     target::Target,
+    unread::Pressure,
     wire,
 };
 use bytes::Bytes;
@@ -33,7 +36,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 /// What the gateway's end of a tunnel needs to know.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// The bounds of liveness.
     pub liveness: Bounds,
@@ -43,6 +46,8 @@ pub struct Settings {
     pub max_streams: usize,
     /// The round trip that TLS's handshake took.
     pub round_trip: Duration,
+    /// What all tunnels of this process leave unread; windows stay small while it is high.
+    pub pressure: Arc<Pressure>,
 }
 
 impl Default for Settings {
@@ -52,6 +57,7 @@ impl Default for Settings {
             budget: 64 << 20,
             max_streams: 10_000,
             round_trip: Duration::ZERO,
+            pressure: Arc::default(),
         }
     }
 }
@@ -81,6 +87,7 @@ struct Shared {
     suspect: AtomicBool,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
+    turn: Turn,
     close: CancellationToken,
 }
 
@@ -185,6 +192,23 @@ impl Tunnel {
     /// Closes the tunnel at once, with all its streams.
     pub fn close(&self) {
         self.shared.close.cancel();
+    }
+
+    /// From now on the edge is given its turns: see [`Tunnel::turn`].
+    pub fn give_turns(&self) {
+        self.shared.turn.give();
+    }
+
+    /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until
+    /// [`Tunnel::turn_over`] this end sends neither PING nor SETTINGS of its own (design trap 11).
+    pub async fn turn(&self) -> u32 {
+        self.shared.turn.asked().await
+    }
+
+    /// The edge has changed its window to this many bytes.
+    pub fn turn_over(&self, window: u32) {
+        self.shared.turn.over(window);
+        self.shared.load.crowded().wake();
     }
 
     /// The least of the recent round trips (at first: of TLS's handshake).

@@ -54,6 +54,9 @@ pub struct Welcome {
     /// The node ports that the edge's allow-list names.
     #[serde(default)]
     pub ports: Vec<u16>,
+    /// Whether the edge takes [`ToEdge::Window`].
+    #[serde(default)]
+    pub turns: bool,
     /// Whether the edge has other gateways to go to (a drain then waits for less).
     #[serde(default)]
     pub elsewhere: bool,
@@ -98,6 +101,11 @@ pub enum ToEdge {
         /// All of them, `host:port`.
         gateways: Vec<String>,
     },
+    /// The edge may change its window once, and answers with [`ToGateway::Window`].
+    Window {
+        /// To this many bytes at most.
+        bytes: u32,
+    },
     /// The gateway stops: connect elsewhere first.
     Drain {
         /// What is open gets this long, in milliseconds.
@@ -120,6 +128,11 @@ pub enum ToEdge {
 pub enum ToGateway {
     /// The answer to the hello.
     Welcome(Welcome),
+    /// The edge has taken its turn.
+    Window {
+        /// Its window now, in bytes.
+        bytes: u32,
+    },
     /// The edge wants to leave, or has connected elsewhere after a drain: open no further streams.
     Leave {
         /// Why, for people.

@@ -21,6 +21,7 @@ pub mod copy;
 pub mod headers;
 pub mod load;
 pub mod stream;
+pub mod unread;
 
 pub mod backoff;
 pub mod error;

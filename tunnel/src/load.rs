@@ -1,9 +1,11 @@
 //! What a tunnel carries: how many streams, how many bytes, and whether one of them is bulk.
 //!
 //! Written by the streams as they move bytes, read by whoever chooses a tunnel or dials a second one.
-//! Only atomics: nothing here waits, and nothing takes a lock.
+//! Only atomics, but for the list of streams that can hold unread bytes: nothing here waits.
 
+use crate::unread::{Entry, Held, Unread};
 use futures_util::task::AtomicWaker;
+use h2::FlowControl;
 use std::{
     sync::{
         Arc,
@@ -34,6 +36,7 @@ pub struct Load {
     /// When the number of streams reaches this, whoever sizes windows wants to know.
     crowd: AtomicUsize,
     crowded: AtomicWaker,
+    unread: Arc<Unread>,
 }
 
 impl Default for Load {
@@ -56,6 +59,7 @@ impl Load {
             bulk_seen: Notify::new(),
             crowd: AtomicUsize::new(usize::MAX),
             crowded: AtomicWaker::new(),
+            unread: Arc::default(),
         }
     }
 
@@ -93,6 +97,11 @@ impl Load {
     /// Waits until a stream moves bulk.
     pub async fn bulk(&self) {
         self.bulk_seen.notified().await;
+    }
+
+    /// What has arrived and nobody has taken. Asks each stream: not for every poll.
+    pub fn weigh(&self) -> Held {
+        self.unread.weigh()
     }
 
     pub(crate) fn set_crowd(&self, streams: usize) {
@@ -155,6 +164,11 @@ impl Moved {
             since: Instant::now(),
             recent: 0,
         }
+    }
+
+    /// Enters the stream among those that can hold unread bytes.
+    pub(crate) fn holds(&self, stream: FlowControl) -> Entry {
+        Entry::new(&self.open.0.0.unread, stream)
     }
 
     pub(crate) fn sent(&mut self, bytes: usize) {

@@ -60,6 +60,7 @@ pub struct Server<S: AsyncRead + AsyncWrite + Unpin> {
     traffic: Arc<Traffic>,
     load: Arc<Load>,
     settings: Settings,
+    window: u32,
 }
 
 /// A stream from the gateway.
@@ -112,8 +113,9 @@ pub async fn accept<S>(io: S, traffic: Arc<Traffic>, settings: Settings) -> Resu
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
+    let window = window::size(settings.round_trip, 1, settings.budget);
     let handshake = h2::server::Builder::new()
-        .initial_window_size(window::size(settings.round_trip, 1, settings.budget))
+        .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
         .max_header_list_size(wire::MAX_HEADER_LIST)
@@ -133,6 +135,7 @@ where
         traffic,
         load: Arc::new(Load::new(settings.bulk)),
         settings,
+        window,
     })
 }
 
@@ -140,6 +143,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
     /// What the tunnel carries.
     pub fn load(&self) -> Arc<Load> {
         self.load.clone()
+    }
+
+    /// Changes the window of the streams, to `most` bytes at most and to what this end's own budget allows. Only when the gateway
+    /// has said that it may (design trap 11). Returns the window as it is then, in bytes.
+    pub fn resize(&mut self, most: u32) -> u32 {
+        let Settings {
+            round_trip, budget, ..
+        } = self.settings;
+        let left = budget.saturating_sub(self.load.weigh().stalled);
+        let wanted = window::size(round_trip, self.load.streams(), left).min(most);
+        // Refused where an earlier change has not been acknowledged: the next turn comes.
+        if wanted != self.window && self.connection.set_initial_window_size(wanted).is_ok() {
+            self.window = wanted;
+        }
+        self.window
     }
 
     /// The next stream. Drives the whole connection: it must be polled for any stream to move.

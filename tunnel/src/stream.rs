@@ -4,7 +4,7 @@
 //! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
 //! that is when the far socket took the last one, and never before.
 
-use crate::{error::StreamError, headers, load::Moved};
+use crate::{error::StreamError, headers, load::Moved, unread::Entry};
 use bytes::Bytes;
 use h2::Reason;
 use http::HeaderMap;
@@ -163,6 +163,8 @@ impl Drop for Send {
 /// What this end receives on a stream.
 #[derive(Debug)]
 pub struct Receive {
+    /// Leaves before `inner` does.
+    _holds: Option<Entry>,
     inner: h2::RecvStream,
     moved: Moved,
     /// Bytes handed out whose window has not been given back.
@@ -171,8 +173,10 @@ pub struct Receive {
 }
 
 impl Receive {
-    pub(crate) fn new(inner: h2::RecvStream, moved: Moved) -> Self {
+    pub(crate) fn new(mut inner: h2::RecvStream, moved: Moved) -> Self {
+        let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
+            _holds: flow.map(|flow| moved.holds(flow)),
             inner,
             moved,
             held: 0,

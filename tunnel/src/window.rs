@@ -2,8 +2,8 @@
 //!
 //! A large window fills long links but lets each stalled reader hold as much, and the engine has one
 //! initial window for a whole connection. So: the least of (160 MB/s × round trip, from 4 to 16 MiB)
-//! and (the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two only,
-//! down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
+//! and (what is left of the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two
+//! only, down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub fn fill(round_trip: Duration) -> u32 {
     u32::try_from(bytes.clamp(LEAST_FILL, MOST_FILL)).unwrap_or(u32::MAX)
 }
 
-/// The window for `streams` open streams that share `budget` bytes.
+/// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
 pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
     let share = budget / streams.max(1);
     let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);

@@ -24,7 +24,7 @@ use axum::{
     routing::get,
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::target;
+use causeway_tunnel::{target, unread::Pressure};
 use edges::{Detail, Row};
 use std::{
     net::{IpAddr, SocketAddr},
@@ -45,6 +45,8 @@ pub struct App {
     pub nodes: Nodes,
     /// What was counted.
     pub metrics: Arc<Metrics>,
+    /// What callers leave unread.
+    pub pressure: Arc<Pressure>,
     /// Whether callers should be sent here.
     pub readiness: Readiness,
     /// Where it listens.
@@ -119,6 +121,7 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
         .iter()
         .map(|(_, edge)| edge.admitted.tunnel.round_trip());
     app.metrics.round_trips(round_trips.collect());
+    app.metrics.unread(app.pressure.bytes());
     let mut headers = HeaderMap::new();
     let format = header::HeaderValue::from_static(metrics::CONTENT_TYPE);
     headers.insert(header::CONTENT_TYPE, format);

@@ -28,6 +28,7 @@ use causeway_tunnel::{
     listener::{self, Bound, Listener},
     socket::{Counted, Detached, Socket, tune_tunnel},
     task::Tasks,
+    unread::Pressure,
     wire,
 };
 use rustls::{
@@ -125,6 +126,8 @@ pub struct Admission {
     pub tls: Tls,
     /// Bounds, and the addresses that edges are told.
     pub settings: config::Tunnel,
+    /// What callers leave unread, in all tunnels.
+    pub pressure: Arc<Pressure>,
     /// What a leaving edge's open streams get to end.
     pub drain: Duration,
     /// This gateway's name, for people.

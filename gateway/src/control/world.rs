@@ -108,6 +108,7 @@ impl World {
                 hello_timeout: SHORT,
                 ..config::Tunnel::default()
             },
+            pressure: Arc::default(),
             drain: LONG,
             name: "gw".to_owned(),
             enrol: enrol::router(enrolment).unwrap(),

@@ -137,6 +137,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         nodes: shared.nodes.clone(),
         registry: shared.registry.clone(),
         metrics: shared.metrics.clone(),
+        pressure: shared.limits.pressure().clone(),
         readiness: readiness.clone(),
         address: admin.local_addr().unwrap_or(config.admin.listen),
     };
@@ -274,6 +275,7 @@ fn admission(
         )
         .map_err(trust)?,
         settings,
+        pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
         name,
         enrol: enrol::router(enrolment)?,

@@ -8,6 +8,7 @@ use crate::{
     error::{Error, Reason},
     proxy::{Way, access::Record, outgoing::Outgoing, request},
 };
+use causeway_certs::NodeName;
 use causeway_tunnel::{
     Receive, Refusal, Send, StreamError,
     body::{PumpError, pump},
@@ -102,18 +103,35 @@ fn start_body(
         inner: body,
         record: way.record.clone(),
     };
-    let task = send_body(body, send, told);
+    let task = send_body(
+        body,
+        send,
+        told,
+        (way.route.node.clone(), way.proxy.shared.timeouts.upload),
+    );
     way.proxy.tasks.spawn(debug_span!("body"), async move {
         given_up.run_until_cancelled(task).await;
     });
     expects.then_some(tell)
 }
 
-async fn send_body(body: Counted, mut send: Send, go: OptionFuture<oneshot::Receiver<()>>) {
+async fn send_body(
+    body: Counted,
+    mut send: Send,
+    go: OptionFuture<oneshot::Receiver<()>>,
+    (node, patience): (NodeName, Duration),
+) {
     // A request that is given up while it waits is given up below as well.
     let _ = go.await;
-    match pump(body, &mut send).await {
+    let record = body.record.clone();
+    match pump(body, &mut send, Some(patience)).await {
         Ok(()) => {}
+        Err(PumpError::Stalled(_)) => {
+            let patience = humantime::format_duration(patience);
+            let detail =
+                format!("the app on {node} has taken nothing of the request's body for {patience}");
+            record.failed(&Reason::TargetTimeout.says(detail));
+        }
         Err(PumpError::Body(error)) => {
             tracing::debug!(%error, "a caller broke its request's body off");
         }

@@ -1,4 +1,4 @@
-//! How many streams may be open: in all, for a caller, for a node.
+//! How many streams may be open: in all, for a caller, for a node; and none where too much is unread.
 //!
 //! Only atomics on the way: a caller's count is looked up once a connection and travels with the caller, a
 //! node's comes with the picked tunnel. A permit gives back what it took when it is dropped, wherever.
@@ -7,6 +7,7 @@ use crate::{
     config,
     error::{Error, Reason},
 };
+use causeway_tunnel::unread::Pressure;
 use std::{
     collections::HashMap,
     sync::{
@@ -25,6 +26,7 @@ pub struct Limits {
     all: Count,
     connections: Count,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
+    pressure: Arc<Pressure>,
 }
 
 /// The right to one open stream.
@@ -54,6 +56,7 @@ impl Limits {
     /// Nothing is open.
     pub fn new(bounds: config::Limits) -> Self {
         Self {
+            pressure: Arc::new(Pressure::new(bounds.unread)),
             bounds,
             all: Count::default(),
             connections: Count::default(),
@@ -76,6 +79,11 @@ impl Limits {
         count
     }
 
+    /// What callers leave unread, for the tunnels to add to.
+    pub fn pressure(&self) -> &Arc<Pressure> {
+        &self.pressure
+    }
+
     /// Room for one more connection of a caller, if there is.
     pub fn connection(&self) -> Option<Taken> {
         take(&self.connections, self.bounds.connections)
@@ -92,6 +100,13 @@ impl Limits {
             ))
         };
         let bounds = &self.bounds;
+        if self.pressure.is_full() {
+            return Err(Reason::LimitReached.says(format!(
+                "callers of this gateway leave {} bytes unread, of {} that they may (limits.unread)",
+                self.pressure.bytes(),
+                bounds.unread
+            )));
+        }
         Ok(Permit {
             _all: take(&self.all, bounds.streams)
                 .ok_or_else(|| full("this gateway", bounds.streams))?,

@@ -5,11 +5,12 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Settings, Shared, Tunnel};
+use super::{Settings, Shared, Tunnel, turn::Turn};
 use crate::{
     error::Ended,
     liveness::{Liveness, Verdict},
     socket::Traffic,
+    unread::{Held, Part},
     window, wire,
 };
 use bytes::Bytes;
@@ -36,6 +37,8 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 const RECENT: usize = 8;
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
+/// Streams are asked what they hold not more often than this, while bytes move.
+const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// Begins HTTP/2 on a connection whose TLS is done.
 ///
@@ -74,6 +77,7 @@ where
         suspect: AtomicBool::new(false),
         draining: AtomicBool::new(false),
         round_trip_us: AtomicU64::new(round_trip),
+        turn: Turn::default(),
         close: CancellationToken::new(),
     });
     shared
@@ -92,9 +96,13 @@ where
         liveness: Liveness::new(settings.liveness, rand::random()),
         timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         round_trips: VecDeque::new(),
+        part: Part::new(settings.pressure.clone()),
         settings,
         window,
         raised: Instant::now(),
+        held: Held::default(),
+        weighed: Instant::now(),
+        short: false,
         air: Air::Clear,
         closing,
     };
@@ -110,6 +118,8 @@ enum Air {
     Ping(Instant),
     /// SETTINGS, whose acknowledgement the engine does not show.
     Settings,
+    /// The edge's: it has been told that it may change its window.
+    Turn,
 }
 
 /// The task that owns a tunnel's connection on the gateway's side.
@@ -125,6 +135,12 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     settings: Settings,
     window: u32,
     raised: Instant,
+    /// What streams held when they were last asked, and when that was.
+    held: Held,
+    weighed: Instant,
+    part: Part,
+    /// The edge has a smaller window than it might have.
+    short: bool,
     air: Air,
     closing: Pin<Box<WaitForCancellationFutureOwned>>,
 }
@@ -192,11 +208,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 Verdict::Well(until) | Verdict::Suspect(until) => (until, false),
                 Verdict::Probe(until) => (until, self.probe(now, read)),
             };
-            let until = if self.window < self.most() {
-                until.min(now + RAISE_AFTER)
-            } else {
-                until
-            };
+            let until = self.look(now).map_or(until, |look| until.min(look));
             // Re-arming at every byte would cost more than looking once too often.
             if self.timer.is_elapsed() || until < self.timer.deadline() {
                 self.timer.as_mut().reset(until);
@@ -215,7 +227,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn probe(&mut self, now: Instant, read: Instant) -> bool {
         let quiet = now.saturating_duration_since(read) >= self.settings.liveness.probe_after / 2;
         match self.air {
-            Air::Ping(_) => false,
+            // The edge answers its turn, which is as good as a PING.
+            Air::Ping(_) | Air::Turn => false,
             // A peer that went quiet has sent all it had, its acknowledgement first.
             Air::Settings if !quiet => self.connection.set_initial_window_size(self.window).is_ok(),
             Air::Clear | Air::Settings => {
@@ -249,29 +262,77 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         window::step(self.window, most).unwrap_or(self.window)
     }
 
-    /// Changes the window if the crowd or the round trip asks for it. True if SETTINGS were queued.
+    /// When windows are to be looked at without anything happening before.
+    fn look(&self, now: Instant) -> Option<Instant> {
+        let raise = (self.short || self.window < self.most()).then(|| now + RAISE_AFTER);
+        // What arrived behind the last look.
+        let arrived = self.traffic.last_read() > self.weighed || self.held.all > self.held.stalled;
+        let weigh = arrived.then(|| self.weighed + WEIGH_AFTER);
+        raise.into_iter().chain(weigh).min()
+    }
+
+    /// Asks the streams what they hold, but not too often.
+    fn weigh(&mut self) {
+        if self.weighed.elapsed() >= WEIGH_AFTER {
+            self.weighed = Instant::now();
+            self.held = self.shared.load.weigh();
+            self.part.set(self.held.all);
+        }
+    }
+
+    /// The window that the open streams should have.
+    fn wanted(&self) -> u32 {
+        let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
+        window::size(round_trip, self.shared.load.streams(), self.budget())
+    }
+
+    /// What the streams that move may share.
+    fn budget(&self) -> usize {
+        if self.part.pressure().is_high() {
+            return 0;
+        }
+        self.settings.budget.saturating_sub(self.held.stalled)
+    }
+
+    /// Changes the windows of both ends if the crowd, the round trip or what is unread asks for it. True if
+    /// SETTINGS were queued.
     fn resize(&mut self, cx: &mut Context<'_>) -> bool {
-        let shared = &self.shared;
-        shared.load.crowded().register(cx.waker());
-        if matches!(self.air, Air::Ping(_)) {
+        self.shared.load.crowded().register(cx.waker());
+        self.weigh();
+        if let Some(taken) = self.shared.turn.taken() {
+            self.short = taken < self.window;
+            if self.air == Air::Turn {
+                self.air = Air::Clear;
+            }
+        }
+        if matches!(self.air, Air::Ping(_) | Air::Turn) {
             return false;
         }
-        let round_trip = Duration::from_micros(shared.round_trip_us.load(Relaxed));
-        let wanted = window::size(round_trip, shared.load.streams(), self.settings.budget);
-        let Some(next) = window::step(self.window, wanted) else {
+        let rested = self.raised.elapsed() >= RAISE_AFTER;
+        let next = window::step(self.window, self.wanted());
+        let Some(next) = next.filter(|next| *next < self.window || rested) else {
+            if self.short && rested {
+                self.raised = Instant::now();
+                self.offer();
+            }
             return false;
         };
-        if next > self.window && self.raised.elapsed() < RAISE_AFTER {
-            return false;
-        }
         if self.connection.set_initial_window_size(next).is_err() {
             return false;
         }
         self.window = next;
         self.raised = Instant::now();
         self.air = Air::Settings;
-        let crowd = window::crowd(next, self.settings.budget);
+        self.offer();
+        let crowd = window::crowd(next, self.budget());
         self.shared.load.set_crowd(crowd);
         true
+    }
+
+    /// Tells the edge that it may do the same.
+    fn offer(&mut self) {
+        if self.shared.turn.offer(self.window) {
+            self.air = Air::Turn;
+        }
     }
 }

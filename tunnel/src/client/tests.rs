@@ -2,6 +2,8 @@
 
 #![allow(clippy::disallowed_methods, reason = "tests own their tasks")]
 
+mod budget;
+
 use super::*;
 use crate::{
     body::pump,
@@ -34,6 +36,82 @@ async fn pair(settings: Settings) -> (Tunnel, mpsc::UnboundedReceiver<Ended>, Ed
         let _ = tell.send(driver.run().await);
     });
     (tunnel, ended, accepted.unwrap())
+}
+
+/// Both ends of a tunnel on which the edge takes its turns.
+struct Turning {
+    tunnel: Tunnel,
+    ended: mpsc::UnboundedReceiver<Ended>,
+    /// Of the edge's end.
+    edge: Arc<Load>,
+    /// What the edge is asked for.
+    asked: mpsc::UnboundedReceiver<Asked>,
+}
+
+/// The edge's loop, reduced to streams and turns.
+async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<Asked>) {
+    let mut control: Option<Control> = None;
+    loop {
+        let heard = async {
+            match &mut control {
+                Some(control) => control.hear::<ToEdge>().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            incoming = server.next() => match incoming {
+                Ok(Incoming::Stream(stream)) => drop(tell.send(*stream)),
+                Ok(Incoming::Control(opened)) => control = Some(opened),
+                Err(_) => return,
+            },
+            line = heard => {
+                let Ok(ToEdge::Window { bytes }) = line else { return };
+                let bytes = server.resize(bytes);
+                let control = control.as_mut().unwrap();
+                control.tell(&ToGateway::Window { bytes }).await.unwrap();
+            }
+        }
+    }
+}
+
+/// Both ends, with the edge's turns as gateway and edge take them; streams go to `asked`.
+async fn taking_turns(settings: Settings) -> Turning {
+    let (near, far) = duplex(256 * 1024);
+    let (near, far) = (Counted::new(near), Counted::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let edge = server::Settings {
+        budget: settings.budget,
+        ..server::Settings::default()
+    };
+    let accept = server::accept(far, far_traffic, edge);
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let ((tunnel, driver), server) = (connected.unwrap(), accepted.unwrap());
+    let (tell, ended) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let _ = tell.send(driver.run().await);
+    });
+    let load = server.load();
+    let (tell, asked) = mpsc::unbounded_channel();
+    tokio::spawn(edge_taking_turns(server, tell));
+    let mut control = tunnel.control().await.unwrap();
+    tunnel.give_turns();
+    let turns = tunnel.clone();
+    tokio::spawn(async move {
+        loop {
+            let bytes = turns.turn().await;
+            control.tell(&ToEdge::Window { bytes }).await.unwrap();
+            let Ok(ToGateway::Window { bytes }) = control.hear().await else {
+                return;
+            };
+            turns.turn_over(bytes);
+        }
+    });
+    Turning {
+        tunnel,
+        ended,
+        edge: load,
+        asked,
+    }
 }
 
 /// A tunnel whose edge serves each stream with `serve`.
@@ -73,7 +151,7 @@ async fn fetch(tunnel: &Tunnel, path: &str) -> Result<Bytes, StreamError> {
 
 async fn answer_with(asked: Box<Asked>, body: Bytes) {
     let mut send = asked.reply.send(Response::new(()), false).unwrap();
-    let _ = pump(Full::new(body), &mut send).await;
+    let _ = pump(Full::new(body), &mut send, None).await;
 }
 
 #[tokio::test]
@@ -149,7 +227,9 @@ async fn trap_1_many_small_chunks_and_no_empty_frames_keep_the_tunnel() {
             Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(&[7; 64])))
         };
         let chunks = futures_util::stream::iter((0..200_000).map(chunk));
-        pump(StreamBody::new(chunks), &mut send).await.unwrap();
+        pump(StreamBody::new(chunks), &mut send, None)
+            .await
+            .unwrap();
     })
     .await;
     let body = fetch(&tunnel, "/").await.unwrap();
@@ -365,15 +445,12 @@ async fn an_edge_gives_up_after_fifteen_seconds_of_silence() {
 }
 
 /// Serves every stream by sending back what it brings.
-async fn echo(mut edge: Edge) {
-    while let Ok(incoming) = edge.next().await {
-        let Incoming::Stream(asked) = incoming else {
-            continue;
-        };
+async fn echo(mut all: mpsc::UnboundedReceiver<Asked>) {
+    while let Some(asked) = all.recv().await {
         tokio::spawn(async move {
             let Asked {
                 reply, mut body, ..
-            } = *asked;
+            } = asked;
             let mut send = reply.send(Response::new(()), false).unwrap();
             while let Some(Ok(chunk)) = body.data().await {
                 if send.data(chunk).await.is_err() {
@@ -421,12 +498,17 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
         round_trip: Duration::from_millis(100),
         ..Settings::default()
     };
-    let (tunnel, mut ended, edge) = pair(settings).await;
-    tokio::spawn(echo(edge));
+    let Turning {
+        tunnel,
+        mut ended,
+        asked,
+        ..
+    } = taking_turns(settings).await;
+    tokio::spawn(echo(asked));
     let full = std::env::var_os("CAUSEWAY_TEST_FULL").is_some();
     let lasts = Duration::from_secs(if full { 30 } else { 3 });
     let until = Instant::now() + lasts;
-    // A crowd that comes and goes makes the window change all the time.
+    // A crowd that comes and goes makes the windows of both ends change all the time.
     let crowd: Vec<_> = (0..12)
         .map(|_| tokio::spawn(shout(tunnel.clone(), until)))
         .collect();

@@ -243,15 +243,27 @@ impl Session {
                     Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
                     Err(ended) => return self.fault.trouble(&ended),
                 },
-                line = self.control.hear(), if heard => match self.hear(line, told).await {
-                    Ok(more) => heard = more,
-                    Err(trouble) => return trouble,
-                },
+                line = self.control.hear(), if heard => {
+                    if let Ok(ToEdge::Window { bytes }) = line {
+                        let bytes = self.server.resize(bytes);
+                        if let Err(ended) = self.tell(ToGateway::Window { bytes }, streams).await {
+                            return self.fault.trouble(&ended);
+                        }
+                        continue;
+                    }
+                    match self.hear(line, told).await {
+                        Ok(more) => heard = more,
+                        Err(trouble) => return trouble,
+                    }
+                }
                 () = self.load.bulk() => self.links.bulk.mark(self.slot),
                 () = leave.cancelled(), if leaving.is_none() => {
                     self.row.leaves();
                     leaving = Some(Instant::now());
-                    if let Err(ended) = self.tell_leave(streams).await {
+                    let leave = ToGateway::Leave {
+                        detail: "this edge leaves".into(),
+                    };
+                    if let Err(ended) = self.tell(leave, streams).await {
                         return self.fault.trouble(&ended);
                     }
                 }
@@ -286,7 +298,7 @@ impl Session {
             }
             Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
-            Ok(ToEdge::Hello(_) | ToEdge::Registered) => {}
+            Ok(ToEdge::Hello(_) | ToEdge::Registered | ToEdge::Window { .. }) => {}
             Err(error) => {
                 debug!(%error, "the control stream ended");
                 return Ok(false);
@@ -295,10 +307,8 @@ impl Session {
         Ok(true)
     }
 
-    async fn tell_leave(&mut self, streams: &Tasks) -> Result<(), Ended> {
-        let message = ToGateway::Leave {
-            detail: "this edge leaves".into(),
-        };
+    /// Says a line, while the tunnel moves.
+    async fn tell(&mut self, message: ToGateway, streams: &Tasks) -> Result<(), Ended> {
         let mut telling = pin!(self.control.tell(&message));
         loop {
             tokio::select! {
@@ -348,6 +358,7 @@ fn welcome(links: &Links, slot: u32) -> Welcome {
         labels: config.labels.clone(),
         pool: config.pool.clone(),
         ports: links.ports.clone(),
+        turns: true,
         elsewhere: links.gateways.all().len() > 1,
     }
 }

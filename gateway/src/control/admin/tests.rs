@@ -10,6 +10,7 @@ fn app(world: &World) -> App {
         registry: world.registry.clone(),
         nodes: world.reader(),
         metrics: world.metrics.clone(),
+        pressure: Arc::default(),
         readiness: world.readiness.clone(),
         address: "127.0.0.1:10265".parse().unwrap(),
     }

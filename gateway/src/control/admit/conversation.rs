@@ -171,7 +171,7 @@ impl Admission {
         control.tell(&ToEdge::Hello(hello)).await?;
         let heard = match control.hear().await {
             Ok(ToGateway::Welcome(welcome)) => Ok(welcome),
-            Ok(ToGateway::Leave { .. }) => Err(ControlError::Closed),
+            Ok(ToGateway::Leave { .. } | ToGateway::Window { .. }) => Err(ControlError::Closed),
             Err(error) => Err(error),
         };
         Ok((control, heard))
@@ -220,6 +220,9 @@ impl Admission {
         let (tell, lines) = mpsc::channel(LINES);
         let version = welcome.version.clone();
         let (slot, instance) = (welcome.slot, welcome.instance.clone());
+        if welcome.turns {
+            link.tunnel.give_turns();
+        }
         let admitted = Admitted {
             tunnel: link.tunnel.clone(),
             welcome: Arc::new(welcome),
@@ -289,7 +292,14 @@ impl Conversation {
                         return error.into();
                     }
                 }
+                bytes = tunnel.turn() => {
+                    let message = ToEdge::Window { bytes };
+                    if let Err(error) = link.tell(&mut self.control, &message).await {
+                        return error.into();
+                    }
+                }
                 heard = self.control.hear() => match heard {
+                    Ok(ToGateway::Window { bytes }) => tunnel.turn_over(bytes),
                     Ok(ToGateway::Leave { detail }) => {
                         debug!(?detail, "the edge leaves");
                         tunnel.drain();

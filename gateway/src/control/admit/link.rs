@@ -75,6 +75,7 @@ impl Link {
             budget: config.memory,
             max_streams: config.max_streams_per_tunnel.saturating_add(CONTROL),
             round_trip,
+            pressure: admission.pressure.clone(),
         };
         let (tunnel, driver) =
             timeout(config.hello_timeout, client::connect(io, traffic, settings))

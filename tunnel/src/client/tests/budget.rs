@@ -1,0 +1,145 @@
+//! What stalled streams may hold, at either end.
+
+use super::*;
+use crate::{unread::Pressure, window};
+use std::time::Duration;
+use tokio::{task::JoinSet, time::timeout};
+
+/// A tunnel's budget in these tests: little, so that a test moves little.
+const BUDGET: usize = 8 << 20;
+/// The least window there is.
+const FLOOR: usize = 64 << 10;
+/// What a stalled stream is given time for.
+const QUIET: Duration = Duration::from_millis(150);
+
+fn settings(pressure: Arc<Pressure>) -> Settings {
+    Settings {
+        budget: BUDGET,
+        pressure,
+        ..Settings::default()
+    }
+}
+
+async fn open(tunnel: &Tunnel, end: bool) -> Opened {
+    let target = target();
+    let opened = tunnel.open(get("/"), &Ask::Request, &target, end);
+    opened.await.unwrap()
+}
+
+/// Sends until nothing is taken any more.
+async fn fill(send: &mut Send) {
+    let chunk = Bytes::from(vec![0; 64 << 10]);
+    while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+        sent.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
+    let Turning {
+        tunnel,
+        edge,
+        mut asked,
+        ..
+    } = taking_turns(settings(Arc::default())).await;
+    let (mut sends, mut deaf) = (Vec::new(), Vec::new());
+    let most = window::size(Duration::ZERO, 1, BUDGET);
+    for count in 1..=40 {
+        let mut opened = open(&tunnel, false).await;
+        deaf.push(asked.recv().await.unwrap());
+        fill(&mut opened.send).await;
+        sends.push(opened);
+        let held = edge.weigh().all;
+        let allowed = BUDGET + count * FLOOR + usize::try_from(most).unwrap();
+        assert!(
+            held <= allowed,
+            "{held} bytes in {count} uploads, {allowed} allowed"
+        );
+    }
+    assert!(
+        edge.weigh().all >= BUDGET / 2,
+        "the budget is there to be used"
+    );
+
+    // An upload that is read goes on beside them.
+    let mut opened = open(&tunnel, false).await;
+    let mut read = asked.recv().await.unwrap();
+    let total = 4 << 20;
+    let sending = opened.send.last(Bytes::from(vec![1; total]));
+    let reading = async {
+        let mut length = 0;
+        while let Some(chunk) = read.body.data().await {
+            length += chunk.unwrap().len();
+        }
+        length
+    };
+    let both = async { tokio::join!(sending, reading) };
+    let (sent, length) = timeout(Duration::from_secs(20), both).await.unwrap();
+    sent.unwrap();
+    assert_eq!(length, total);
+    drop((sends, deaf));
+}
+
+#[tokio::test]
+async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
+    let pressure = Arc::new(Pressure::new(usize::MAX));
+    let Turning {
+        tunnel, mut asked, ..
+    } = taking_turns(settings(pressure.clone())).await;
+    let mut sending = JoinSet::new();
+    let mut stalled = Vec::new();
+    let most = usize::try_from(window::size(Duration::ZERO, 1, BUDGET)).unwrap();
+    for count in 1..=40 {
+        let opened = open(&tunnel, true).await;
+        let stream = asked.recv().await.unwrap();
+        let mut send = stream.reply.send(Response::new(()), false).unwrap();
+        fill(&mut send).await;
+        sending.spawn(async move { fill(&mut send).await });
+        stalled.push(opened.answer.await.unwrap());
+        let held = tunnel.load().weigh().all;
+        let allowed = BUDGET + count * FLOOR + most;
+        assert!(
+            held <= allowed,
+            "{held} bytes for {count} readers, {allowed} allowed"
+        );
+    }
+    assert!(pressure.bytes() >= BUDGET / 2, "{} bytes", pressure.bytes());
+
+    // What nobody wants any more is held by nobody.
+    drop(stalled);
+    sending.shutdown().await;
+    drop(asked);
+    tunnel.close();
+    let gone = async {
+        while pressure.bytes() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(20), gone).await.unwrap();
+}
+
+#[tokio::test]
+async fn under_pressure_of_the_whole_process_every_window_is_small() {
+    let pressure = Arc::new(Pressure::new(4 * FLOOR));
+    let mut first = taking_turns(settings(pressure.clone())).await;
+    let mut second = taking_turns(settings(pressure.clone())).await;
+
+    let _stalled = stall(&mut first).await;
+    assert!(pressure.is_full(), "{} bytes", pressure.bytes());
+    // The other tunnel finds out with its next stream.
+    let early = stall(&mut second).await;
+    drop(early);
+    let _stalled = stall(&mut second).await;
+    let held = second.tunnel.load().weigh().all;
+    assert!((FLOOR / 2..=2 * FLOOR).contains(&held), "{held} bytes");
+}
+
+/// An answer that fills its window and is not read.
+async fn stall(turning: &mut Turning) -> (Response<Receive>, Send) {
+    let opened = open(&turning.tunnel, true).await;
+    let stream = turning.asked.recv().await.unwrap();
+    let mut send = stream.reply.send(Response::new(()), false).unwrap();
+    let answer = opened.answer.await.unwrap();
+    fill(&mut send).await;
+    (answer, send)
+}

@@ -1,0 +1,67 @@
+//! The edge's turn: when the other end may change its window.
+//!
+//! Each end has SETTINGS of its own, and two control frames that wait for each other hang a tunnel (design trap 11).
+//! So only the gateway decides when: it says over the control stream that the edge may, and sends neither PING nor
+//! SETTINGS until the edge has said that it did. The answer also proves that SETTINGS which were sent before the
+//! line have been acknowledged, since the edge writes an acknowledgement before it reads on.
+
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+use tokio::sync::Notify;
+
+/// Whose turn it is, between the driver and whoever speaks on the control stream.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    /// Whether the edge knows of turns.
+    given: AtomicBool,
+    asked: Notify,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// What the edge is to be told, once.
+    offered: Option<u32>,
+    /// What it took.
+    taken: Option<u32>,
+}
+
+impl Turn {
+    pub(super) fn give(&self) {
+        self.given.store(true, Relaxed);
+    }
+
+    /// Offers the edge its turn. False where the edge knows of none.
+    pub(super) fn offer(&self, window: u32) -> bool {
+        if !self.given.load(Relaxed) {
+            return false;
+        }
+        self.state(|state| state.offered = Some(window));
+        self.asked.notify_one();
+        true
+    }
+
+    pub(super) async fn asked(&self) -> u32 {
+        loop {
+            if let Some(window) = self.state(|state| state.offered.take()) {
+                return window;
+            }
+            self.asked.notified().await;
+        }
+    }
+
+    pub(super) fn over(&self, window: u32) {
+        self.state(|state| state.taken = Some(window));
+    }
+
+    /// What the edge took, once.
+    pub(super) fn taken(&self) -> Option<u32> {
+        self.state(|state| state.taken.take())
+    }
+
+    fn state<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

@@ -1,0 +1,185 @@
+//! What has arrived at this end and nobody has taken yet, in bytes: of a tunnel, and of the whole process.
+//!
+//! The engine keeps up to a window for each stream whose reader stalls, and says how much only stream by stream. So
+//! each stream is entered here while it can hold something, and whoever sizes windows adds them up, now and
+//! then. What a tunnel holds counts into the [`Pressure`] of its process, which is for all tunnels together.
+
+use h2::FlowControl;
+use slab::Slab;
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+/// The streams of one tunnel that can hold unread bytes.
+#[derive(Debug, Default)]
+pub(crate) struct Unread(Mutex<Slab<Stream>>);
+
+#[derive(Debug)]
+struct Stream {
+    flow: FlowControl,
+    /// What it held when it was last asked.
+    held: usize,
+}
+
+/// What the streams of a tunnel hold, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// All of them.
+    pub all: usize,
+    /// Those that hold just what they held the last time: nobody takes it.
+    pub stalled: usize,
+}
+
+impl Unread {
+    /// What all streams hold now. Asks each of them: not for every poll.
+    pub(crate) fn weigh(&self) -> Held {
+        let mut sum = Held::default();
+        for (_, stream) in self.streams().iter_mut() {
+            let held = stream.flow.used_capacity();
+            sum.all += held;
+            if held == stream.held {
+                sum.stalled += held;
+            }
+            stream.held = held;
+        }
+        sum
+    }
+
+    fn streams(&self) -> MutexGuard<'_, Slab<Stream>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A stream's place among those that can hold unread bytes.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    unread: Arc<Unread>,
+    key: usize,
+}
+
+impl Entry {
+    /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
+    pub(crate) fn new(unread: &Arc<Unread>, stream: FlowControl) -> Self {
+        let stream = Stream {
+            flow: stream,
+            held: 0,
+        };
+        let key = unread.streams().insert(stream);
+        Self {
+            unread: unread.clone(),
+            key,
+        }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let stream = self.unread.streams().try_remove(self.key);
+        // Outside of the lock: it may take the engine's.
+        drop(stream);
+    }
+}
+
+/// Unread bytes of all tunnels of a process, and how many there may be.
+#[derive(Debug)]
+pub struct Pressure {
+    bytes: AtomicUsize,
+    bound: usize,
+}
+
+impl Pressure {
+    /// None yet; `bound` bytes at most.
+    pub fn new(bound: usize) -> Self {
+        Self {
+            bytes: AtomicUsize::new(0),
+            bound,
+        }
+    }
+
+    /// Bytes that were unread when each tunnel last looked.
+    pub fn bytes(&self) -> usize {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Bytes that may be unread.
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// Whether windows have to be small: half of the bound is taken.
+    pub fn is_high(&self) -> bool {
+        self.bytes() >= self.bound / 2
+    }
+
+    /// Whether there is room for no further stream.
+    pub fn is_full(&self) -> bool {
+        self.bytes() >= self.bound
+    }
+}
+
+impl Default for Pressure {
+    /// Without a bound.
+    fn default() -> Self {
+        Self::new(usize::MAX)
+    }
+}
+
+/// What one tunnel adds to the pressure; dropping it takes that away.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pressure: Arc<Pressure>,
+    bytes: usize,
+}
+
+impl Part {
+    pub(crate) fn new(pressure: Arc<Pressure>) -> Self {
+        Self { pressure, bytes: 0 }
+    }
+
+    pub(crate) fn set(&mut self, bytes: usize) {
+        let all = &self.pressure.bytes;
+        if bytes >= self.bytes {
+            all.fetch_add(bytes - self.bytes, Relaxed);
+        } else {
+            all.fetch_sub(self.bytes - bytes, Relaxed);
+        }
+        self.bytes = bytes;
+    }
+
+    pub(crate) fn pressure(&self) -> &Pressure {
+        &self.pressure
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pressure_is_the_sum_of_its_parts() {
+        let pressure = Arc::new(Pressure::new(100));
+        let mut near = Part::new(pressure.clone());
+        let mut far = Part::new(pressure.clone());
+        near.set(30);
+        far.set(30);
+        assert_eq!(
+            (pressure.bytes(), pressure.is_high(), pressure.is_full()),
+            (60, true, false)
+        );
+        near.set(70);
+        assert!(pressure.is_full());
+        near.set(10);
+        drop(far);
+        assert_eq!((pressure.bytes(), pressure.is_high()), (10, false));
+        drop(near);
+        assert_eq!(pressure.bytes(), 0);
+        assert!(!Pressure::default().is_high());
+    }
+}
