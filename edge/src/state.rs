@@ -58,6 +58,8 @@ pub struct TunnelStatus {
     pub sent: u64,
     /// Payload bytes received from the gateway.
     pub received: u64,
+    /// Bytes that came from the gateway and no app has taken yet.
+    pub unread: usize,
 }
 
 /// This node's certificate.
@@ -275,6 +277,7 @@ impl Tunnel {
             opened: self.load.opened(),
             sent: self.load.sent(),
             received: self.load.received(),
+            unread: self.load.unread(),
         }
     }
 }

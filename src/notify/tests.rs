@@ -211,6 +211,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         opened: 0,
         sent: 0,
         received: 0,
+        unread: 0,
     };
     status.tunnels = vec![tunnel(0), tunnel(1)];
     assert_eq!(fares(&status), "edge-1: connected to 1 of 2 gateways: a:1");

@@ -26,6 +26,10 @@ mod traps;
 
 mod leaks;
 
+mod abuse;
+
+mod stalled;
+
 mod hostile;
 
 mod binary;

@@ -99,6 +99,11 @@ impl Load {
         self.bulk_seen.notified().await;
     }
 
+    /// Bytes that have arrived and nobody has taken.
+    pub fn unread(&self) -> usize {
+        self.unread.total()
+    }
+
     /// What has arrived and nobody has taken. Asks each stream: not for every poll.
     pub fn weigh(&self) -> Held {
         self.unread.weigh()

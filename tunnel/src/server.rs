@@ -10,7 +10,7 @@ use crate::{
     socket::Traffic,
     stream::{Receive, Send},
     target::Target,
-    window, wire,
+    unread, window, wire,
 };
 use bytes::Bytes;
 use h2::ext::Protocol;
@@ -61,6 +61,7 @@ pub struct Server<S: AsyncRead + AsyncWrite + Unpin> {
     load: Arc<Load>,
     settings: Settings,
     window: u32,
+    weighed: Instant,
 }
 
 /// A stream from the gateway.
@@ -136,6 +137,7 @@ where
         load: Arc::new(Load::new(settings.bulk)),
         settings,
         window,
+        weighed: Instant::now(),
     })
 }
 
@@ -168,6 +170,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
     pub async fn next(&mut self) -> Result<Incoming, Ended> {
         loop {
             let (request, respond) = self.accept().await?;
+            // What stalls shows only in comparison.
+            if self.weighed.elapsed() >= unread::WEIGH_AFTER {
+                self.weighed = Instant::now();
+                self.load.weigh();
+            }
             let max = usize::try_from(self.settings.max_streams).unwrap_or(usize::MAX);
             let Some(open) = Open::new(&self.load, max.saturating_add(1)) else {
                 continue;

@@ -6,10 +6,16 @@
 
 use h2::FlowControl;
 use slab::Slab;
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicUsize, Ordering::Relaxed},
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
 };
+
+/// Streams are asked what they hold not more often than this, while bytes move.
+pub(crate) const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// The streams of one tunnel that can hold unread bytes.
 #[derive(Debug, Default)]
@@ -32,6 +38,15 @@ pub struct Held {
 }
 
 impl Unread {
+    /// Bytes that all streams hold now. Asks each of them, and remembers nothing.
+    pub(crate) fn total(&self) -> usize {
+        let streams = self.streams();
+        streams
+            .iter()
+            .map(|(_, stream)| stream.flow.used_capacity())
+            .sum()
+    }
+
     /// What all streams hold now. Asks each of them: not for every poll.
     pub(crate) fn weigh(&self) -> Held {
         let mut sum = Held::default();

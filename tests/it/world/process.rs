@@ -5,8 +5,10 @@
 //! holds it. Nothing of this machine's own settings reaches it.
 
 mod site;
+mod usage;
 
 pub(crate) use site::{Site, address_after};
+pub(crate) use usage::Usage;
 
 use super::tool::Tool;
 use std::{env, ffi::OsStr, path::Path, process::Stdio, time::Duration};
@@ -36,6 +38,12 @@ pub(crate) fn causeway(line: &str) -> Causeway {
 pub(crate) fn causeway_on_a_full_disk(blocks: u32) -> Causeway {
     // Without the trap the kernel's signal would end the process before it sees the error.
     let script = format!("trap '' XFSZ; ulimit -S -f {blocks}; exec \"$0\" \"$@\"");
+    Causeway::new("sh").args(["-c", &script, BINARY])
+}
+
+/// The binary, which can open at most this many files.
+pub(crate) fn causeway_with_files(most: u32) -> Causeway {
+    let script = format!("ulimit -n {most}; exec \"$0\" \"$@\"");
     Causeway::new("sh").args(["-c", &script, BINARY])
 }
 
@@ -188,6 +196,11 @@ impl Process {
     /// What it has written so far.
     pub(crate) fn written(&self) -> Output {
         self.output.borrow().clone()
+    }
+
+    /// What the system knows of it now.
+    pub(crate) fn usage(&self) -> Usage {
+        Usage::of(self.child.id().expect("the process runs"))
     }
 
     /// Sends it a signal, such as `TERM`.

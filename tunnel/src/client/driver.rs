@@ -10,7 +10,7 @@ use crate::{
     error::Ended,
     liveness::{Liveness, Verdict},
     socket::Traffic,
-    unread::{Held, Part},
+    unread::{Held, Part, WEIGH_AFTER},
     window, wire,
 };
 use bytes::Bytes;
@@ -37,8 +37,6 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 const RECENT: usize = 8;
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
-/// Streams are asked what they hold not more often than this, while bytes move.
-const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// Begins HTTP/2 on a connection whose TLS is done.
 ///

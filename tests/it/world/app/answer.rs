@@ -11,6 +11,12 @@ pub(crate) fn ok(body: &str) -> Script {
     Script::new().body().write(whole("200 OK", EMPTY, body))
 }
 
+/// 200 with these bytes.
+pub(crate) fn bytes(body: &[u8]) -> Script {
+    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+    Script::new().body().write(head).write(body)
+}
+
 /// Any status such as `404 Not Found`, with fields and body, after the request's body has been read.
 pub(crate) fn status<'a>(
     status: &str,

@@ -2,8 +2,8 @@
 //!
 //! Each site has its own directory, ports that the system chose, and dies with the test.
 
-use super::{Causeway, Process, causeway, causeway_on_a_full_disk};
-use crate::world::tool::Tool;
+use super::{Causeway, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
+use crate::world::{Metrics, tool::Tool};
 use std::{
     fs,
     net::SocketAddr,
@@ -84,6 +84,17 @@ impl Site {
     pub(crate) async fn on_a_full_disk(self, blocks: u32) -> Self {
         self.again(causeway_on_a_full_disk(blocks), &[], |_| {})
             .await
+    }
+
+    /// The same, started again with at most this many files.
+    pub(crate) async fn with_files(self, most: u32) -> Self {
+        self.again(causeway_with_files(most), &[], |_| {}).await
+    }
+
+    /// The gateway's metrics now.
+    pub(crate) async fn metrics(&self) -> Metrics {
+        let url = format!("http://{}/metrics", self.admin);
+        Metrics(Tool::curl().args([url]).run().await.ok().text())
     }
 
     async fn again(self, program: Causeway, flags: &[&str], change: impl FnOnce(&Path)) -> Self {

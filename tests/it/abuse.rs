@@ -1,0 +1,361 @@
+//! Callers that behave badly, by the hundred: what they cost they cost themselves, and nothing of it stays.
+//!
+//! Gateway and edge are processes, so that files and memory can be counted from outside. With
+//! `CAUSEWAY_TEST_FULL` each lasts as long as the promise says.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        app::{App, answer},
+        caller::{exchange, read, read_head, whole},
+        process::{Process, Site, Usage},
+        tool::need,
+        until,
+    },
+};
+use futures_util::{
+    FutureExt,
+    future::{join_all, select_all},
+};
+use hyper::Request;
+use socket2::SockRef;
+use std::time::Duration;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::{Instant, interval, sleep, timeout},
+};
+
+const FRONT: &str =
+    "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
+const GET: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+
+/// An edge keeps some idle connections to its app.
+const KEPT: usize = 64;
+/// Memory that an allocator keeps for the next crowd, in bytes.
+const ARENAS: usize = 128 << 20;
+
+/// A site under attack, and what it cost before.
+struct Siege {
+    site: Site,
+    edge: Process,
+    before: [Usage; 2],
+}
+
+impl Siege {
+    async fn of(app: &App, configuration: &str) -> Self {
+        let site = Site::with_fronts(&format!("{FRONT}\n{configuration}")).await;
+        Self::at(site, app).await
+    }
+
+    async fn at(site: Site, app: &App) -> Self {
+        let edge = site.join("edge-1", app.port()).await;
+        let mut siege = Self {
+            before: [site.gateway.usage(), edge.usage()],
+            site,
+            edge,
+        };
+        // What is made at the first request stays.
+        siege.answers().await;
+        siege.before = siege.now();
+        siege
+    }
+
+    fn now(&self) -> [Usage; 2] {
+        [self.site.gateway.usage(), self.edge.usage()]
+    }
+
+    async fn dial(&self) -> TcpStream {
+        let tcp = TcpStream::connect(&self.site.front).await.unwrap();
+        tcp.set_nodelay(true).unwrap();
+        tcp
+    }
+
+    /// An ordinary caller is served.
+    async fn answers(&self) {
+        let asked = async {
+            let mut wire = self.dial().await;
+            exchange(&mut wire, GET).await
+        };
+        let head = timeout(Duration::from_secs(10), asked).await;
+        let head = head.expect("an ordinary caller waits for more than ten seconds");
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    }
+
+    /// Everything is as it was before: streams, connections, files, threads; and it is the same tunnel.
+    async fn end(self) {
+        let metrics = async || self.site.metrics().await;
+        until("no stream and no connection is open", async || {
+            let metrics = metrics().await;
+            metrics.sum("open_streams", &[]) == 0 && metrics.sum("open_connections", &[]) == 0
+        })
+        .await;
+        until("files, threads and memory are as before", async || {
+            let both = self.now().into_iter().zip(self.before);
+            both.into_iter().all(|(now, before)| {
+                now.files <= before.files + KEPT
+                    && now.threads <= before.threads
+                    && now.memory <= before.memory + ARENAS
+            })
+        })
+        .await;
+        let metrics = metrics().await;
+        assert_eq!(
+            metrics.sum("tunnels_ended_total", &[]),
+            0,
+            "a tunnel was lost"
+        );
+        assert_eq!(metrics.sum("unread_bytes", &[]), 0);
+        self.answers().await;
+    }
+}
+
+fn rounds(few: usize, all: usize) -> usize {
+    if std::env::var_os("CAUSEWAY_TEST_FULL").is_some() {
+        all
+    } else {
+        few
+    }
+}
+
+#[tokio::test]
+async fn callers_that_are_killed_by_the_hundred_again_and_again_leave_nothing() {
+    need!("curl");
+    let app = App::http(|head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let siege = Siege::of(&app, "").await;
+    let mut each = interval(Duration::from_millis(400));
+    for _ in 0..rounds(8, 60) {
+        each.tick().await;
+        let begun = join_all((0..256).map(|_| async {
+            let mut wire = siege.dial().await;
+            let get = GET.replace(" / ", " /endless ");
+            wire.write_all(get.as_bytes()).await.unwrap();
+            wire.readable().await.unwrap();
+            wire
+        }));
+        for wire in begun.await {
+            // As the system does for a process that is killed with bytes unread.
+            SockRef::from(&wire)
+                .set_linger(Some(Duration::ZERO))
+                .unwrap();
+        }
+        siege.answers().await;
+    }
+    siege.end().await;
+}
+
+#[tokio::test]
+async fn ten_thousand_rapid_resets_end_their_own_connection_and_others_are_served() {
+    let app = App::saying("well").await;
+    let road = Road::to(&app).await;
+    let mut rapid = road.http2().connect("edge-1").await.unwrap();
+    let mut reset = 0;
+    for _ in 0..10_000 {
+        let request = Request::get(URL).body(whole("")).unwrap();
+        // Polled once, so that it is sent, and given up at once, which is a reset.
+        match rapid.open(request).now_or_never() {
+            Some(Err(_)) => break,
+            _ => reset += 1,
+        }
+        if reset % 100 == 0 {
+            tokio::task::yield_now().await;
+        }
+    }
+    assert!(reset > 20, "{reset} requests were reset");
+    let answer = timeout(Duration::from_secs(10), road.http2().get(URL)).await;
+    assert_eq!(answer.unwrap().text(), "well");
+    drop(rapid);
+    road.until_idle().await;
+    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
+}
+
+#[tokio::test]
+async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
+    need!("curl");
+    let app = App::http(|_| answer::switch("echo", b"")).await;
+    let site = Site::with_fronts(FRONT).await;
+    let edge = site.join("edge-1", app.port()).await;
+    let before = [site.gateway.usage(), edge.usage()];
+    let head =
+        "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n";
+    let mut wires = Vec::new();
+    for _ in 0..20 {
+        let more = join_all((0..50).map(|_| async {
+            let mut wire = TcpStream::connect(&site.front).await.unwrap();
+            let answer = exchange(&mut wire, head).await;
+            assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+            wire
+        }));
+        wires.extend(more.await);
+    }
+    let open = site.metrics().await.sum("open_streams", &[]);
+    assert_eq!(open, 1_000);
+    // Time itself is the subject: what is idle must not be ended.
+    sleep(Duration::from_secs(if rounds(0, 1) == 0 {
+        20
+    } else {
+        600
+    }))
+    .await;
+    for (number, wire) in wires.iter_mut().enumerate() {
+        let said = format!("{number:08}");
+        wire.write_all(said.as_bytes()).await.unwrap();
+        assert_eq!(read(wire, said.len()).await, said.as_bytes());
+    }
+    drop(wires);
+    Siege { site, edge, before }.end_idle().await;
+}
+
+impl Siege {
+    /// As [`Siege::end`], where the app answers no ordinary caller.
+    async fn end_idle(self) {
+        until("streams, connections and files are as before", async || {
+            let metrics = self.site.metrics().await;
+            let open = metrics.sum("open_streams", &[]) + metrics.sum("open_connections", &[]);
+            let both = self.now().into_iter().zip(self.before);
+            open == 0
+                && both
+                    .into_iter()
+                    .all(|(now, before)| now.files <= before.files + 8)
+        })
+        .await;
+        assert_eq!(self.site.metrics().await.sum("tunnels_ended_total", &[]), 0);
+    }
+}
+
+#[tokio::test]
+async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
+    need!("curl");
+    let app = App::http(|head| match head.method().as_str() {
+        "POST" => answer::mirror(),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let siege = Siege::of(&app, "timeouts: { header: 1s }").await;
+    let slow = join_all((0..200).map(|_| async {
+        let mut wire = siege.dial().await;
+        let mut sent = 0;
+        for byte in GET.bytes().cycle() {
+            // One byte each 100 ms: whatever is sent, it is never a whole head in time.
+            if wire.write_all(&[byte]).await.is_err() {
+                break;
+            }
+            sent += 1;
+            let ended = timeout(Duration::from_millis(100), wire.read_u8()).await;
+            if ended.is_ok() {
+                break;
+            }
+        }
+        sent
+    }));
+    let bodies = join_all((0..200).map(|_| async {
+        let mut wire = siege.dial().await;
+        let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000\r\n\r\n";
+        wire.write_all(head.as_bytes()).await.unwrap();
+        wire.write_all(b"slow").await.unwrap();
+        wire
+    }))
+    .await;
+    let begun = Instant::now();
+    let (sent, ()) = tokio::join!(timeout(Duration::from_secs(20), slow), siege.answers());
+    let sent = sent.expect("a head that trickles is ended");
+    assert!(
+        sent.iter().all(|sent| *sent < 60),
+        "{sent:?} in {:?}",
+        begun.elapsed()
+    );
+    siege.answers().await;
+    drop(bodies);
+    siege.end().await;
+}
+
+#[tokio::test]
+async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_callers_again() {
+    need!("curl");
+    let app = App::saying("well").await;
+    let site = Site::with_fronts(&format!("{FRONT}\ntimeouts: {{ header: 3s }}")).await;
+    let site = site.with_files(1024).await;
+    let siege = Siege::at(site, &app).await;
+    let mut flood = Vec::new();
+    for _ in 0..15 {
+        let more = join_all((0..100).map(|_| TcpStream::connect(&siege.site.front)));
+        flood.extend(more.await.into_iter().flatten());
+    }
+    assert_eq!(
+        flood.len(),
+        1_500,
+        "the system takes what the gateway does not"
+    );
+    let [gateway, _] = siege.now();
+    assert!(gateway.files <= 1024);
+    let metrics = siege.site.metrics().await;
+    assert_eq!(metrics.sum("tunnels", &[]), 1, "the edge is not pushed out");
+
+    // Whoever says nothing is ended, in waves, and an ordinary caller gets through in the end.
+    let from = siege.site.gateway.usage().cpu;
+    let begun = Instant::now();
+    until("an ordinary caller is served again", async || {
+        let mut wire = siege.dial().await;
+        let sent = wire.write_all(GET.as_bytes()).await;
+        let mut answer = [0; 13];
+        sent.is_ok() && wire.read_exact(&mut answer).await.is_ok() && &answer == b"HTTP/1.1 200 "
+    })
+    .await;
+    let (spent, took) = (
+        siege.site.gateway.usage().cpu.saturating_sub(from),
+        begun.elapsed(),
+    );
+    assert!(
+        spent < took / 2 + Duration::from_millis(500),
+        "busy: {spent:?} of {took:?}"
+    );
+    drop(flood);
+    siege.end().await;
+}
+
+#[tokio::test]
+async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
+    need!("curl");
+    let app = App::http(|head| match head.path().as_str() {
+        "/silence" => answer::silence(),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let site = Site::with_fronts(FRONT).await;
+    let token = site.token("--node edge-1").await;
+    let few = crate::world::process::causeway_with_files(40);
+    let mut edge = site
+        .edge_of(few, "edge-1", app.port())
+        .flag("--join", token)
+        .start();
+    edge.said("tunnel registered").await;
+    let mut silent = Vec::new();
+    for _ in 0..60 {
+        let mut wire = TcpStream::connect(&site.front).await.unwrap();
+        let get = GET.replace(" / ", " /silence ");
+        wire.write_all(get.as_bytes()).await.unwrap();
+        silent.push(wire);
+    }
+    // Those for which there was no file left have their answer, which says so.
+    let answered = silent.iter_mut().map(|wire| Box::pin(read_head(wire)));
+    let (head, ..) = timeout(Duration::from_secs(8), select_all(answered))
+        .await
+        .unwrap();
+    assert!(head.starts_with("HTTP/1.1 502 "), "{head}");
+    assert!(head.contains("target_refused"), "{head}");
+    // And so has whoever comes now, well or not.
+    let mut wire = TcpStream::connect(&site.front).await.unwrap();
+    let head = timeout(Duration::from_secs(8), exchange(&mut wire, GET)).await;
+    let head = head.expect("no answer within eight seconds");
+    assert!(head.starts_with("HTTP/1.1 "), "{head}");
+    drop((silent, wire));
+    until("it serves again", async || {
+        let mut wire = TcpStream::connect(&site.front).await.unwrap();
+        exchange(&mut wire, GET).await.starts_with("HTTP/1.1 200 ")
+    })
+    .await;
+}

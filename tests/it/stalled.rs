@@ -1,0 +1,190 @@
+//! Readers and uploads that stall: each holds up itself, and all of them hold no more than the budget.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        app::{
+            App,
+            answer::{self, pattern},
+        },
+        caller::{Wire, assert_problem, exchange},
+        until,
+    },
+};
+use causeway_edge::config::Scheme;
+use futures_util::future::join_all;
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpListener, TcpStream},
+    time::timeout,
+};
+
+const MIB: usize = 1 << 20;
+/// The least window that a stream has.
+const FLOOR: usize = 64 << 10;
+/// What one look may come late by, on a loaded machine.
+const SLACK: usize = 24 * MIB;
+
+fn many() -> usize {
+    if std::env::var_os("CAUSEWAY_TEST_FULL").is_some() {
+        2_000
+    } else {
+        200
+    }
+}
+
+fn get(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n")
+}
+
+/// Small requests and a whole download, beside whatever else there is.
+async fn others_are_served(road: &Road, whole: &[u8]) {
+    let callers = join_all((0..64).map(|_| async {
+        for _ in 0..5 {
+            let answer = road.caller().get(URL).await;
+            assert_eq!((answer.status, answer.text().as_str()), (200, "well"));
+        }
+    }));
+    let download = async {
+        let answer = road.caller().get(&format!("{URL}download")).await;
+        assert!(answer.body == whole, "the download is not what was sent");
+    };
+    let all = timeout(Duration::from_secs(60), async {
+        tokio::join!(callers, download)
+    });
+    all.await.expect("others wait for those who stall");
+}
+
+#[tokio::test]
+async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
+    let whole = Arc::new(pattern(32 * MIB));
+    let sent = whole.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        "/download" => answer::bytes(&sent),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let road = Road::to(&app).await;
+    let count = many();
+    let mut stalled = Vec::new();
+    for _ in 0..count {
+        let mut wire = road.tcp("plain").await;
+        let head = exchange(&mut wire, get("/endless")).await;
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+        stalled.push(wire);
+    }
+    others_are_served(&road, &whole).await;
+    let unread = usize::try_from(road.metrics().await.sum("unread_bytes", &[])).unwrap();
+    // Bulk has brought a second tunnel, with a budget of its own.
+    let allowed = 2 * 64 * MIB + count * FLOOR + SLACK;
+    assert!(
+        unread <= allowed,
+        "{unread} bytes unread, {allowed} allowed"
+    );
+    assert!(
+        unread > 16 * MIB,
+        "{unread} bytes unread: nobody has stalled"
+    );
+
+    drop(stalled);
+    until("nothing of it stays", async || {
+        let metrics = road.metrics().await;
+        metrics.sum("open_streams", &[]) == 0 && metrics.sum("unread_bytes", &[]) == 0
+    })
+    .await;
+    assert_eq!(
+        road.metrics()
+            .await
+            .sum("tunnels_ended_total", &[("why", "silent")]),
+        0
+    );
+}
+
+#[tokio::test]
+async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
+    let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let count = 48;
+    let mut stalled = Vec::new();
+    for _ in 0..count {
+        let mut wire = road.tcp("plain").await;
+        fill(&mut wire).await;
+        stalled.push((wire, deaf.accept().await.unwrap()));
+    }
+    let unread: usize = road
+        .edge
+        .status()
+        .tunnels
+        .iter()
+        .map(|tunnel| tunnel.unread)
+        .sum();
+    let allowed = 2 * 64 * MIB + count * FLOOR + SLACK;
+    assert!(
+        unread <= allowed,
+        "{unread} bytes unread, {allowed} allowed"
+    );
+    drop(stalled);
+    until("nothing of it stays", async || {
+        road.edge
+            .status()
+            .tunnels
+            .iter()
+            .all(|tunnel| tunnel.unread == 0)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went() {
+    let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let build = Road::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
+    let road = Road::along(build, Scheme::Http, deaf.local_addr().unwrap()).await;
+    let (mut stays, mut leaves) = (road.tcp("plain").await, road.tcp("plain").await);
+    fill(&mut stays).await;
+    fill(&mut leaves).await;
+    // With bytes of its own still on the way this is a FIN, of which nobody hears who does not read.
+    leaves.shutdown().await.unwrap();
+    let head = crate::world::caller::read_head(&mut stays).await;
+    assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
+    assert!(head.contains("target_timeout"), "{head}");
+    until("nothing is left of either", async || {
+        road.metrics().await.sum("open_streams", &[]) == 0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
+    let app = App::http(|head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let build = Road::build().config(|config| config.limits.unread = MIB / 8);
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut stalled: TcpStream = road.tcp("plain").await;
+    exchange(&mut stalled, get("/endless")).await;
+    until("the limit is reached", async || {
+        road.metrics().await.sum("unread_bytes", &[]) >= MIB as u64 / 8
+    })
+    .await;
+    let answer = road.caller().get(URL).await;
+    assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
+    drop(stalled);
+    until("callers are served again", async || {
+        road.caller().get(URL).await.status == 200
+    })
+    .await;
+}
+
+/// Uploads until nothing is taken any more.
+async fn fill(wire: &mut impl Wire) {
+    let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let chunk = vec![0; 64 << 10];
+    while let Ok(written) = timeout(Duration::from_millis(500), wire.write_all(&chunk)).await {
+        written.unwrap();
+    }
+}
