@@ -28,6 +28,8 @@ mod leaks;
 
 mod hostile;
 
+mod smuggling;
+
 mod binary;
 
 mod bad_input;
