@@ -30,6 +30,8 @@ mod hostile;
 
 mod smuggling;
 
+mod hostile_edge;
+
 mod binary;
 
 mod bad_input;

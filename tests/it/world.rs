@@ -7,6 +7,7 @@
 pub(crate) mod app;
 pub(crate) mod caller;
 pub(crate) mod edge;
+pub(crate) mod evil;
 pub(crate) mod frames;
 pub(crate) mod gateway;
 pub(crate) mod link;

@@ -9,7 +9,7 @@ mod site;
 pub(crate) use site::{Site, address_after};
 
 use super::tool::Tool;
-use std::{env, ffi::OsStr, path::Path, process::Stdio, time::Duration};
+use std::{env, ffi::OsStr, net::IpAddr, path::Path, process::Stdio, time::Duration};
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
     process::{Child, Command},
@@ -47,6 +47,19 @@ pub(crate) fn causeway_under_modes() -> Causeway {
     } else {
         Causeway::new(BINARY)
     }
+}
+
+/// The binary, for which names are asked of this server alone, at its port 53.
+pub(crate) fn causeway_asking(server: IpAddr, folder: &Path) -> Causeway {
+    let (servers, sources) = (folder.join("resolv.conf"), folder.join("nsswitch.conf"));
+    let options = "options timeout:2 attempts:2";
+    std::fs::write(&servers, format!("nameserver {server}\n{options}\n")).unwrap();
+    std::fs::write(&sources, "hosts: dns\n").unwrap();
+    let script = "mount --bind \"$1\" /etc/resolv.conf && mount --bind \"$2\" /etc/nsswitch.conf && \
+        shift 2 && exec \"$0\" \"$@\"";
+    Causeway::new("unshare")
+        .args(["--mount", "sh", "-c", script, BINARY])
+        .args([servers, sources])
 }
 
 /// Whether root runs the tests.
@@ -188,6 +201,15 @@ impl Process {
     /// What it has written so far.
     pub(crate) fn written(&self) -> Output {
         self.output.borrow().clone()
+    }
+
+    /// The most memory that it has had, in bytes.
+    pub(crate) fn memory(&self) -> u64 {
+        let id = self.child.id().expect("the process runs");
+        let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kibibytes = line.unwrap().trim().trim_end_matches(" kB");
+        kibibytes.parse::<u64>().unwrap() * 1024
     }
 
     /// Sends it a signal, such as `TERM`.
