@@ -32,6 +32,8 @@ mod smuggling;
 
 mod hostile_edge;
 
+mod hostile_names;
+
 mod binary;
 
 mod bad_input;
