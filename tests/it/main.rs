@@ -34,6 +34,8 @@ mod hostile_edge;
 
 mod hostile_names;
 
+mod tls_scan;
+
 mod binary;
 
 mod bad_input;
