@@ -85,9 +85,9 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
 /// path that no rule begins with, or for one where there is none.
 fn path<B>(request: &Request<B>) -> Result<(), Error> {
     let path = request.uri().path();
-    let (sound, rule) = match request.method() {
-        &Method::CONNECT => (path.is_empty(), "is host:port"),
-        &Method::OPTIONS if path == "*" => return Ok(()),
+    let (sound, rule) = match *request.method() {
+        Method::CONNECT => (path.is_empty(), "is host:port"),
+        Method::OPTIONS if path == "*" => return Ok(()),
         _ => (path.starts_with('/'), "begins with a slash"),
     };
     if sound {

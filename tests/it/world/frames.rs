@@ -137,7 +137,6 @@ fn length(into: &mut Vec<u8>, mut number: usize) {
 
 /// The next frame.
 pub(crate) async fn next(wire: &mut (impl Wire + ?Sized)) -> io::Result<Frame> {
-    let mut wire = wire;
     let mut head = [0; 9];
     wire.read_exact(&mut head).await?;
     let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
@@ -153,7 +152,6 @@ pub(crate) async fn next(wire: &mut (impl Wire + ?Sized)) -> io::Result<Frame> {
 
 /// Writes all of it.
 pub(crate) async fn send(wire: &mut (impl Wire + ?Sized), bytes: &[u8]) -> io::Result<()> {
-    let mut wire = wire;
     wire.write_all(bytes).await?;
     wire.flush().await
 }

@@ -36,8 +36,8 @@ const ELSEWHERE: [&str; 7] = [
 async fn refusal(world: &World, ask: Ask, target: &str) -> Refusal {
     let opened = world.open(get("/"), ask, target, true).await;
     let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
-    let word = answer.headers()[wire::FAILURE].to_str().unwrap();
-    Refusal::parse(word).unwrap()
+    let failure = answer.headers()[wire::FAILURE].to_str().unwrap();
+    Refusal::parse(failure).unwrap()
 }
 
 #[tokio::test]
