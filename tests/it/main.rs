@@ -32,6 +32,14 @@ mod stalled;
 
 mod hostile;
 
+mod smuggling;
+
+mod hostile_edge;
+
+mod hostile_names;
+
+mod tls_scan;
+
 mod binary;
 
 mod bad_input;

@@ -50,7 +50,7 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
         let answer = road.caller().get(&format!("{URL}download")).await;
         assert!(answer.body == whole, "the download is not what was sent");
     };
-    let all = timeout(Duration::from_secs(60), async {
+    let all = timeout(Duration::from_mins(1), async {
         tokio::join!(callers, download)
     });
     all.await.expect("others wait for those who stall");

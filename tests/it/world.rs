@@ -7,10 +7,13 @@
 pub(crate) mod app;
 pub(crate) mod caller;
 pub(crate) mod edge;
+pub(crate) mod evil;
+pub(crate) mod frames;
 pub(crate) mod gateway;
 pub(crate) mod link;
 pub(crate) mod log;
 pub(crate) mod process;
+pub(crate) mod recorder;
 pub(crate) mod tool;
 
 use caller::{Caller, Place};

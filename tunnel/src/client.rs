@@ -30,10 +30,13 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio_util::sync::CancellationToken;
+
+/// Interim answers of one stream at most: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
+const MOST_INTERIMS: usize = 1_000;
 
 /// What the gateway's end of a tunnel needs to know.
 #[derive(Clone, Debug)]
@@ -105,6 +108,7 @@ pub struct Opened {
 pub struct Answer {
     inner: h2::client::ResponseFuture,
     moved: Option<Moved>,
+    interims: usize,
 }
 
 impl Tunnel {
@@ -158,6 +162,7 @@ impl Tunnel {
             answer: Answer {
                 inner,
                 moved: Some(Moved::new(open)),
+                interims: 0,
             },
         })
     }
@@ -249,10 +254,21 @@ impl Answer {
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
     pub async fn interim(&mut self) -> Result<Option<Response<()>>, StreamError> {
-        poll_fn(|cx| self.inner.poll_informational(cx))
-            .await
-            .transpose()
-            .map_err(StreamError::from)
+        let interim = poll_fn(|cx| self.inner.poll_informational(cx)).await;
+        if interim.is_some() {
+            self.count()?;
+        }
+        interim.transpose().map_err(StreamError::from)
+    }
+
+    fn count(&mut self) -> Result<(), StreamError> {
+        self.interims += 1;
+        if self.interims > MOST_INTERIMS {
+            return Err(StreamError::Nonsense(
+                "interim answers without end came instead of an answer",
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -260,7 +276,12 @@ impl Future for Answer {
     type Output = Result<Response<Receive>, StreamError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let answered = std::task::ready!(self.inner.poll_unpin(cx))?;
+        // Left to itself the engine keeps each until somebody asks for the final answer, and counts none.
+        while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
+            interim?;
+            self.count()?;
+        }
+        let answered = ready!(self.inner.poll_unpin(cx))?;
         let moved = self
             .moved
             .take()

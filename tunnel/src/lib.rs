@@ -12,6 +12,7 @@ pub mod hello;
 pub mod target;
 
 pub mod client;
+mod flood;
 pub mod liveness;
 pub mod server;
 pub mod window;

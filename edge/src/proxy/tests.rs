@@ -1,5 +1,7 @@
 //! The way over a tunnel in memory, to apps on real sockets.
 
+mod hostile;
+
 use super::*;
 use crate::config::Config;
 use bytes::Bytes;

@@ -67,10 +67,34 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
             Reason::Malformed.says("the request has both Content-Length and Transfer-Encoding")
         );
     }
+    // RFC 9112 §6.1: the parser undoes one `chunked` and asks for nothing but that it is the last coding; of others
+    // the app would get the bytes without the name.
+    let mut codings = fields.get_all(TRANSFER_ENCODING).iter();
+    let first = codings.next();
+    let plain = first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
+    if !plain || codings.next().is_some() {
+        return Err(Reason::Malformed.says("a Transfer-Encoding is chunked and nothing else"));
+    }
     if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {
         return Err(Reason::Malformed.says("an HTTP/1.1 request needs a Host"));
     }
-    Ok(())
+    path(request)
+}
+
+/// RFC 9112 §3.2: an authority is the target of CONNECT alone, and `*` of OPTIONS. A policy would be asked for a
+/// path that no rule begins with, or for one where there is none.
+fn path<B>(request: &Request<B>) -> Result<(), Error> {
+    let path = request.uri().path();
+    let (sound, rule) = match *request.method() {
+        Method::CONNECT => (path.is_empty(), "is host:port"),
+        Method::OPTIONS if path == "*" => return Ok(()),
+        _ => (path.starts_with('/'), "begins with a slash"),
+    };
+    if sound {
+        return Ok(());
+    }
+    let detail = format!("the target of a {} {rule}", request.method());
+    Err(Reason::Malformed.says(detail))
 }
 
 /// What the request asks for, on a front of this kind.
@@ -197,6 +221,20 @@ mod tests {
             ),
             (&[][..], "/"),
             (&[("host", "b")][..], "http://a/"),
+            (
+                &[("host", "a"), ("transfer-encoding", "gzip, chunked")][..],
+                "/",
+            ),
+            (
+                &[
+                    ("host", "a"),
+                    ("transfer-encoding", "chunked"),
+                    ("transfer-encoding", "chunked"),
+                ][..],
+                "/",
+            ),
+            (&[("host", "a")][..], "*"),
+            (&[("host", "a:1")][..], "a:1"),
             (&[("host", "user@a")][..], "/"),
             (&[("host", "a b")][..], "/"),
         ] {

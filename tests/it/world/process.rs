@@ -11,7 +11,7 @@ pub(crate) use site::{Site, address_after};
 pub(crate) use usage::Usage;
 
 use super::tool::Tool;
-use std::{env, ffi::OsStr, path::Path, process::Stdio, time::Duration};
+use std::{env, ffi::OsStr, net::IpAddr, path::Path, process::Stdio, time::Duration};
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
     process::{Child, Command},
@@ -55,6 +55,19 @@ pub(crate) fn causeway_under_modes() -> Causeway {
     } else {
         Causeway::new(BINARY)
     }
+}
+
+/// The binary, for which names are asked of this server alone, at its port 53.
+pub(crate) fn causeway_asking(server: IpAddr, folder: &Path) -> Causeway {
+    let (servers, sources) = (folder.join("resolv.conf"), folder.join("nsswitch.conf"));
+    let options = "options timeout:2 attempts:2";
+    std::fs::write(&servers, format!("nameserver {server}\n{options}\n")).unwrap();
+    std::fs::write(&sources, "hosts: dns\n").unwrap();
+    let script = "mount --bind \"$1\" /etc/resolv.conf && mount --bind \"$2\" /etc/nsswitch.conf && \
+        shift 2 && exec \"$0\" \"$@\"";
+    Causeway::new("unshare")
+        .args(["--mount", "sh", "-c", script, BINARY])
+        .args([servers, sources])
 }
 
 /// Whether root runs the tests.

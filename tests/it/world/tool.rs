@@ -65,6 +65,8 @@ fn is_here(tool: &str) -> bool {
         }
         // netcat-traditional, which has the same name, knows neither unix sockets nor CONNECT.
         None if tool == "nc" => (tool.as_ref(), &["-h"]),
+        // To bind files of its own over the system's, in a namespace.
+        None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
     };
@@ -252,6 +254,14 @@ impl Running {
         let sent = Tool::new("sh").args(["-c", kill, "sh", name, &id]).run();
         // Boxed: `run` and `signal` would otherwise contain each other's size.
         Box::pin(sent).await.ok();
+    }
+
+    /// Waits for an end that the child comes to by itself; its input stays open.
+    pub(crate) async fn over(mut self) -> Ran {
+        let input = self.stdin.take();
+        let ran = self.finish().await;
+        drop(input);
+        ran
     }
 
     /// Waits for the child's end, closing its input; the output is what no `line` has taken.

@@ -8,6 +8,7 @@
 use super::{Settings, Shared, Tunnel, turn::Turn};
 use crate::{
     error::Ended,
+    flood::Guarded,
     liveness::{Liveness, Verdict},
     socket::Traffic,
     unread::{Held, Part, WEIGH_AFTER},
@@ -62,7 +63,7 @@ where
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
         .enable_push(false)
-        .handshake(io)
+        .handshake(Guarded::new(io))
         .await
         .map_err(|error| Ended::of(Err(error)))?;
     let ping_pong = connection
@@ -123,7 +124,7 @@ enum Air {
 /// The task that owns a tunnel's connection on the gateway's side.
 #[derive(Debug)]
 pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
-    connection: h2::client::Connection<S, Bytes>,
+    connection: h2::client::Connection<Guarded<S>, Bytes>,
     ping_pong: PingPong,
     shared: Arc<Shared>,
     traffic: Arc<Traffic>,

@@ -12,7 +12,7 @@ use super::{
 use crate::state::{Admitted, registry::Replaced};
 use causeway_certs::{NodeName, PeerRefused};
 use causeway_tunnel::{
-    Ended,
+    Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
     wire,
 };
@@ -49,7 +49,11 @@ impl End {
             Self::Left(_) => "left",
             Self::Dismissed(why, _) => why.word(),
             Self::Control(ControlError::TooSlow(_)) => "hello_timeout",
-            Self::Control(ControlError::TooLong | ControlError::Malformed(_)) => "malformed",
+            Self::Control(
+                ControlError::TooLong
+                | ControlError::Malformed(_)
+                | ControlError::Stream(StreamError::Nonsense(_)),
+            ) => "malformed",
             Self::Control(ControlError::Stream(_) | ControlError::Closed) => "control_lost",
         }
     }
@@ -84,7 +88,11 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
             (node, end)
         }
         Err((name, end)) => {
-            link.close().await;
+            let end = match (end, link.close().await) {
+                // An edge that broke the protocol did not just hang up.
+                (End::Control(_), Ended::Failed(why)) => End::Tunnel(Ended::Failed(why)),
+                (end, _) => end,
+            };
             admission.metrics.registration(end.word());
             return end.log_refusal(&name, from);
         }

@@ -11,6 +11,8 @@ pub(crate) struct Usage {
     pub(crate) threads: usize,
     /// Resident memory, in bytes.
     pub(crate) memory: usize,
+    /// The most resident memory that it has had, in bytes.
+    pub(crate) peak: usize,
     /// CPU time so far.
     pub(crate) cpu: Duration,
 }
@@ -32,6 +34,7 @@ impl Usage {
             files: fs::read_dir(format!("/proc/{id}/fd")).unwrap().count(),
             threads: number("Threads:"),
             memory: number("VmRSS:") * 1024,
+            peak: number("VmHWM:") * 1024,
             cpu: Duration::from_millis(ticks * 10),
         }
     }

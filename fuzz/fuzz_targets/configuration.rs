@@ -1,0 +1,32 @@
+//! Configuration: text, then a tree with places, then what a gateway or an edge makes of it, with all its faults.
+
+#![no_main]
+
+use causeway_config::Validate;
+use libfuzzer_sys::fuzz_target;
+
+// The binary has no library: its reader is compiled in here.
+#[allow(dead_code, reason = "the binary uses more of it")]
+#[path = "../../src/settings/path.rs"]
+mod path;
+#[allow(dead_code, reason = "the binary uses more of it")]
+#[path = "../../src/settings/yaml.rs"]
+mod yaml;
+
+fuzz_target!(|text: &str| {
+    let document = yaml::parse(text);
+    // To YAML a CR alone ends a line as well.
+    let lines = text.split(['\n', '\r']).count() + 1;
+    for spots in document.spots.values() {
+        assert!(
+            spots.key.line <= lines && spots.value.line <= lines,
+            "{spots:?}"
+        );
+    }
+    if let Ok(config) = serde_json::from_value::<causeway_gateway::Config>(document.value.clone()) {
+        let _ = (config.validate(), format!("{config:?}"));
+    }
+    if let Ok(config) = serde_json::from_value::<causeway_edge::Config>(document.value) {
+        let _ = (config.validate(), format!("{config:?}"));
+    }
+});

@@ -1,0 +1,21 @@
+//! Join tokens, and files of callers' tokens.
+
+#![no_main]
+
+use causeway_certs::{CallerTokens, JoinToken};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|text: &str| {
+    if let Ok(token) = JoinToken::parse(text) {
+        let said = token.text();
+        assert_eq!(said.expose(), text.trim(), "a token has one spelling");
+        assert!(!token.to_string().contains(said.expose()));
+        // What is written into a log shows no secret.
+        let secret = said.expose().split('.').nth(2).unwrap_or_default();
+        assert!(!format!("{token:?}").contains(secret));
+    }
+    if let Ok(tokens) = CallerTokens::parse(text) {
+        assert!(tokens.len() <= text.lines().count());
+        assert!(tokens.lookup(text).is_none(), "a hash is no token");
+    }
+});

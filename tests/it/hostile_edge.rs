@@ -1,0 +1,346 @@
+//! An edge with a valid certificate that means harm: it ends its own tunnel, and nobody else's.
+//!
+//! The gateway is the built binary, since its memory is measured. Each test floods or lies in one way; meanwhile
+//! another node goes on being served, the reason is in the gateway's log, and its memory has not grown by
+//! more than what a tunnel may have unread.
+
+use crate::world::{
+    app::App,
+    evil::{self, CONTROL, Evil},
+    frames::{
+        self, CONTINUATION, DATA, END_HEADERS, HEADERS, PING, RST_STREAM, STATUS_200,
+        WINDOW_UPDATE, frame,
+    },
+    process::{Process, Site},
+    tool::{Ran, need},
+    until,
+};
+use tokio::task::JoinSet;
+
+/// By how much the gateway may grow, in bytes: what one tunnel's streams may have unread (`tunnel.memory`), and
+/// as much again for all else.
+const GROWTH: usize = 128 << 20;
+
+/// 103 without more.
+const EARLY: &[u8] = &[0x08, 3, b'1', b'0', b'3'];
+
+struct Ground {
+    site: Site,
+    before: usize,
+    _good: Process,
+    _app: App,
+}
+
+impl Ground {
+    async fn new() -> Self {
+        Self::with("").await
+    }
+
+    async fn with(configuration: &str) -> Self {
+        let app = App::saying("it").await;
+        let site = Site::with(configuration).await.restart(evil::enrol).await;
+        let good = site.join("edge-1", app.port()).await;
+        let ground = Self {
+            before: site.gateway.usage().peak,
+            site,
+            _good: good,
+            _app: app,
+        };
+        ground.serves().await;
+        ground
+    }
+
+    /// Another node's request is answered.
+    async fn serves(&self) {
+        let ran = self.site.curl("edge-1", "").args(["--max-time", "10"]);
+        assert_eq!(ran.run().await.ok().text(), "it");
+    }
+
+    /// Runs the attack while the other node serves; then looks for the reason, and at the memory.
+    async fn bears(&mut self, attack: impl Future<Output = ()>, reason: &str) {
+        let served = async {
+            for _ in 0..3 {
+                self.serves().await;
+            }
+        };
+        tokio::join!(attack, served);
+        self.says(reason).await;
+        self.serves().await;
+        let grown = self.site.gateway.usage().peak.saturating_sub(self.before);
+        assert!(grown < GROWTH, "{} MiB", grown >> 20);
+    }
+
+    async fn says(&mut self, reason: &str) {
+        let ended = |line: &str| line.contains(evil::NODE) && line.contains(reason);
+        self.site.gateway.line(reason, ended).await;
+    }
+
+    /// A caller of the hostile node, and the stream that the gateway opens for it.
+    async fn called(&self, evil: &mut Evil) -> (JoinSet<Ran>, u32) {
+        let mut calling = JoinSet::new();
+        let curl = self.site.curl(evil::NODE, "").args(["--max-time", "30"]);
+        calling.spawn(curl.run());
+        (calling, evil.stream().await)
+    }
+}
+
+#[tokio::test]
+async fn a_flood_of_pings_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let evil = Evil::registered(&ground.site).await;
+    let flood = evil.flood(frame(PING, 0, 0, &[7; 8]));
+    Box::pin(ground.bears(flood, "floods its tunnel with PING")).await;
+}
+
+#[tokio::test]
+async fn a_flood_whose_answers_are_never_read_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground =
+        Ground::with("tunnel: { ping_after: 300ms, ping_timeout: 600ms, close_after: 1s }").await;
+    let evil = Evil::registered(&ground.site).await;
+    let flood = evil.flood_deaf(frame(PING, 0, 0, &[7; 8]));
+    Box::pin(ground.bears(flood, "disconnected: ")).await;
+}
+
+#[tokio::test]
+async fn a_flood_of_settings_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let evil = Evil::registered(&ground.site).await;
+    let flood = evil.flood(frames::settings(&[(4, 65_535)]));
+    Box::pin(ground.bears(flood, "floods its tunnel with SETTINGS")).await;
+}
+
+#[tokio::test]
+async fn a_flood_of_resets_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (mut calling, stream) = ground.called(&mut evil).await;
+    let flood = evil.flood(frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]));
+    Box::pin(ground.bears(flood, "floods its tunnel with RST_STREAM")).await;
+    let ran = calling.join_next().await.unwrap().unwrap();
+    assert!(ran.text().contains("\"status\":502"), "{ran:?}");
+}
+
+#[tokio::test]
+async fn a_flood_of_continuations_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_calling, stream) = ground.called(&mut evil).await;
+    evil.send(&frame(HEADERS, 0, stream, STATUS_200))
+        .await
+        .unwrap();
+    let flood = evil.flood(frame(
+        CONTINUATION,
+        0,
+        stream,
+        &frames::fields(&[("a", "b")]),
+    ));
+    Box::pin(ground.bears(flood, "too_many_continuations")).await;
+}
+
+#[tokio::test]
+async fn a_field_list_without_measure_is_not_kept() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_calling, stream) = ground.called(&mut evil).await;
+    evil.send(&frame(HEADERS, 0, stream, STATUS_200))
+        .await
+        .unwrap();
+    let list = frames::fields(&[("a", vec![b'b'; 16_000])]);
+    let flood = evil.flood(frame(CONTINUATION, 0, stream, &list));
+    Box::pin(ground.bears(flood, "disconnected: ")).await;
+}
+
+#[tokio::test]
+async fn a_flood_of_windows_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_calling, stream) = ground.called(&mut evil).await;
+    let flood = evil.flood(frame(WINDOW_UPDATE, 0, stream, &[0, 0, 0, 1]));
+    Box::pin(ground.bears(flood, "floods its tunnel with WINDOW_UPDATE")).await;
+}
+
+#[tokio::test]
+async fn a_flood_of_frames_that_say_nothing_ends_its_own_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let evil = Evil::registered(&ground.site).await;
+    let flood = evil.flood(frame(0x77, 0, 0, &[]));
+    Box::pin(ground.bears(flood, "floods its tunnel with frames of rare kinds")).await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_calling, stream) = ground.called(&mut evil).await;
+    evil.send(&frame(HEADERS, END_HEADERS, stream, STATUS_200))
+        .await
+        .unwrap();
+    let flood = evil.flood(frame(DATA, 0, stream, &[]));
+    Box::pin(ground.bears(flood, "excessive load")).await;
+}
+
+#[tokio::test]
+async fn interim_answers_without_end_fail_their_stream_and_then_their_tunnel() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (mut calling, stream) = ground.called(&mut evil).await;
+    let flood = evil.flood(frame(HEADERS, END_HEADERS, stream, EARLY));
+    Box::pin(ground.bears(flood, "floods its tunnel with HEADERS")).await;
+    let ran = calling.join_next().await.unwrap().unwrap();
+    assert!(
+        ran.text().contains("interim answers without end"),
+        "{ran:?}"
+    );
+}
+
+/// What it is, its bytes, and a word of the reason that the log must give.
+type Lie = (&'static str, Vec<u8>, &'static str);
+
+fn out_of_bounds() -> Vec<Lie> {
+    let whole = &0x7fff_ffff_u32.to_be_bytes();
+    vec![
+        (
+            "a window beyond its most",
+            frame(WINDOW_UPDATE, 0, 0, whole).repeat(2),
+            "flow-control",
+        ),
+        (
+            "a window of the control stream beyond its most",
+            frame(WINDOW_UPDATE, 0, CONTROL, whole).repeat(2),
+            "",
+        ),
+        (
+            "a window that grows by nothing",
+            frame(WINDOW_UPDATE, 0, 0, &[0; 4]),
+            "protocol",
+        ),
+        (
+            "a first window beyond its most",
+            frames::settings(&[(4, u32::MAX)]),
+            "protocol",
+        ),
+        (
+            "a frame size below the least",
+            frames::settings(&[(5, 1)]),
+            "protocol",
+        ),
+        (
+            "a frame larger than was agreed",
+            frame(DATA, 0, CONTROL, &vec![0; 70_000]),
+            "frame with invalid size",
+        ),
+        (
+            "bytes beyond the window",
+            frame(DATA, 0, CONTROL, &vec![b'x'; 60_000]).repeat(4_000),
+            "",
+        ),
+    ]
+}
+
+fn out_of_place() -> Vec<Lie> {
+    vec![
+        (
+            "an answer to a stream it was not given",
+            frame(HEADERS, END_HEADERS, 99, STATUS_200),
+            "protocol",
+        ),
+        (
+            "bytes of a stream it was not given",
+            frame(DATA, 0, 99, b"x"),
+            "protocol",
+        ),
+        (
+            "a reset of a stream it was not given",
+            frame(RST_STREAM, 0, 99, &[0; 4]),
+            "protocol",
+        ),
+        (
+            "a stream of its own",
+            frame(HEADERS, END_HEADERS, 2, STATUS_200),
+            "protocol",
+        ),
+        (
+            "a push",
+            frame(5, END_HEADERS, CONTROL, &[0, 0, 0, 2, 0x82]),
+            "protocol",
+        ),
+        (
+            "an end to fields that never began",
+            frame(CONTINUATION, END_HEADERS, CONTROL, &[]),
+            "protocol",
+        ),
+        (
+            "fields that are no HPACK",
+            frame(HEADERS, END_HEADERS, CONTROL, &[0xff; 9]),
+            "",
+        ),
+        (
+            "no HTTP/2 at all",
+            b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(),
+            "frame with invalid size",
+        ),
+    ]
+}
+
+#[tokio::test]
+async fn what_the_protocol_forbids_ends_its_own_tunnel_with_the_reason() {
+    need!("curl");
+    let mut ground = Ground::new().await;
+    let lies = [out_of_bounds(), out_of_place()].concat();
+    for (number, (what, bytes, reason)) in lies.iter().enumerate() {
+        let mut evil = Evil::registered(&ground.site).await;
+        // The gateway may hang up before it has taken everything.
+        let _ = evil.send(bytes).await;
+        evil.ended().await;
+        let mut last = String::new();
+        until(what, async || {
+            let written = ground.site.gateway.written();
+            let all = format!("{}{}", written.stdout, written.stderr);
+            let ended: Vec<&str> = all
+                .lines()
+                .filter(|line| line.contains("evil disconnected"))
+                .collect();
+            last = ended.last().copied().unwrap_or_default().to_owned();
+            ended.len() > number
+        })
+        .await;
+        assert!(last.contains(reason), "{what}: {last}");
+    }
+    Box::pin(ground.bears(async {}, "disconnected")).await;
+}
+
+#[tokio::test]
+async fn a_hello_without_end_is_cut_short() {
+    need!("curl");
+    let mut ground = Ground::with("tunnel: { hello_timeout: 2s }").await;
+    let mut evil = Evil::greeted(&ground.site).await;
+    let head = frame(HEADERS, END_HEADERS, CONTROL, STATUS_200);
+    let part = frame(DATA, 0, CONTROL, &[b'x'; 16_000]);
+    // Somewhat more than a line may have, and then the rest of a gibibyte.
+    evil.send(&[head, part.repeat(5)].concat()).await.unwrap();
+    ground.says("longer than 65536 bytes").await;
+    Box::pin(ground.bears(evil.flood(part.clone()), "longer than 65536 bytes")).await;
+}
+
+#[tokio::test]
+async fn a_hello_that_never_comes_is_not_waited_for() {
+    need!("curl");
+    let mut ground = Ground::with("tunnel: { hello_timeout: 500ms }").await;
+    for answered in [false, true] {
+        let mut evil = Evil::greeted(&ground.site).await;
+        if answered {
+            evil.send(&frame(HEADERS, END_HEADERS, CONTROL, STATUS_200))
+                .await
+                .unwrap();
+        }
+        Box::pin(ground.bears(evil.ended(), "no answer to the hello within 500ms")).await;
+    }
+    // Not even an answer's head, but a thousand promises of one.
+    let evil = Evil::greeted(&ground.site).await;
+    let flood = evil.flood(frame(HEADERS, END_HEADERS, CONTROL, EARLY));
+    Box::pin(ground.bears(flood, "interim answers without end")).await;
+}

@@ -1,0 +1,231 @@
+//! Requests that two readers could take for different ones: what they come to, and that nothing else arrives.
+//!
+//! The cases are data (`tests/fixtures/hostile`, one file for each protocol). Each is sent over a connection of
+//! its own to a real front, and behind it, where that is still open, an ordinary request whose head a leftover
+//! byte would spoil. Then three records must agree: what the caller was answered, what the policy was asked,
+//! and what an app that reads as strictly as the RFC allows has got (`world::recorder`).
+
+mod http1;
+mod http2;
+
+use crate::{
+    road::Road,
+    world::{
+        app::{App, Script},
+        recorder::{Arrived, Recorder},
+    },
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::proxy::authorize::{Ask, Authorize, Verdict};
+use serde::{Deserialize, de::DeserializeOwned};
+use std::{
+    fmt::Write as _,
+    path::Path,
+    sync::{Arc, Mutex},
+};
+
+/// The path of the ordinary request.
+const AFTER: &str = "/after";
+/// The path of a request whose body breaks off: it never comes to its end.
+const BROKEN: &str = "/broken";
+
+/// What must come of a case.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Expect {
+    /// This answer to the first request.
+    status: Option<u16>,
+    /// On HTTP/2 instead of an answer: `reset` or `goaway`; on HTTP/1.1: `closed`.
+    end: Option<String>,
+    /// What reaches the app, in order.
+    requests: Vec<Wanted>,
+    /// The connection takes no further request.
+    closes: bool,
+}
+
+/// A request as the app must get it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    /// Method and target.
+    line: String,
+    #[serde(default = "host")]
+    host: String,
+    /// Bytes as characters; none: the body never came to its end.
+    #[serde(default = "whole")]
+    body: Option<String>,
+    /// Values of fields, in order.
+    #[serde(default)]
+    fields: Vec<(String, Vec<String>)>,
+    #[serde(default)]
+    absent: Vec<String>,
+}
+
+fn host() -> String {
+    "edge-1:9100".into()
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "serde wants the field's type")]
+fn whole() -> Option<String> {
+    Some(String::new())
+}
+
+/// How a connection went, as its caller saw it.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    first: First,
+    /// Whether the ordinary request behind it was answered, by 200.
+    after: bool,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum First {
+    Status(u16),
+    Ended(&'static str),
+}
+
+/// What the policy was asked about port 9100 of edge-1, which is all that an app may get: method and path.
+#[derive(Clone, Debug, Default)]
+struct Judge(Arc<Mutex<Vec<(String, String)>>>);
+
+impl Authorize for Judge {
+    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+        let place = (ask.route.node.as_str(), ask.route.target.port);
+        if place == ("edge-1", 9100) {
+            let judged = (ask.method.to_string(), ask.path.to_owned());
+            self.0.lock().unwrap().push(judged);
+        }
+        Verdict::Allow
+    }
+}
+
+/// Gateway, edge and app, and their records.
+struct Ground {
+    road: Road,
+    app: Recorder,
+    judge: Judge,
+}
+
+impl Ground {
+    async fn new() -> Self {
+        let (app, judge) = (Recorder::start().await, Judge::default());
+        let build = Road::build().authorizer(judge.clone());
+        let road = Road::along(build, Scheme::Http, app.address()).await;
+        Self { road, app, judge }
+    }
+
+    /// Compares the records with what was expected; the faults.
+    async fn check(&self, expect: &Expect, seen: &Seen) -> Result<(), String> {
+        self.road.until_idle().await;
+        let mut judged = std::mem::take(&mut *self.judge.0.lock().unwrap());
+        let mut arrived = self.app.take().into_iter().collect::<Result<Vec<_>, _>>()?;
+        // How much of a request that breaks off an app has seen is a matter of time, but never its end.
+        arrived.retain(|request| request.body.is_some() || request.target != BROKEN);
+        judged.retain(|(_, path)| path != BROKEN);
+        let mut faults = String::new();
+        let mut say = |what: &str, found: &dyn std::fmt::Debug| {
+            writeln!(faults, "    {what}: {found:?}").unwrap();
+        };
+        let first = match (&expect.end, expect.status) {
+            (Some(end), _) => seen.first == First::Ended(end.clone().leak()),
+            (None, status) => seen.first == First::Status(status.unwrap_or(200)),
+        };
+        if !first {
+            say("the caller saw", seen);
+        }
+        if expect.closes == seen.after {
+            say("behind it", seen);
+        }
+        let asked = arrived.iter().map(|request| {
+            let path = request.target.split('?').next().unwrap_or_default();
+            (request.method.clone(), path.to_owned())
+        });
+        if asked.collect::<Vec<_>>() != judged {
+            say("the policy was asked for", &judged);
+        }
+        if seen.after && arrived.pop().is_none_or(|last| last.target != AFTER) {
+            say("the last request is not the ordinary one", &arrived);
+        }
+        let same = arrived.len() == expect.requests.len()
+            && arrived
+                .iter()
+                .zip(&expect.requests)
+                .all(|(got, want)| want.is(got));
+        if !same {
+            say("the app got", &arrived);
+        }
+        if faults.is_empty() {
+            Ok(())
+        } else {
+            Err(faults)
+        }
+    }
+}
+
+impl Wanted {
+    fn is(&self, got: &Arrived) -> bool {
+        let named = |(name, values): &(String, Vec<String>)| got.values(name) == *values;
+        self.line == format!("{} {}", got.method, got.target)
+            && got.values("host") == [&self.host]
+            && got.body == self.body
+            && self.fields.iter().all(named)
+            && self.absent.iter().all(|name| got.values(name).is_empty())
+    }
+}
+
+/// The cases of a file.
+fn cases<C: DeserializeOwned>(file: &str) -> Vec<C> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hostile");
+    let text = std::fs::read_to_string(folder.join(file)).unwrap();
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{file}: {error}"))
+}
+
+/// Characters as bytes of the same number.
+fn bytes(text: &str) -> Vec<u8> {
+    let byte = |c| u8::try_from(c).expect("a case has bytes only, as characters up to U+00FF");
+    text.chars().map(byte).collect()
+}
+
+/// Fails with all faults at once.
+fn report(name: &str, at_least: usize, played: usize, faults: &[String]) {
+    assert!(faults.is_empty(), "{name}:\n{}", faults.join("\n"));
+    assert!(played >= at_least, "{played} of {at_least} cases of {name}");
+}
+
+#[tokio::test]
+async fn what_a_connect_says_leads_to_one_target_or_nowhere() {
+    /// A CONNECT, and what its session brings the app.
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Case {
+        name: String,
+        send: String,
+        status: u16,
+        #[serde(default)]
+        session: Option<String>,
+    }
+    let app = App::tcp(Script::new().read_to_end().close()).await;
+    let judge = Judge::default();
+    let build = Road::build().authorizer(judge.clone());
+    let road = Road::along(build, Scheme::Tcp, app.address()).await;
+    let (mut faults, mut sessions) = (Vec::new(), 0);
+    let cases = cases::<Case>("connect.json");
+    for case in &cases {
+        let status = http1::connect(&road, &bytes(&case.send)).await;
+        sessions += usize::from(case.session.is_some());
+        if status != case.status || app.connections() != sessions {
+            faults.push(format!("  {}: {status}", case.name));
+            sessions = app.connections();
+        } else if let Some(session) = &case.session
+            && app.body().await != bytes(session)
+        {
+            faults.push(format!("  {}: another session", case.name));
+        }
+        let judged = std::mem::take(&mut *judge.0.lock().unwrap());
+        let wanted = [("CONNECT".to_owned(), String::new())];
+        if judged != wanted[..usize::from(case.session.is_some())] {
+            faults.push(format!("  {}: judged {judged:?}", case.name));
+        }
+    }
+    report("connect", 15, cases.len(), &faults);
+}

@@ -1,0 +1,134 @@
+//! Cases of HTTP/1.1: bytes in, answers out.
+
+use super::{AFTER, Expect, First, Ground, Seen, bytes, cases, report};
+use crate::{
+    road::Road,
+    world::{GATEWAY_NAME, PATIENCE, caller::Wire},
+};
+use serde::Deserialize;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    time::timeout,
+};
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Case {
+    name: String,
+    /// Bytes as characters.
+    send: String,
+    /// Added this many times where `send` says `{many}`.
+    #[serde(default)]
+    many: Option<(String, usize)>,
+    /// Where the two fronts differ: a front's name.
+    #[serde(default)]
+    only: Option<String>,
+    expect: Expect,
+}
+
+impl Case {
+    fn bytes(&self) -> Vec<u8> {
+        let many = self.many.as_ref();
+        let many = many.map_or_else(String::new, |(text, times)| text.repeat(*times));
+        bytes(&self.send.replace("{many}", &many))
+    }
+}
+
+#[tokio::test]
+async fn bytes_that_two_parsers_read_differently_are_refused_or_one_request() {
+    let ground = Ground::new().await;
+    let cases = cases::<Case>("http1.json");
+    let mut faults = Vec::new();
+    for front in ["https", "plain"] {
+        for case in &cases {
+            if case.only.as_ref().is_some_and(|only| only != front) {
+                continue;
+            }
+            let mut wire: Box<dyn Wire> = match front {
+                "https" => Box::new(ground.road.tls().await),
+                _ => Box::new(ground.road.tcp(front).await),
+            };
+            let seen = play(&mut *wire, case).await;
+            drop(wire);
+            if let Err(fault) = ground.check(&case.expect, &seen).await {
+                faults.push(format!("  {front}, {}:\n{fault}", case.name));
+            }
+        }
+    }
+    report("http1", 90, cases.len(), &faults);
+}
+
+async fn play(wire: &mut dyn Wire, case: &Case) -> Seen {
+    let sent = case.bytes();
+    // A front may close before it has taken everything.
+    let _ = wire.write_all(&sent).await;
+    let _ = wire.flush().await;
+    let mut first = First::Ended("closed");
+    let head = sent.starts_with(b"HEAD ");
+    for _ in 0..case.expect.requests.len().max(1) {
+        match answer(wire, head).await {
+            Some(status) => first = First::Status(status),
+            None => {
+                return Seen {
+                    first,
+                    after: false,
+                };
+            }
+        }
+    }
+    let after = format!("GET {AFTER} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n");
+    let _ = wire.write_all(after.as_bytes()).await;
+    let _ = wire.flush().await;
+    let after = answer(wire, false).await;
+    let more = answer(wire, false).await;
+    assert_eq!(more, None, "an answer that nobody asked for: {}", case.name);
+    let served = after == Some(200);
+    assert!(served || after.is_none(), "behind {}: {after:?}", case.name);
+    Seen {
+        first,
+        after: served,
+    }
+}
+
+/// The status of the next final answer, which has a length.
+async fn answer(wire: &mut dyn Wire, head_only: bool) -> Option<u16> {
+    let read = async {
+        loop {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(wire.read_u8().await.ok()?);
+            }
+            let head = String::from_utf8(head).unwrap().to_lowercase();
+            let status: u16 = head.split(' ').nth(1).unwrap().parse().unwrap();
+            let length = head.split("content-length: ").nth(1);
+            let length = length.map_or("0", |rest| rest.lines().next().unwrap());
+            let length = if head_only {
+                0
+            } else {
+                length.parse().unwrap()
+            };
+            wire.read_exact(&mut vec![0; length]).await.ok()?;
+            if status >= 200 {
+                return Some(status);
+            }
+        }
+    };
+    timeout(PATIENCE, read).await.expect("an answer or an end")
+}
+
+/// Sends a CONNECT and ends the session that may come of it; the answer's status.
+pub(super) async fn connect(road: &Road, sent: &[u8]) -> u16 {
+    let caller = road.caller_at("connect");
+    let mut wire = caller
+        .tls_stream(GATEWAY_NAME, &["http/1.1"])
+        .await
+        .unwrap();
+    wire.write_all(sent).await.unwrap();
+    wire.flush().await.unwrap();
+    let Some(status) = answer(&mut wire, false).await else {
+        return 0;
+    };
+    let _ = wire.shutdown().await;
+    let _ = timeout(PATIENCE, wire.read_to_end(&mut Vec::new())).await;
+    status
+}

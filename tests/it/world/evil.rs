@@ -1,0 +1,162 @@
+//! An edge that means harm: a valid certificate, and frames of its own making (`world::frames`).
+//!
+//! It dials the tunnel port of a `Site`, where its node is enrolled, and says as much of a tunnel's protocol as a
+//! test needs to get to the point.
+
+use super::{
+    LIFE, PATIENCE,
+    frames::{self, DATA, END_HEADERS, Frame, HEADERS, PREFACE, SETTINGS, STATUS_200},
+    process::Site,
+};
+use causeway_certs::{
+    Access, CsrKey, EdgeIdentity, EdgeKey, NodeName, NodeRecord, Store, install_provider, verify,
+};
+use rustls::pki_types::ServerName;
+use std::{io, path::Path};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf},
+    net::TcpStream,
+    task::JoinSet,
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// The node that it is.
+pub(crate) const NODE: &str = "evil";
+
+/// The stream that a gateway opens first.
+pub(crate) const CONTROL: u32 = 1;
+
+/// Enters its node at a gateway that is about to start.
+pub(crate) fn enrol(data: &Path) {
+    let nodes = Store::open(data, Access::Existing).unwrap().nodes();
+    let record = NodeRecord {
+        node: NodeName::parse(NODE).unwrap(),
+        addresses: Vec::new(),
+        pool: None,
+        enrolled_at: 0,
+        serial: String::new(),
+    };
+    nodes.put(record).unwrap();
+}
+
+fn identity(data: &Path) -> EdgeIdentity {
+    let ca = Store::open(data, Access::Existing).unwrap().ca();
+    let ca = ca.unwrap().unwrap();
+    let key = EdgeKey::generate().unwrap();
+    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let node = NodeName::parse(NODE).unwrap();
+    let issued = ca.issue_edge(&csr, &node, LIFE).unwrap();
+    EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+}
+
+/// One tunnel of it.
+pub(crate) struct Evil {
+    read: ReadHalf<TlsStream<TcpStream>>,
+    write: WriteHalf<TlsStream<TcpStream>>,
+}
+
+impl Evil {
+    /// TLS and SETTINGS: the control stream is open, and the gateway's hello unanswered.
+    pub(crate) async fn greeted(site: &Site) -> Self {
+        install_provider();
+        let config = verify::tunnel_client(&identity(&site.data())).unwrap();
+        let tcp = TcpStream::connect(&site.tunnel).await.unwrap();
+        let name = ServerName::try_from("127.0.0.1").unwrap();
+        let io = TlsConnector::from(config).connect(name, tcp).await.unwrap();
+        let (read, write) = tokio::io::split(io);
+        let mut evil = Self { read, write };
+        let mut preface = [0; PREFACE.len()];
+        evil.read.read_exact(&mut preface).await.unwrap();
+        evil.send(&frames::settings(&[])).await.unwrap();
+        evil.send(&frames::frame(SETTINGS, frames::ACK, 0, &[]))
+            .await
+            .unwrap();
+        evil.until(|frame| frame.kind == HEADERS).await;
+        evil
+    }
+
+    /// A tunnel that is registered: what comes next are callers' streams.
+    pub(crate) async fn registered(site: &Site) -> Self {
+        let mut evil = Self::greeted(site).await;
+        evil.send(&frames::frame(HEADERS, END_HEADERS, CONTROL, STATUS_200))
+            .await
+            .unwrap();
+        let welcome = serde_json::json!({
+            "type": "welcome", "protocol": causeway_tunnel::wire::VERSION, "version": "0",
+            "instance": format!("{:p}", &raw const evil), "started": u64::MAX >> 1, "slot": 0,
+        });
+        let line = format!("{welcome}\n");
+        evil.send(&frames::frame(DATA, 0, CONTROL, line.as_bytes()))
+            .await
+            .unwrap();
+        let said = |frame: &Frame| {
+            let text = String::from_utf8_lossy(&frame.payload);
+            frame.kind == DATA && text.contains("registered")
+        };
+        evil.until(said).await;
+        evil
+    }
+
+    /// Writes; an error is the end of the tunnel.
+    pub(crate) async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.write.write_all(bytes).await?;
+        self.write.flush().await
+    }
+
+    /// Reads to a frame.
+    pub(crate) async fn until(&mut self, wanted: impl Fn(&Frame) -> bool) -> Frame {
+        let reading = async {
+            loop {
+                let mut head = [0; 9];
+                self.read.read_exact(&mut head).await.unwrap();
+                let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+                let mut payload = vec![0; usize::try_from(length).unwrap()];
+                self.read.read_exact(&mut payload).await.unwrap();
+                let frame = Frame {
+                    kind: head[3],
+                    flags: head[4],
+                    stream: u32::from_be_bytes([head[5], head[6], head[7], head[8]]),
+                    payload,
+                };
+                if wanted(&frame) {
+                    return frame;
+                }
+            }
+        };
+        timeout(PATIENCE, reading).await.expect("the frame comes")
+    }
+
+    /// The next stream of a caller.
+    pub(crate) async fn stream(&mut self) -> u32 {
+        self.until(|frame| frame.kind == HEADERS).await.stream
+    }
+
+    /// Writes this again and again, and reads whatever comes, until the gateway ends the tunnel.
+    pub(crate) async fn flood(self, bytes: Vec<u8>) {
+        let (mut read, mut write) = (self.read, self.write);
+        let mut reading = JoinSet::new();
+        reading.spawn(async move { tokio::io::copy(&mut read, &mut tokio::io::sink()).await });
+        let many = bytes.repeat((16 * 1024 / bytes.len()).max(1));
+        let writing = async { while write.write_all(&many).await.is_ok() {} };
+        let ended = timeout(PATIENCE, writing).await;
+        ended.expect("a flood ends its tunnel");
+    }
+
+    /// The same, without reading a byte of what is answered.
+    pub(crate) async fn flood_deaf(mut self, bytes: Vec<u8>) {
+        let many = bytes.repeat((16 * 1024 / bytes.len()).max(1));
+        let writing = async { while self.write.write_all(&many).await.is_ok() {} };
+        let ended = timeout(PATIENCE, writing).await;
+        ended.expect("a flood ends its tunnel");
+    }
+
+    /// Waits until the gateway has ended the tunnel.
+    pub(crate) async fn ended(mut self) {
+        let mut nowhere = tokio::io::sink();
+        let reading = tokio::io::copy(&mut self.read, &mut nowhere);
+        let ended = timeout(PATIENCE, reading).await;
+        // With a reset or without: it is over.
+        let _ = ended.expect("the gateway ends the tunnel");
+    }
+}
