@@ -174,6 +174,12 @@ impl Output {
             .find(|line| wanted(line))
     }
 
+    /// The lines that tell of a tunnel's end.
+    pub(crate) fn ended(&self) -> Vec<&str> {
+        let lines = self.stdout.lines().chain(self.stderr.lines());
+        lines.filter(|line| line.contains("disconnected")).collect()
+    }
+
     /// How many lines hold this.
     pub(crate) fn count(&self, part: &str) -> usize {
         let lines = self.stdout.lines().chain(self.stderr.lines());
