@@ -30,6 +30,8 @@ mod abuse;
 
 mod stalled;
 
+mod soak;
+
 mod hostile;
 
 mod smuggling;
