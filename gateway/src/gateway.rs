@@ -29,8 +29,6 @@ use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// How long a gateway that stops still takes new callers.
-const LAME_DUCK: Duration = Duration::from_secs(3);
 /// What the control path gets to say its last words.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -249,20 +247,13 @@ impl Bound {
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
         stop.cancelled().await;
-        self.readiness.drains();
-        self.shared.metrics.drains();
-        // Whoever balances callers learns from `/readyz` first; refusing them at once would lose some. Edges go
-        // when no more callers come.
-        let lame_duck = LAME_DUCK.min(grace / 4);
-        tokio::time::sleep(lame_duck).await;
-        self.ending.cancel();
         // What was asked to connect elsewhere must not come back here.
         leaving.cancel();
-        let grace = grace.saturating_sub(lame_duck);
         let edges = drain::drain(
             &self.shared.registry,
             &self.shared.metrics,
             &self.readiness,
+            &self.ending,
             grace,
         );
         let (left, ()) = tokio::join!(self.tasks.drain(grace), edges);

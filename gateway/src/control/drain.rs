@@ -1,9 +1,12 @@
 //! The end in order: ask the edges to go elsewhere, then wait for what is open.
 //!
-//! The gateway says that it is not ready, so that nobody sends it new callers. Each tunnel is told, spread
-//! over a short span: a fleet that dials anew at once is a storm. An edge that has gone elsewhere says
-//! so (`control::admit` then drains its tunnel); one that has no other gateway, or whose time is up, gets
-//! no new streams. Open streams get the time that is left; then all tunnels are closed.
+//! 1. The gateway says that it is not ready, so that nobody sends it new callers.
+//! 2. Each tunnel is told, spread over a short span: a fleet that dials anew at once is a storm. An edge that
+//!    has gone elsewhere says so (`control::admit` then drains its tunnel). Fronts stay open meanwhile.
+//! 3. The fronts close. A tunnel that is still here gets no new streams.
+//! 4. Open streams get the time that is left; then all tunnels are closed.
+//!
+//! A caller that is refused here therefore finds the edge at another gateway, if there is one.
 
 use crate::{
     metrics::Metrics,
@@ -18,9 +21,13 @@ use std::{
     time::Duration,
 };
 use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
 
 /// The edges are told within this time, or within a quarter of the grace.
 const SPREAD: Duration = Duration::from_secs(3);
+/// How long fronts stay open at least, or a quarter of the grace: whoever balances callers learns from
+/// `/readyz` first, and refusing them at once would lose some.
+const LAME_DUCK: Duration = Duration::from_secs(3);
 /// How often is looked whether what was waited for has come.
 const LOOK: Duration = Duration::from_millis(100);
 /// Every tunnel has its control stream open.
@@ -61,19 +68,30 @@ impl Readiness {
     }
 }
 
-/// Empties the gateway within `grace`. Returns early when nothing is left to wait for.
-pub async fn drain(registry: &Registry, metrics: &Metrics, readiness: &Readiness, grace: Duration) {
+/// Empties the gateway within `grace`, and asks the fronts to finish by `fronts` once the edges are gone.
+/// Returns early when nothing is left to wait for.
+pub async fn drain(
+    registry: &Registry,
+    metrics: &Metrics,
+    readiness: &Readiness,
+    fronts: &CancellationToken,
+    grace: Duration,
+) {
     readiness.drains();
     metrics.drains();
     let begin = Instant::now();
     let end = begin + grace;
-    tell(registry, grace, SPREAD.min(grace / 4)).await;
-    // Half of the time is for going elsewhere: open streams, which alone need the rest, go on meanwhile.
-    let half = begin + grace / 2;
-    until(half, || {
-        registry.all().iter().all(|(_, edge)| is_leaving(edge))
-    })
-    .await;
+    let going = async {
+        tell(registry, grace, SPREAD.min(grace / 4)).await;
+        // Half of the time is for going elsewhere: open streams, which alone need the rest, go on meanwhile.
+        let half = begin + grace / 2;
+        until(half, || {
+            registry.all().iter().all(|(_, edge)| is_leaving(edge))
+        })
+        .await;
+    };
+    tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
+    fronts.cancel();
     for (_, edge) in registry.all() {
         edge.admitted.tunnel.drain();
     }

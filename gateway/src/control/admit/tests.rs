@@ -21,6 +21,7 @@ use tokio::{
     net::TcpStream,
     time::timeout,
 };
+use tokio_util::sync::CancellationToken;
 
 /// A client configuration with another ALPN.
 fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
@@ -329,7 +330,14 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     world.readiness.ready();
     world.stop.cancel();
     let grace = Duration::from_secs(4);
-    let draining = drain(&world.registry, &world.metrics, &world.readiness, grace);
+    let fronts = CancellationToken::new();
+    let draining = drain(
+        &world.registry,
+        &world.metrics,
+        &world.readiness,
+        &fronts,
+        grace,
+    );
     let serving = async {
         assert!(matches!(
             edge.hear().await,
@@ -364,7 +372,16 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
         .unwrap();
     let asked = timeout(LONG, edge.streams.recv()).await.unwrap().unwrap();
     let grace = Duration::from_millis(400);
-    drain(&world.registry, &world.metrics, &world.readiness, grace).await;
+    let fronts = CancellationToken::new();
+    drain(
+        &world.registry,
+        &world.metrics,
+        &world.readiness,
+        &fronts,
+        grace,
+    )
+    .await;
+    assert!(fronts.is_cancelled());
     assert!(opened.answer.await.is_err());
     drop(asked);
     edge.ended().await;
