@@ -62,9 +62,13 @@ impl Changes {
         }
     }
 
-    /// Waits for `delay`, or less if the network changes meanwhile.
-    pub(crate) async fn wait(&mut self, delay: Duration) {
+    /// What changed until now is known.
+    pub(crate) fn forget(&mut self) {
         self.0.mark_unchanged();
+    }
+
+    /// Waits for `delay`, or less if the network has changed since it was last known.
+    pub(crate) async fn wait(&mut self, delay: Duration) {
         tokio::select! {
             () = sleep(delay) => {}
             () = self.next() => debug!("the network changed"),

@@ -30,7 +30,7 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tower::{ServiceExt, service_fn};
-use tracing::debug;
+use tracing::{debug, info};
 
 /// How gateways are dialled.
 pub(crate) struct Dialler {
@@ -89,10 +89,16 @@ impl Dialler {
         gateways: &[String],
         avoid: Option<&Place>,
     ) -> Result<Dialled, Trouble> {
-        let mut worst = None;
+        let mut worst: Option<Trouble> = None;
         for gateway in gateways {
             match self.dial_gateway(gateway, avoid).await {
-                Ok(dialled) => return Ok(dialled),
+                Ok(dialled) => {
+                    if let Some(trouble) = worst {
+                        let what = trouble.what();
+                        info!(%gateway, what, "a gateway before this one could not be used");
+                    }
+                    return Ok(dialled);
+                }
                 Err(trouble) => {
                     debug!(%gateway, trouble = trouble.what(), "gateway not reached");
                     worst = Some(trouble.or_worse(worst));
@@ -147,12 +153,7 @@ impl Dialler {
 
     async fn dial_place(&self, place: &Place, host: &str, port: u16) -> Result<Dialled, Trouble> {
         let tcp = match (place.address, self.intercept(host, port)) {
-            (Some(address), _) => connect(address, self.timeouts.tcp).await.map_err(|error| {
-                Trouble::silent(format!(
-                    "could not dial {} ({address}): {error}",
-                    place.gateway
-                ))
-            })?,
+            (Some(address), _) => self.connect(place, address).await?,
             (None, Some(proxy)) => self.through(&proxy, host, port).await?,
             (None, None) => {
                 return Err(Trouble::silent(format!("{} has no address", place.gateway)));
@@ -180,6 +181,18 @@ impl Dialler {
                 place.gateway
             ))),
         }
+    }
+
+    async fn connect(&self, place: &Place, address: SocketAddr) -> Result<TcpStream, Trouble> {
+        let bound = self.timeouts.tcp;
+        connect(address, bound).await.map_err(|error| {
+            let what = format!("could not dial {} ({address}): {error}", place.gateway);
+            if error.kind() == io::ErrorKind::TimedOut {
+                Trouble::unanswered(what, bound)
+            } else {
+                Trouble::silent(what)
+            }
+        })
     }
 
     /// A connection through the proxy.

@@ -133,6 +133,8 @@ impl Links {
         let mut old: Option<Served> = None;
         loop {
             let avoid = old.as_ref().map(|old| &old.place);
+            // A network that changes during an attempt is tried again at once.
+            changes.forget();
             let Some(connected) = stop.run_until_cancelled(self.connect(slot, avoid)).await else {
                 break;
             };

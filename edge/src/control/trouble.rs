@@ -12,10 +12,15 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+/// The shortest delay after an attempt that has waited itself; jittered like any other.
+const LEAST: Duration = Duration::from_millis(250);
+
 /// What went wrong.
 #[derive(Clone, Debug)]
 pub(crate) struct Trouble {
     kind: Kind,
+    /// How long the attempt waited for an answer to its TCP handshake.
+    waited: Duration,
     what: String,
     wrong_ca: Option<WrongCa>,
 }
@@ -36,7 +41,16 @@ impl Trouble {
         Self {
             kind: Kind::Silent,
             what: what.into(),
+            waited: Duration::ZERO,
             wrong_ca: None,
+        }
+    }
+
+    /// Nobody answered a TCP handshake for this long.
+    pub(crate) fn unanswered(what: impl Into<String>, waited: Duration) -> Self {
+        Self {
+            waited,
+            ..Self::silent(what)
         }
     }
 
@@ -45,6 +59,7 @@ impl Trouble {
         Self {
             kind: Kind::Refused(None),
             what: what.into(),
+            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -54,6 +69,7 @@ impl Trouble {
         Self {
             kind: Kind::Unwelcome(Duration::ZERO),
             what: what.into(),
+            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -68,6 +84,7 @@ impl Trouble {
         Self {
             kind,
             what,
+            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -114,7 +131,13 @@ impl Trouble {
     /// How long to wait before the next attempt.
     pub(crate) fn delay(&self, backoff: &mut Backoff, random: f64) -> Duration {
         match self.kind {
-            Kind::Silent => backoff.silent(random),
+            // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
+            // waits. It costs nobody anything, for nobody answers.
+            Kind::Silent => {
+                let delay = backoff.silent(random);
+                let least = LEAST.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
+                delay.saturating_sub(self.waited).max(least.min(delay))
+            }
             Kind::Refused(asked) => backoff.refused(asked, random),
             Kind::Unwelcome(asked) => backoff.most(random).max(asked),
         }
@@ -219,6 +242,20 @@ mod tests {
         assert_eq!(asked(90), Duration::from_secs(90));
         let full = Trouble::dismissed(Dismissal::Full, "full", Duration::from_secs(5));
         assert_eq!(full.delay(&mut backoff(), 0.0), Duration::from_secs(5));
+    }
+
+    #[test]
+    fn an_attempt_that_nobody_answered_has_waited_already() {
+        let delay = |waited, random| {
+            let mut backoff = backoff();
+            for _ in 0..8 {
+                backoff.silent(random);
+            }
+            let trouble = Trouble::unanswered("", Duration::from_millis(waited));
+            trouble.delay(&mut backoff, random).as_millis()
+        };
+        assert_eq!((delay(0, 1.0), delay(500, 1.0)), (2_000, 1_500));
+        assert_eq!((delay(2_000, 1.0), delay(2_000, 0.0)), (250, 125));
     }
 
     #[test]
