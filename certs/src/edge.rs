@@ -4,7 +4,7 @@
 //! All of it is checked when put together: the certificate is for our key, the root has signed
 //! it, and the names are read from the two certificates, never from what the gateway says beside.
 
-use rustls_pki_types::{CertificateDer, UnixTime};
+use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -62,8 +62,9 @@ pub(crate) struct EdgeFile {
 }
 
 impl EdgeIdentity {
-    /// Puts together what enrolment or renewal brought. An expired certificate is accepted here:
-    /// an edge that was off for long shall still say who it is, and be refused by the gateway.
+    /// Puts together what enrolment or renewal brought. Whether the certificate holds now is not asked here: an edge
+    /// that was off for long shall still say who it is, and be refused by the gateway; and a machine
+    /// that gets its time late shall be there when it does.
     pub fn new(root_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
         let root = pem::certificates(root_pem)
             .map_err(EdgeIdentityError::Root)?
@@ -72,11 +73,11 @@ impl EdgeIdentity {
         let facts = Certificate::read(&root).map_err(NameError::from)?;
         let trust_domain = identity::domain_of_root(&facts)?;
         let trust = Trust::new(&root, &trust_domain)?;
-        let now = UnixTime::now().min(leaf.not_after());
+        let within = leaf.not_after();
         let identity = check_peer(
             Some(leaf.chain()),
             Purpose::Edge,
-            now,
+            within,
             &trust,
             &none_revoked,
         )?;
