@@ -49,3 +49,11 @@ mod bad_input;
 mod status;
 
 mod demo;
+
+mod outages;
+
+mod clones;
+
+mod fleet;
+
+mod edge_faults;

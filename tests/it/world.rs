@@ -12,6 +12,7 @@ pub(crate) mod frames;
 pub(crate) mod gateway;
 pub(crate) mod link;
 pub(crate) mod log;
+pub(crate) mod netns;
 pub(crate) mod process;
 pub(crate) mod recorder;
 pub(crate) mod tool;

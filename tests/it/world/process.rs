@@ -7,7 +7,7 @@
 mod site;
 mod usage;
 
-pub(crate) use site::{Site, address_after};
+pub(crate) use site::{OPEN, Site, address_after};
 pub(crate) use usage::Usage;
 
 use super::tool::Tool;
@@ -32,6 +32,11 @@ pub(crate) struct Causeway(Command);
 /// The binary with these arguments, split at blanks.
 pub(crate) fn causeway(line: &str) -> Causeway {
     Causeway::new(BINARY).args(line.split_whitespace())
+}
+
+/// Any program that ends up as the binary.
+pub(crate) fn program(path: &str) -> Causeway {
+    Causeway::new(path)
 }
 
 /// The binary, which can write at most `blocks` of 512 bytes to a file: a disk that is full.

@@ -4,6 +4,7 @@
 //! `eprintln!` writes); under `CAUSEWAY_TEST_REQUIRE_ALL=1` it fails the test instead.
 //! Every child is bounded in time and dies with the value that holds it.
 
+use super::netns;
 use std::{
     env,
     ffi::OsStr,
@@ -67,6 +68,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == "nc" => (tool.as_ref(), &["-h"]),
         // To bind files of its own over the system's, in a namespace.
         None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
+        None if tool == netns::NEED => return netns::possible(),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
     };

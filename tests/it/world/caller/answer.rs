@@ -26,6 +26,14 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {self}"))
     }
 
+    /// The word of a failure.
+    pub(crate) fn reason(&self) -> String {
+        self.json()["reason"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    }
+
     /// A field's value; empty if there is none.
     pub(crate) fn field(&self, name: &str) -> &str {
         let value = self.fields.get(name).map(|value| value.to_str().unwrap());

@@ -3,13 +3,23 @@
 //! Each site has its own directory, ports that the system chose, and dies with the test.
 
 use super::{Causeway, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
-use crate::world::{Metrics, tool::Tool};
+use crate::world::{
+    Metrics,
+    caller::{Caller, Place},
+    log::Log,
+    tool::Tool,
+};
+use rustls::pki_types::{CertificateDer, pem::PemObject};
 use std::{
     fs,
     net::SocketAddr,
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
+
+/// A front that serves anybody, without TLS.
+pub(crate) const OPEN: &str =
+    "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 
 /// The node port that the front stands for.
 const PORT: u16 = 9100;
@@ -30,6 +40,11 @@ impl Site {
         Self::with("").await
     }
 
+    /// A running gateway whose front serves anybody, without TLS.
+    pub(crate) async fn open_to_all(tunnel: &str) -> Self {
+        Self::listening(tunnel, OPEN).await
+    }
+
     /// A running gateway with further lines of configuration.
     pub(crate) async fn with(configuration: &str) -> Self {
         let front = "{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100 }";
@@ -38,6 +53,11 @@ impl Site {
 
     /// The same, which has no fronts but those.
     pub(crate) async fn with_fronts(configuration: &str) -> Self {
+        Self::listening("127.0.0.1:0", configuration).await
+    }
+
+    /// The same with its tunnel port elsewhere than on loopback.
+    pub(crate) async fn listening(tunnel: &str, configuration: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let data = folder.path().join("gateway");
         causeway("ca init")
@@ -57,7 +77,7 @@ impl Site {
         );
         fs::write(folder.path().join("gateway.yaml"), text).unwrap();
         let (gateway, [tunnel, admin, front]) = {
-            let first = gateway(causeway(""), folder.path(), "127.0.0.1:0");
+            let first = gateway(causeway(""), folder.path(), tunnel);
             open(first).await
         };
         Self {
@@ -118,6 +138,30 @@ impl Site {
         }
     }
 
+    /// A second gateway that knows what this one knows now, and tells edges of both.
+    pub(crate) async fn twin(&self) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let copied = Tool::new("cp")
+            .args(["-a".into(), self.path("."), folder.path().to_owned()])
+            .run();
+        copied.await.ok();
+        let configuration = folder.path().join("gateway.yaml");
+        let text = fs::read_to_string(&configuration).unwrap();
+        let (here, there) = (self.folder.path(), folder.path());
+        let text = text.replace(here.to_str().unwrap(), there.to_str().unwrap());
+        fs::write(configuration, text).unwrap();
+        let second = gateway(causeway(""), folder.path(), "127.0.0.1:0");
+        let second = second.args(["--tunnel-advertise", &self.tunnel]);
+        let (gateway, [tunnel, admin, front]) = open(second).await;
+        Self {
+            folder,
+            gateway,
+            tunnel,
+            admin,
+            front,
+        }
+    }
+
     /// A path in the site's directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
@@ -159,10 +203,27 @@ impl Site {
 
     /// An edge that has joined and whose tunnel stands.
     pub(crate) async fn join(&self, node: &str, app: u16) -> Process {
+        self.join_by(causeway(""), node, app).await
+    }
+
+    /// The same by `program`, which ends up as the binary.
+    pub(crate) async fn join_by(&self, program: Causeway, node: &str, app: u16) -> Process {
         let token = self.token(&format!("--node {node}")).await;
-        let mut edge = self.edge(node, app).flag("--join", token).start();
+        let edge = self.edge_of(program, node, app).flag("--join", token);
+        let mut edge = edge.start();
         edge.said("tunnel registered").await;
         edge
+    }
+
+    /// Whoever calls the first front, which serves anybody, without TLS.
+    pub(crate) fn nobody(&self) -> Caller {
+        self.nobody_at(Place::Plain(self.front.parse().unwrap()))
+    }
+
+    /// The same at another front.
+    pub(crate) fn nobody_at(&self, place: Place) -> Caller {
+        let root = CertificateDer::from_pem_file(self.data().join("ca.pem")).unwrap();
+        Caller::new(place, &root, Log::default())
     }
 
     /// alice's curl to a node's port 9100, to which a URL's rest is added.

@@ -1,0 +1,119 @@
+//! Two edges that claim one name, as after the copy of a disk: the newest serves, the older is told, none flaps.
+//!
+//! Real processes. `CAUSEWAY_TEST_FULL=1` also waits for the older to take over.
+
+use crate::world::{
+    app::App,
+    netns::{HUB, NEED, Street},
+    process::{Site, causeway},
+    tool::{Tool, need},
+};
+use std::{env, path::Path, time::Duration};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep, timeout},
+};
+
+const URL: &str = "http://edge-1:9100/";
+/// What a gateway's log says of an edge that has arrived.
+const ARRIVED: &str = " connected ";
+
+fn full() -> bool {
+    env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1")
+}
+
+/// A clone of a disk.
+async fn copy(from: &Path, to: &Path) {
+    let copied = Tool::new("cp").args(["-a".as_ref(), from, to]).run();
+    copied.await.ok();
+}
+
+/// What `causeway health` says of an edge that is not well.
+async fn complaint(data: &Path) -> String {
+    let asked = causeway("health").flag("--data-dir", data).run().await;
+    asked.failed(&[])
+}
+
+#[tokio::test]
+async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_why() {
+    let (old, new) = (App::saying("old").await, App::saying("new").await);
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    let mut older = site.join("edge-1", old.port()).await;
+    copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;
+    let mut newest = site.edge("clone", new.port()).start();
+    newest.said("tunnel registered").await;
+
+    let told = older.said("no tunnel").await;
+    assert!(told.contains("superseded"), "{told}");
+    assert!(
+        told.contains("a later process of node edge-1 dialled from 127.0.0.1"),
+        "{told}"
+    );
+    let told = complaint(&site.edge_data("edge-1")).await;
+    assert!(told.contains("superseded"), "{told}");
+
+    let caller = site.nobody();
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(5) {
+        assert_eq!(caller.get(URL).await.text(), "new");
+        sleep(Duration::from_millis(50)).await;
+    }
+    // Once each: neither comes back to push the other out.
+    assert_eq!(site.gateway.written().count(ARRIVED), 2);
+    assert_eq!(older.written().count("tunnel registered"), 1);
+    assert_eq!(newest.written().count("tunnel ended"), 0);
+    if full() {
+        newest.kill().await;
+        // It was told to stay away for a minute, and up to half of that more.
+        let takes_over = async {
+            while older.written().count("tunnel registered") < 2 {
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        let took_over = timeout(Duration::from_secs(100), takes_over).await;
+        took_over.expect("the older takes over");
+        assert_eq!(caller.get(URL).await.text(), "old");
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_a_half_dead_tunnel_does_not_touch_the_newer_one() {
+    need!(NEED);
+    let street = Street::new();
+    let (dead, alive) = (street.host(), street.host());
+    let (old, new) = {
+        let old = {
+            let _there = dead.enter();
+            App::saying("old").await
+        };
+        let _there = alive.enter();
+        (old, App::saying("new").await)
+    };
+    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let mut older = site.join_by(dead.causeway(), "edge-1", old.port()).await;
+    dead.cut();
+    copy(&site.edge_data("edge-1"), &site.edge_data("clone")).await;
+    let newest = site.edge_of(alive.causeway(), "clone", new.port());
+    let mut newest = newest.start();
+    newest.said("tunnel registered").await;
+    let caller = site.nobody();
+    assert_eq!(caller.get(URL).await.text(), "new");
+
+    site.gateway.said("edge-1 disconnected").await;
+    assert_eq!(caller.get(URL).await.text(), "new");
+    older.said("tunnel ended").await;
+    dead.mend();
+    older
+        .line("why it is not wanted", |line| line.contains("superseded"))
+        .await;
+    assert_eq!(caller.get(URL).await.text(), "new");
+    assert_eq!(site.gateway.written().count("edge-1 disconnected"), 1);
+    let mut callers = JoinSet::new();
+    for _ in 0..20 {
+        let caller = caller.clone();
+        callers.spawn(async move { assert_eq!(caller.get(URL).await.text(), "new") });
+    }
+    while let Some(called) = callers.join_next().await {
+        called.unwrap();
+    }
+}

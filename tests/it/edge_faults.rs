@@ -1,0 +1,254 @@
+//! What goes wrong on the edge's side: clock, resolver, address, proxy, a list of gateways that is half wrong.
+//!
+//! Each heals by itself once its cause is gone, and until then the edge's log and `causeway health` name it.
+
+use crate::world::{
+    app::App,
+    netns::{HUB, Host, NEED, Street},
+    process::{BINARY, Causeway, OPEN, PATIENCE, Process, Site, causeway, program},
+    tool::need,
+};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional},
+    net::{TcpListener, TcpStream, UdpSocket},
+    task::JoinSet,
+    time::timeout,
+};
+
+/// Nobody is there.
+const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 99);
+/// The gateway by its name, at a port of the street's own.
+const GATEWAY: &str = "gateway.test:10262";
+/// An edge that was refused some times tries again at the latest after this.
+const HEALED: Duration = Duration::from_secs(60);
+
+/// Waits until the edge says that its tunnel stands, `times` in all.
+async fn stands(edge: &Process, times: usize) {
+    let standing = async {
+        while edge.written().count("tunnel registered") < times {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let stood = timeout(HEALED, standing).await;
+    assert!(stood.is_ok(), "{:#?}", edge.written());
+}
+
+/// Waits until `health`, run by `program`, names what is wrong.
+async fn complains(site: &Site, program: impl Fn() -> Causeway, part: &str) {
+    let mut said = String::new();
+    let asking = async {
+        while !said.contains(part) {
+            let asked = program().args(["health"]);
+            let asked = asked.flag("--data-dir", site.edge_data("edge-1"));
+            let asked = asked.run().await;
+            said = format!("{}{}", asked.stdout, asked.stderr);
+        }
+    };
+    let named = timeout(PATIENCE, asking).await;
+    assert!(named.is_ok(), "{part:?} is not in: {said}");
+}
+
+async fn serves(site: &Site) {
+    let answer = site.nobody().get("http://edge-1:9100/").await;
+    assert_eq!(answer.text(), "here");
+}
+
+async fn app_at(host: &Host<'_>) -> App {
+    let _there = host.enter();
+    App::saying("here").await
+}
+
+#[tokio::test]
+async fn a_clock_that_is_wrong_by_a_day_is_named_and_the_edge_heals_with_it() {
+    need!("faketime");
+    for (wrong, named) in [("-1d", true), ("+1d", false)] {
+        let app = App::saying("here").await;
+        let site = Site::open_to_all("127.0.0.1:0").await;
+        site.join("edge-1", app.port()).await.stop().await.ok();
+        let clock = site.path("clock");
+        fs::write(&clock, wrong).unwrap();
+        // The clock is read anew each time; what measures spans is not the clock.
+        let edge = program("faketime")
+            .args(["-m", "-f", wrong, "env", "-u", "FAKETIME"])
+            .args([format!("FAKETIME_TIMESTAMP_FILE={}", clock.display())])
+            .args(["FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1"])
+            .args([BINARY]);
+        let mut edge = site.edge_of(edge, "edge-1", app.port()).start();
+        if named {
+            edge.said("is its clock right?").await;
+            complains(&site, || causeway(""), "is its clock right?").await;
+            fs::write(&clock, "+0").unwrap();
+        }
+        stands(&edge, 1).await;
+        serves(&site).await;
+    }
+}
+
+/// A name server on a host, whose answer a test chooses; without one the name is not known.
+struct Names {
+    answer: Arc<Mutex<Option<Ipv4Addr>>>,
+    _serving: JoinSet<()>,
+}
+
+impl Names {
+    async fn at(host: &Host<'_>, answer: Option<Ipv4Addr>) -> Self {
+        let _there = host.enter();
+        let here = Ipv4Addr::LOCALHOST;
+        let socket = UdpSocket::bind((here, 53)).await.unwrap();
+        host.asks(here.into());
+        let answer = Arc::new(Mutex::new(answer));
+        let chosen = answer.clone();
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            let mut query = [0; 512];
+            while let Ok((length, from)) = socket.recv_from(&mut query).await {
+                let address = *chosen.lock().unwrap();
+                let reply = reply(&query[..length], address);
+                socket.send_to(&reply, from).await.unwrap();
+            }
+        });
+        Self {
+            answer,
+            _serving: serving,
+        }
+    }
+
+    fn say(&self, address: Ipv4Addr) {
+        *self.answer.lock().unwrap() = Some(address);
+    }
+}
+
+/// RFC 1035 §4: the question again, and the address if it was asked for.
+fn reply(query: &[u8], address: Option<Ipv4Addr>) -> Vec<u8> {
+    let name = 12 + query[12..].iter().position(|byte| *byte == 0).unwrap();
+    let question = &query[12..name + 5];
+    let kind = u16::from_be_bytes([query[name + 1], query[name + 2]]);
+    let found = address.filter(|_| kind == 1);
+    // Response, recursion asked for and available; NXDOMAIN where there is no address of any kind.
+    let code = if address.is_some() { 0x80 } else { 0x83 };
+    let mut reply = vec![query[0], query[1], 0x81, code, 0, 1, 0, 0, 0, 0, 0, 0];
+    reply.extend_from_slice(question);
+    if let Some(address) = found {
+        reply[7] = 1;
+        reply.extend_from_slice(&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4]);
+        reply.extend_from_slice(&address.octets());
+    }
+    reply
+}
+
+#[tokio::test]
+async fn a_resolver_that_does_not_know_then_lies_then_answers_is_named_and_healed() {
+    need!(NEED);
+    let street = Street::new();
+    let host = street.host();
+    let names = Names::at(&host, None).await;
+    let app = app_at(&host).await;
+    // Else the gateway would tell its address, and no resolver were needed any more.
+    let told = format!("tunnel: {{ advertise: [\"{GATEWAY}\"] }}\n{OPEN}");
+    let mut site = Site::listening(&format!("{HUB}:10262"), &told).await;
+    let joined = site.join_by(host.causeway(), "edge-1", app.port()).await;
+    joined.stop().await.ok();
+    site.tunnel = GATEWAY.to_owned();
+    let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
+    edge.said("could not resolve gateway.test").await;
+    let health = || host.causeway();
+    complains(&site, health, "could not resolve gateway.test").await;
+    names.say(NOBODY);
+    let dialled = format!("({NOBODY}:10262)");
+    edge.said(&dialled).await;
+    complains(&site, health, &dialled).await;
+    names.say(HUB);
+    stands(&edge, 1).await;
+    serves(&site).await;
+}
+
+#[tokio::test]
+async fn an_edge_whose_address_changes_comes_back_from_the_new_one() {
+    need!(NEED);
+    let street = Street::new();
+    let mut host = street.host();
+    let app = app_at(&host).await;
+    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let mut edge = site.join_by(host.causeway(), "edge-1", app.port()).await;
+    serves(&site).await;
+    host.moves_to(77);
+    let ended = edge.said("tunnel ended").await;
+    assert!(ended.contains("reason="), "{ended}");
+    stands(&edge, 2).await;
+    let address = host.address().to_string();
+    let arrived = |line: &str| line.contains(" connected ") && line.contains(&address);
+    site.gateway.line("the new address", arrived).await;
+    serves(&site).await;
+}
+
+/// An HTTP proxy that refuses until it is told not to.
+async fn proxy(open: Arc<AtomicBool>) -> (SocketAddr, JoinSet<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((mut near, _)) = listener.accept().await {
+            let open = open.load(Relaxed);
+            connections.spawn(async move {
+                let mut head = String::new();
+                while !head.ends_with("\r\n\r\n") {
+                    head.push(char::from(near.read_u8().await.unwrap()));
+                }
+                if !open {
+                    let refusal = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n";
+                    return near.write_all(refusal).await.unwrap();
+                }
+                let target = head.split(' ').nth(1).unwrap();
+                let mut far = TcpStream::connect(target).await.unwrap();
+                near.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+                let _ = copy_bidirectional(&mut near, &mut far).await;
+            });
+        }
+    });
+    (address, serving)
+}
+
+#[tokio::test]
+async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
+    let app = App::saying("here").await;
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let open = Arc::new(AtomicBool::new(false));
+    let (proxy, _serving) = proxy(open.clone()).await;
+    let edge = site.edge("edge-1", app.port());
+    let mut edge = edge.flag("--proxy", format!("http://{proxy}")).start();
+    edge.said("the proxy refused").await;
+    complains(&site, || causeway(""), "the proxy refused").await;
+    open.store(true, Relaxed);
+    stands(&edge, 1).await;
+    serves(&site).await;
+}
+
+#[tokio::test]
+async fn a_gateway_that_swallows_everything_does_not_keep_an_edge_from_the_next_one() {
+    need!(NEED);
+    let street = Street::new();
+    let (host, hole) = (street.host(), street.host());
+    let app = app_at(&host).await;
+    let mut site = Site::open_to_all(&format!("{HUB}:0")).await;
+    let joined = site.join_by(host.causeway(), "edge-1", app.port()).await;
+    joined.stop().await.ok();
+    hole.cut();
+    let swallows = format!("{}:10262", hole.address());
+    site.tunnel = format!("{swallows},{}", site.tunnel);
+    let mut edge = site.edge_of(host.causeway(), "edge-1", app.port()).start();
+    let named = edge.said("a gateway before this one").await;
+    assert!(named.contains(&swallows), "{named}");
+    stands(&edge, 1).await;
+    serves(&site).await;
+}

@@ -1,0 +1,332 @@
+//! Many edges and few gateways: restarts, and a gateway that leaves under load.
+//!
+//! Real processes. What is promised in seconds is measured from the gateways' own logs.
+//! `CAUSEWAY_TEST_FULL=1` loads for half a minute instead of some seconds.
+
+use crate::world::{
+    GATEWAY_NAME,
+    app::{App, Gate, answer},
+    caller::{Place, Wire, exchange, read, whole},
+    process::{Ended, Process, Site},
+    until,
+};
+use futures_util::{StreamExt, stream};
+use hyper::Request;
+use std::{
+    collections::BTreeMap,
+    env,
+    io::Write,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, SystemTime},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
+};
+
+/// Of the fleet.
+const EDGES: usize = 200;
+/// A fleet is back after a gateway's restart.
+const BACK: Duration = Duration::from_secs(10);
+/// How finely arrivals are counted.
+const BIN: u64 = 100;
+
+const URL: &str = "http://edge-1:9100/";
+/// What a gateway's log says of an edge that has arrived.
+const ARRIVED: &str = " connected ";
+
+/// When a line was written, in milliseconds of the Unix epoch.
+fn moment(line: &str) -> u64 {
+    let at = humantime::parse_rfc3339(line.split(' ').next().unwrap()).unwrap();
+    let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    u64::try_from(since.as_millis()).unwrap()
+}
+
+/// When each line with `part` was written.
+fn moments(process: &Process, part: &str) -> Vec<u64> {
+    let written = process.written();
+    let lines = written.stdout.lines().chain(written.stderr.lines());
+    lines
+        .filter(|line| line.contains(part))
+        .map(moment)
+        .collect()
+}
+
+/// When an edge that was refused last meant to dial again.
+fn dialled(edge: &Process) -> u64 {
+    let written = edge.written();
+    let lines = written.stdout.lines().chain(written.stderr.lines());
+    let line = lines.filter(|line| line.contains("retry_in=")).last();
+    let line = line.expect("it was refused");
+    let (_, delay) = line.split_once("retry_in=").unwrap();
+    let delay = delay.split(' ').next().unwrap();
+    let delay = match delay.strip_suffix("ms") {
+        Some(millis) => millis.parse::<f64>().unwrap() / 1e3,
+        None => delay.strip_suffix('s').unwrap().parse().unwrap(),
+    };
+    let delay = Duration::from_secs_f64(delay).as_millis();
+    moment(line) + u64::try_from(delay).unwrap()
+}
+
+/// Shows how many there were in each bin since `begin`. Returns the most in one.
+fn histogram(what: &str, begin: u64, moments: &[u64]) -> usize {
+    let mut bins = BTreeMap::<u64, usize>::new();
+    for at in moments {
+        *bins
+            .entry(at.saturating_sub(begin) / BIN * BIN)
+            .or_default() += 1;
+    }
+    let shown = bins.iter();
+    let shown: Vec<String> = shown.map(|(at, count)| format!("{at}: {count}")).collect();
+    say(&format!("{what}, by ms: {}", shown.join(", ")));
+    *bins.values().max().unwrap()
+}
+
+#[tokio::test]
+async fn two_hundred_edges_are_back_soon_after_a_restart_and_not_all_at_once() {
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    let joining = (0..EDGES).map(|number| {
+        let site = &site;
+        async move { site.join(&format!("edge-{number}"), 1).await }
+    });
+    let edges: Vec<Process> = stream::iter(joining).buffered(8).collect().await;
+
+    let site = site.restart(|_| {}).await;
+    all_back(&site, "a restart at once").await;
+    // By then all have been refused some times, as by most restarts.
+    let site = site.restart(|_| std::thread::sleep(Duration::from_secs(2)));
+    let site = site.await;
+    let ready = all_back(&site, "a restart after two seconds").await;
+    // When they arrive is for the machine to say if it is busy, when they dial is for them.
+    let dials: Vec<u64> = edges.iter().map(dialled).collect();
+    let most = histogram("they dialled", ready, &dials);
+    assert!(most <= EDGES / 4, "{most} edges dialled within {BIN} ms");
+}
+
+/// Waits until the fleet is back, which must be in time. Returns when the gateway was ready.
+async fn all_back(site: &Site, occasion: &str) -> u64 {
+    let all = async {
+        while site.gateway.written().count(ARRIVED) < EDGES {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let back = timeout(Duration::from_mins(1), all).await;
+    back.expect("all are back");
+    let ready = moments(&site.gateway, "gateway ready")[0];
+    let arrivals = moments(&site.gateway, ARRIVED);
+    histogram(
+        &format!("{EDGES} edges were back after {occasion}"),
+        ready,
+        &arrivals,
+    );
+    let last = arrivals.iter().max().unwrap().saturating_sub(ready);
+    let last = Duration::from_millis(last);
+    assert!(last <= BACK, "the last was back after {last:?}");
+    ready
+}
+
+/// Says a figure even where the test runner swallows what tests print.
+fn say(figure: &str) {
+    writeln!(std::io::stderr().lock(), "{figure}").unwrap();
+}
+
+/// What callers met.
+#[derive(Debug, Default)]
+struct Met {
+    /// Answered by the first gateway.
+    first: usize,
+    /// Answered by the second, after the first refused the connection.
+    refused: usize,
+    /// Answered by the second, after the first closed a connection that nobody had accepted yet.
+    closed: usize,
+    /// Answered by the second, after the first said that it has no tunnel.
+    told: usize,
+    /// Not answered, and why.
+    failed: Vec<String>,
+}
+
+/// A caller that tries the first gateway, and the second if that will not have it.
+async fn call(first: &Site, second: &Site) -> Met {
+    let mut met = Met::default();
+    let ask = || Request::get(URL).body(whole("")).unwrap();
+    let why = match first.nobody().try_send(ask()).await {
+        Ok(answer) if answer.status == 200 => {
+            met.first += 1;
+            return met;
+        }
+        Ok(answer) if answer.status == 503 => {
+            met.told += 1;
+            answer.text()
+        }
+        Ok(answer) => {
+            met.failed.push(answer.to_string());
+            return met;
+        }
+        Err(error) => {
+            let error = error.to_string();
+            if error.contains("Connection refused") {
+                met.refused += 1;
+            } else {
+                met.closed += 1;
+            }
+            error
+        }
+    };
+    match second.nobody().try_send(ask()).await {
+        Ok(answer) if answer.status == 200 => met,
+        Ok(answer) => Met {
+            failed: vec![format!("first: {why}; second: {answer}")],
+            ..Met::default()
+        },
+        Err(error) => Met {
+            failed: vec![format!("first: {why}; second: {error}")],
+            ..Met::default()
+        },
+    }
+}
+
+/// A hundred callers a second until `enough`.
+async fn load(first: &Site, second: &Site, enough: &AtomicBool) -> Met {
+    let mut beat = interval(Duration::from_millis(10));
+    beat.set_missed_tick_behavior(MissedTickBehavior::Burst);
+    let calls = stream::unfold(beat, |mut beat| async {
+        beat.tick().await;
+        let call = call(first, second);
+        (!enough.load(Relaxed)).then_some((call, beat))
+    });
+    let mut all = Met::default();
+    let mut met = std::pin::pin!(calls.buffer_unordered(200));
+    while let Some(one) = met.next().await {
+        all.first += one.first;
+        all.refused += one.refused;
+        all.closed += one.closed;
+        all.told += one.told;
+        all.failed.extend(one.failed);
+    }
+    all
+}
+
+/// Sessions that are open when a gateway is asked to stop.
+struct Open {
+    socket: Box<dyn Wire>,
+    connect: Box<dyn Wire>,
+    download: Box<dyn Wire>,
+}
+
+impl Open {
+    async fn at(site: &Site, connect: &str) -> Self {
+        let caller = site.nobody();
+        let host = "Host: edge-1:9100\r\n";
+        let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
+        let mut socket = caller.wire("", &[]).await.unwrap();
+        let head = format!("GET /socket HTTP/1.1\r\n{host}{upgrade}\r\n");
+        let switched = exchange(&mut *socket, &head).await;
+        assert!(switched.starts_with("HTTP/1.1 101 "), "{switched}");
+        let out = site.nobody_at(Place::Tls(connect.parse().unwrap()));
+        let mut tunnelled = out.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let asked = "CONNECT edge-1:9100 HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+        let answered = exchange(&mut tunnelled, asked).await;
+        assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
+        let switched = exchange(&mut tunnelled, &head).await;
+        assert!(switched.starts_with("HTTP/1.1 101 "), "{switched}");
+        let mut download = caller.wire("", &[]).await.unwrap();
+        let begun = exchange(
+            &mut *download,
+            format!("GET /slow HTTP/1.1\r\n{host}Connection: close\r\n\r\n"),
+        );
+        assert!(begun.await.starts_with("HTTP/1.1 200 "));
+        Self {
+            socket,
+            connect: Box::new(tunnelled),
+            download,
+        }
+    }
+
+    /// Both sessions still pass bytes both ways.
+    async fn passes(&mut self) {
+        for wire in [&mut self.socket, &mut self.connect] {
+            wire.write_all(b"still here").await.unwrap();
+            assert_eq!(read(wire, 10).await, b"still here");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_open_its_time() {
+    let gate = Gate::new();
+    let held = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/socket" => answer::switch("websocket", b""),
+        "/slow" => answer::parts("text/plain", &["whole\n"], &held),
+        _ => answer::ok("here"),
+    });
+    let app = app.await;
+    let front = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
+    let fronts = format!(
+        "fronts: [{{ name: web, kind: http, port: 9100, {front} }}, {{ name: out, kind: connect, {front} }}]"
+    );
+    let first = Site::with_fronts(&fronts).await;
+    let edge = first.join("edge-1", app.port()).await;
+    let second = first.twin().await;
+    let addresses = format!("{},{}", first.tunnel, second.tunnel);
+    let mut first = first.advertising(&addresses).await;
+    first.gateway.said(ARRIVED).await;
+    let connect = first
+        .gateway
+        .line("the front for CONNECT", |line| {
+            line.contains("front open") && line.contains("front=\"out\"")
+        })
+        .await;
+    let connect = crate::world::process::address_after(&connect, "address=");
+    let mut open = Open::at(&first, &connect).await;
+
+    let (enough, began) = (Arc::new(AtomicBool::new(false)), Instant::now());
+    let acting = async {
+        sleep(before()).await;
+        first.gateway.signal("TERM").await;
+        until("the edge is at the second gateway", async || {
+            second.gateway.written().count(ARRIVED) > 0
+        })
+        .await;
+        until("the front is closed", async || {
+            tokio::net::TcpStream::connect(&first.front).await.is_err()
+        })
+        .await;
+        sleep(Duration::from_secs(2)).await;
+        enough.store(true, Relaxed);
+    };
+    let (met, ()) = tokio::join!(load(&first, &second, &enough), acting);
+    let took = began.elapsed();
+    say(&format!(
+        "in {took:?} callers were answered by the first gateway: {}, by the second after the first said so: {}, \
+         refused: {}, closed: {}",
+        met.first, met.told, met.refused, met.closed
+    ));
+    let failed = met.failed.len();
+    assert_eq!(failed, 0, "for example {:?}", met.failed.first());
+    assert!(met.first > 0 && met.refused > 0, "{met:?}");
+
+    open.passes().await;
+    gate.open();
+    gate.open();
+    let mut rest = String::new();
+    let whole = open.download.read_to_string(&mut rest);
+    timeout(Duration::from_secs(10), whole)
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(rest.ends_with("whole\n\r\n0\r\n\r\n"), "{rest:?}");
+    drop(open);
+    let Ended { stderr, .. } = first.gateway.ended().await.ok();
+    assert!(stderr.contains("gateway stopped cut=0"), "{stderr}");
+    drop((edge, second));
+}
+
+/// How long callers call before the gateway is asked to stop.
+fn before() -> Duration {
+    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1");
+    Duration::from_secs(if full { 30 } else { 3 })
+}

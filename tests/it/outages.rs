@@ -1,0 +1,330 @@
+//! A link that dies, and one that returns: who knows how soon, and what callers see.
+//!
+//! Real processes on a street of namespaces; the bounds are those that a user is promised, with what a busy machine
+//! may add. `CAUSEWAY_TEST_FULL=1` adds outages of one minute and of ten.
+
+use crate::world::{
+    app::{App, answer},
+    caller::{Answer, CallError, whole},
+    netns::{HUB, Host, NEED, Street},
+    process::{Process, Site},
+    tool::need,
+};
+use hyper::Request;
+use std::{env, io::Write, time::Duration};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    task::JoinSet,
+    time::{Instant, sleep, sleep_until, timeout},
+};
+
+/// How soon both ends know of a silent death.
+const KNOWN: Duration = Duration::from_secs(15);
+/// How soon requests succeed after a link's return.
+const BACK: Duration = Duration::from_secs(2);
+/// What TCP itself may keep what it has sent waiting, after an outage that was over before anybody knew of it:
+/// its retransmissions are 3.2 s apart by then.
+const RETRANSMISSION: Duration = Duration::from_millis(3_200);
+/// An outage that is over before anybody knows of it.
+const SHORT: Duration = Duration::from_secs(5);
+/// Idle for this long before the outage: the gateway's probe, which is due 5 s after the last byte, is lost early,
+/// and by the link's return TCP sends it again at its longest distance.
+const PROBED_EARLY: Duration = Duration::from_millis(3_500);
+/// What a machine that does other work besides may add.
+const BUSY: Duration = Duration::from_millis(1_500);
+
+const URL: &str = "http://edge-1:9100/";
+
+/// What goes on when the link dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Traffic {
+    Idle,
+    Download,
+    Upload,
+}
+
+/// An edge on a host of its own.
+struct Scene<'a> {
+    site: &'a Site,
+    node: &'static str,
+    edge: Process,
+    host: Host<'a>,
+    _app: App,
+}
+
+/// A gateway on the street.
+async fn gateway() -> Site {
+    Site::open_to_all(&format!("{HUB}:0")).await
+}
+
+impl<'a> Scene<'a> {
+    async fn on(street: &'a Street, site: &'a Site, node: &'static str) -> Self {
+        let host = street.host();
+        let app = {
+            let _there = host.enter();
+            App::http(|head| match head.path().as_str() {
+                "/silent" => answer::silence(),
+                "/endless" => answer::endless(),
+                _ => answer::ok("here"),
+            })
+            .await
+        };
+        let edge = site.join_by(host.causeway(), node, app.port()).await;
+        let scene = Self {
+            site,
+            node,
+            edge,
+            host,
+            _app: app,
+        };
+        assert_eq!(scene.ask().await.unwrap().text(), "here");
+        scene
+    }
+
+    async fn ask(&self) -> Result<Answer, CallError> {
+        let url = format!("http://{}:9100/", self.node);
+        let request = Request::get(url).body(whole("")).unwrap();
+        self.site.nobody().try_send(request).await
+    }
+
+    /// How long until a request succeeds.
+    async fn back(&self) -> Duration {
+        let began = Instant::now();
+        let asking = async {
+            while !matches!(self.ask().await, Ok(answer) if answer.status == 200) {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let asked = timeout(Duration::from_mins(1), asking).await;
+        assert!(asked.is_ok(), "not back: {:#?}", self.edge.written());
+        began.elapsed()
+    }
+
+    /// A caller in the middle of a request, who gets to know when it has failed.
+    async fn caller(&self, traffic: Traffic, callers: &mut JoinSet<()>) {
+        let path = match traffic {
+            Traffic::Idle => "GET /silent",
+            Traffic::Download => "GET /endless",
+            Traffic::Upload => "POST /silent",
+        };
+        let node = self.node;
+        let head = format!("{path} HTTP/1.1\r\nHost: {node}:9100\r\nConnection: close\r\n");
+        let mut wire = self.site.nobody().tcp_stream().await;
+        match traffic {
+            Traffic::Idle | Traffic::Download => {
+                wire.write_all(format!("{head}\r\n").as_bytes())
+                    .await
+                    .unwrap();
+                callers.spawn(async move {
+                    let mut buffer = vec![0; 64 << 10];
+                    let mut told = Vec::new();
+                    while let Ok(length @ 1..) = wire.read(&mut buffer).await {
+                        told = buffer[..length].to_vec();
+                    }
+                    let told = String::from_utf8_lossy(&told);
+                    assert!(
+                        !told.contains("HTTP/1.1 200") && !told.ends_with("\r\n0\r\n\r\n"),
+                        "{told}"
+                    );
+                });
+            }
+            Traffic::Upload => {
+                let head = format!("{head}Content-Length: 1000000000000\r\n\r\n");
+                wire.write_all(head.as_bytes()).await.unwrap();
+                callers.spawn(async move {
+                    let bytes = vec![b'x'; 64 << 10];
+                    while wire.write_all(&bytes).await.is_ok() {}
+                });
+            }
+        }
+    }
+}
+
+/// Waits until a process has said `part`.
+async fn says(process: &Process, part: &str) {
+    let saying = async {
+        while process.written().count(part) == 0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let said = timeout(Duration::from_mins(1), saying).await;
+    assert!(said.is_ok(), "not {part:?}: {:#?}", process.written());
+}
+
+/// Both ends and the callers know of a cut in time.
+async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
+    let gone = format!("{} disconnected", scene.node);
+    let gateway = async {
+        says(&scene.site.gateway, &gone).await;
+        cut.elapsed()
+    };
+    let edge = async {
+        says(&scene.edge, "tunnel ended").await;
+        cut.elapsed()
+    };
+    let callers = async {
+        while let Some(ended) = callers.join_next().await {
+            ended.unwrap();
+        }
+        cut.elapsed()
+    };
+    let known = tokio::join!(gateway, edge, callers);
+    say(&format!(
+        "{}: gateway, edge and callers knew after {known:?}",
+        scene.node
+    ));
+    let late = KNOWN + BUSY;
+    assert!(known.0 <= late && known.1 <= late && known.2 <= late);
+    let told = scene.ask().await.unwrap();
+    assert_eq!((told.status, told.reason()), (503, "node_away".to_owned()));
+}
+
+async fn back_in_time(scene: &Scene<'_>, bound: Duration) {
+    let back = scene.back().await;
+    say(&format!("{}: back after {back:?}", scene.node));
+    assert!(back <= bound + BUSY, "back after {back:?}");
+}
+
+/// A request after `outage` succeeds in time.
+async fn outage(outage: Duration, bound: Duration) {
+    need!(NEED);
+    outage_on(&Street::new(), Duration::ZERO, outage, bound).await;
+}
+
+/// The same for a link that was idle for `idle` before.
+async fn outage_on(street: &Street, idle: Duration, outage: Duration, bound: Duration) {
+    let site = gateway().await;
+    let scene = Scene::on(street, &site, "edge-1").await;
+    sleep(idle).await;
+    scene.host.cut();
+    sleep(outage).await;
+    scene.host.mend();
+    back_in_time(&scene, bound).await;
+}
+
+/// Says a figure even where the test runner swallows what tests print.
+fn say(figure: &str) {
+    writeln!(std::io::stderr().lock(), "{figure}").unwrap();
+}
+
+fn full() -> bool {
+    env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1")
+}
+
+#[tokio::test]
+async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
+    need!(NEED);
+    let street = Street::new();
+    let site = gateway().await;
+    let idle = Scene::on(&street, &site, "idle").await;
+    let download = Scene::on(&street, &site, "download").await;
+    let upload = Scene::on(&street, &site, "upload").await;
+    let mut callers = [JoinSet::new(), JoinSet::new(), JoinSet::new()];
+    let scenes = [&idle, &download, &upload];
+    let traffics = [Traffic::Idle, Traffic::Download, Traffic::Upload];
+    for ((scene, traffic), callers) in scenes.iter().zip(traffics).zip(&mut callers) {
+        scene.caller(Traffic::Idle, callers).await;
+        scene.caller(traffic, callers).await;
+    }
+    // They have come to their full speed, and nothing that this waits for could be seen from outside.
+    sleep(Duration::from_secs(2)).await;
+    for scene in scenes {
+        scene.host.cut();
+    }
+    let cut = Instant::now();
+    let [first, second, third] = &mut callers;
+    tokio::join!(
+        known(&idle, first, cut),
+        known(&download, second, cut),
+        known(&upload, third, cut),
+    );
+    sleep_until(cut + Duration::from_secs(20)).await;
+    for scene in scenes {
+        scene.host.mend();
+    }
+    tokio::join!(
+        back_in_time(&idle, BACK),
+        back_in_time(&download, BACK),
+        back_in_time(&upload, BACK),
+    );
+}
+
+#[tokio::test]
+async fn an_outage_of_five_seconds_is_over_when_the_link_is() {
+    outage(SHORT, RETRANSMISSION).await;
+}
+
+#[tokio::test]
+async fn an_outage_of_five_seconds_in_which_a_probe_was_lost_early_is_over_soon() {
+    need!(NEED);
+    outage_on(&Street::new(), PROBED_EARLY, SHORT, RETRANSMISSION).await;
+}
+
+#[tokio::test]
+async fn an_outage_of_five_seconds_is_over_in_two_where_the_system_retransmits_each_second() {
+    need!(NEED);
+    let street = Street::new();
+    if street.insists() {
+        outage_on(&street, PROBED_EARLY, SHORT, BACK).await;
+    }
+}
+
+#[tokio::test]
+async fn an_outage_of_a_minute_is_over_when_the_link_is() {
+    if full() {
+        outage(Duration::from_mins(1), BACK).await;
+    }
+}
+
+#[tokio::test]
+async fn an_outage_of_ten_minutes_is_over_when_the_link_is() {
+    if full() {
+        outage(Duration::from_mins(10), BACK).await;
+    }
+}
+
+#[tokio::test]
+async fn an_edge_whose_own_link_comes_up_is_back_in_time() {
+    need!(NEED);
+    let street = Street::new();
+    let site = gateway().await;
+    let scene = Scene::on(&street, &site, "edge-1").await;
+    scene.host.down();
+    says(&scene.edge, "could not dial").await;
+    scene.host.up();
+    back_in_time(&scene, BACK).await;
+}
+
+#[tokio::test]
+async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
+    let app = App::http(|head| match head.path().as_str() {
+        "/silent" => answer::silence(),
+        _ => answer::ok("here"),
+    });
+    let app = app.await;
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    let edge = site.join("edge-1", app.port()).await;
+    let (caller, silent) = (site.nobody(), format!("{URL}silent"));
+    let held = async {
+        let answer = caller.get(&silent).await;
+        (answer, Instant::now())
+    };
+    let killing = async {
+        app.head().await;
+        edge.kill().await;
+        let killed = Instant::now();
+        let answer = caller.get(URL).await;
+        (answer, killed, killed.elapsed())
+    };
+    let ((held, ended), (next, killed, asked)) = tokio::join!(held, killing);
+    assert_eq!(
+        (held.status, held.reason()),
+        (502, "tunnel_lost".to_owned())
+    );
+    assert_eq!(next.status / 100, 5, "{}", next.text());
+    let at_once = Duration::from_secs(1);
+    assert!(
+        ended.duration_since(killed) < at_once && asked < at_once,
+        "{asked:?}"
+    );
+}

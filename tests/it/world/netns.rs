@@ -1,0 +1,249 @@
+//! A network of a test's own: hosts in network namespaces around a street, whose links a test cuts and mends.
+//!
+//! The street is a bridge in a namespace of its own, where the gateway and its callers live; each host hangs on it
+//! by a pair of interfaces. A cut drops what arrives, at both ends and after it was sent, as a dead link
+//! does: nothing says so, no FIN passes. Names are this process's and unique; all of it goes with the value,
+//! also when the test fails. Sockets and children belong to the namespace that the thread is in when it
+//! makes them, and a test has a thread of its own.
+
+use super::process::{BINARY, Causeway, am_root, program};
+use nix::sched::{CloneFlags, setns};
+use std::{
+    fs::{self, File},
+    net::{IpAddr, Ipv4Addr},
+    path::PathBuf,
+    process::Command,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
+};
+
+/// What `need!` asks for.
+pub(crate) const NEED: &str = "root and ip netns";
+
+/// Where the gateway and its callers are.
+pub(crate) const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// Whether namespaces can be made here, with nftables in them.
+pub(crate) fn possible() -> bool {
+    static POSSIBLE: OnceLock<bool> = OnceLock::new();
+    *POSSIBLE.get_or_init(|| {
+        let name = unique();
+        let made = am_root() && run("ip", &["netns", "add", &name]).is_ok();
+        let filters = made
+            && run(
+                "ip",
+                &["netns", "exec", &name, "nft", "add", "table", "inet", "cut"],
+            )
+            .is_ok();
+        if made {
+            let _ = run("ip", &["netns", "del", &name]);
+        }
+        filters
+    })
+}
+
+fn unique() -> String {
+    format!("cw{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed))
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
+    let ran = Command::new(program)
+        .args(arguments)
+        .output()
+        .map_err(|error| format!("{program}: {error}"))?;
+    if ran.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+    Err(format!("{program} {}: {said}", arguments.join(" ")))
+}
+
+fn must(program: &str, line: &str) {
+    let arguments: Vec<&str> = line.split_whitespace().collect();
+    run(program, &arguments).unwrap();
+}
+
+/// This thread is in a namespace; dropping it returns to where it was.
+pub(crate) struct Inside(File);
+
+impl Inside {
+    fn enter(name: &str) -> Self {
+        let before = File::open("/proc/thread-self/ns/net").unwrap();
+        let there = File::open(format!("/run/netns/{name}")).unwrap();
+        setns(there, CloneFlags::CLONE_NEWNET).unwrap();
+        Self(before)
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        // A thread that cannot return must not go on elsewhere.
+        setns(&self.0, CloneFlags::CLONE_NEWNET).unwrap();
+    }
+}
+
+/// A namespace; dropping it removes it.
+struct Space(String);
+
+impl Space {
+    fn new() -> Self {
+        let space = Self(unique());
+        must("ip", &format!("netns add {}", space.0));
+        space.ip("link set lo up");
+        space
+    }
+
+    fn ip(&self, line: &str) {
+        must("ip", &format!("-n {} {line}", self.0));
+    }
+
+    fn nft(&self, line: &str) {
+        must("ip", &format!("netns exec {} nft {line}", self.0));
+    }
+
+    /// Makes room for rules that drop what arrives.
+    fn filter(&self) {
+        self.nft("add table inet cut");
+        self.nft("add chain inet cut in { type filter hook prerouting priority raw ; }");
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        let _ = run("ip", &["netns", "del", &self.0]);
+        let _ = fs::remove_dir_all(settings(&self.0));
+    }
+}
+
+/// What `ip netns exec` lays over `/etc`.
+fn settings(name: &str) -> PathBuf {
+    PathBuf::from("/etc/netns").join(name)
+}
+
+/// The street, with the gateway's place on it. The thread that made it is there.
+pub(crate) struct Street {
+    _inside: Inside,
+    hub: Space,
+    hosts: AtomicU32,
+}
+
+impl Street {
+    /// A street without hosts.
+    pub(crate) fn new() -> Self {
+        let hub = Space::new();
+        hub.ip("link add street type bridge");
+        hub.ip(&format!("addr add {HUB}/24 dev street"));
+        hub.ip("link set street up");
+        hub.filter();
+        Self {
+            _inside: Inside::enter(&hub.0),
+            hub,
+            hosts: AtomicU32::new(0),
+        }
+    }
+
+    /// The hub's TCP sends again at least each second, where the kernel (6.15 and later) can be told so.
+    pub(crate) fn insists(&self) -> bool {
+        let told = "net.ipv4.tcp_rto_max_ms=1000";
+        run("ip", &["netns", "exec", &self.hub.0, "sysctl", "-qw", told]).is_ok()
+    }
+
+    /// A host with its link up.
+    pub(crate) fn host(&self) -> Host<'_> {
+        let number = self.hosts.fetch_add(1, Relaxed) + 1;
+        let last = u8::try_from(number + 1).expect("a street is short");
+        let (space, port) = (Space::new(), format!("port{number}"));
+        let (hub, own) = (&self.hub.0, &space.0);
+        self.hub.ip(&format!(
+            "link add {port} netns {hub} type veth peer name eth0 netns {own}"
+        ));
+        self.hub.ip(&format!("link set {port} master street up"));
+        space.filter();
+        let host = Host {
+            street: self,
+            space,
+            address: Ipv4Addr::new(10, 77, 0, last),
+        };
+        host.space
+            .ip(&format!("addr add {}/24 dev eth0", host.address));
+        host.up();
+        host
+    }
+}
+
+/// A host on the street.
+pub(crate) struct Host<'a> {
+    street: &'a Street,
+    space: Space,
+    address: Ipv4Addr,
+}
+
+impl Host<'_> {
+    /// Its address.
+    pub(crate) fn address(&self) -> Ipv4Addr {
+        self.address
+    }
+
+    /// Puts this thread there: what listens from now on listens on that host.
+    pub(crate) fn enter(&self) -> Inside {
+        Inside::enter(&self.space.0)
+    }
+
+    /// The binary, to be run there.
+    pub(crate) fn causeway(&self) -> Causeway {
+        self.program(BINARY)
+    }
+
+    /// Any program, to be run there.
+    pub(crate) fn program(&self, path: &str) -> Causeway {
+        program("ip").args(["netns", "exec", &self.space.0, path])
+    }
+
+    /// From now on nothing passes, and nothing says so.
+    pub(crate) fn cut(&self) {
+        let drop = "add rule inet cut in";
+        self.space.nft(&format!("{drop} iifname != lo drop"));
+        self.street
+            .hub
+            .nft(&format!("{drop} ip saddr {} drop", self.address));
+    }
+
+    /// Everything passes again; cuts of a street are mended together.
+    pub(crate) fn mend(&self) {
+        self.street.hub.nft("flush chain inet cut in");
+        self.space.nft("flush chain inet cut in");
+    }
+
+    /// Takes its link down, which it sees itself.
+    pub(crate) fn down(&self) {
+        self.space.ip("link set eth0 down");
+    }
+
+    /// Sets its link up, with the way to everywhere else.
+    pub(crate) fn up(&self) {
+        self.space.ip("link set eth0 up");
+        self.space.ip(&format!("route replace default via {HUB}"));
+    }
+
+    /// Gives it another address in place of its own.
+    pub(crate) fn moves_to(&mut self, last: u8) {
+        let address = Ipv4Addr::new(10, 77, 0, last);
+        self.space
+            .ip(&format!("addr del {}/24 dev eth0", self.address));
+        self.space.ip(&format!("addr add {address}/24 dev eth0"));
+        self.address = address;
+        self.up();
+    }
+
+    /// Its name server, for what `causeway` runs.
+    pub(crate) fn asks(&self, server: IpAddr) {
+        let folder = settings(&self.space.0);
+        fs::create_dir_all(&folder).unwrap();
+        let text = format!("nameserver {server}\noptions timeout:1 attempts:1\n");
+        fs::write(folder.join("resolv.conf"), text).unwrap();
+    }
+}
