@@ -29,7 +29,7 @@ const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 99);
 /// The gateway by its name, at a port of the street's own.
 const GATEWAY: &str = "gateway.test:10262";
 /// An edge that was refused some times tries again at the latest after this.
-const HEALED: Duration = Duration::from_secs(60);
+const HEALED: Duration = Duration::from_mins(1);
 
 /// Waits until the edge says that its tunnel stands, `times` in all.
 async fn stands(edge: &Process, times: usize) {

@@ -7,7 +7,7 @@ use crate::world::{
     GATEWAY_NAME,
     app::{App, Gate, answer},
     caller::{Place, Wire, exchange, read, whole},
-    process::{Ended, Process, Site},
+    process::{Ended, Process, Site, address_after},
     until,
 };
 use futures_util::{StreamExt, stream};
@@ -58,8 +58,8 @@ fn moments(process: &Process, part: &str) -> Vec<u64> {
 /// When an edge that was refused last meant to dial again.
 fn dialled(edge: &Process) -> u64 {
     let written = edge.written();
-    let lines = written.stdout.lines().chain(written.stderr.lines());
-    let line = lines.filter(|line| line.contains("retry_in=")).last();
+    let mut lines = written.stdout.lines().chain(written.stderr.lines());
+    let line = lines.rfind(|line| line.contains("retry_in="));
     let line = line.expect("it was refused");
     let (_, delay) = line.split_once("retry_in=").unwrap();
     let delay = delay.split(' ').next().unwrap();
@@ -254,16 +254,9 @@ impl Open {
     }
 }
 
-#[tokio::test]
-async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_open_its_time() {
-    let gate = Gate::new();
-    let held = gate.clone();
-    let app = App::http(move |head| match head.path().as_str() {
-        "/socket" => answer::switch("websocket", b""),
-        "/slow" => answer::parts("text/plain", &["whole\n"], &held),
-        _ => answer::ok("here"),
-    });
-    let app = app.await;
+/// Two gateways that know the same nodes, the first with an edge that knows both, and the first one's front for
+/// CONNECT.
+async fn pair(app: &App) -> (Site, Site, Process, String) {
     let front = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
     let fronts = format!(
         "fronts: [{{ name: web, kind: http, port: 9100, {front} }}, {{ name: out, kind: connect, {front} }}]"
@@ -274,14 +267,24 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
     let addresses = format!("{},{}", first.tunnel, second.tunnel);
     let mut first = first.advertising(&addresses).await;
     first.gateway.said(ARRIVED).await;
-    let connect = first
-        .gateway
-        .line("the front for CONNECT", |line| {
-            line.contains("front open") && line.contains("front=\"out\"")
-        })
-        .await;
-    let connect = crate::world::process::address_after(&connect, "address=");
-    let mut open = Open::at(&first, &connect).await;
+    let out = |line: &str| line.contains("front open") && line.contains("front=\"out\"");
+    let out = first.gateway.line("the front for CONNECT", out).await;
+    let out = address_after(&out, "address=");
+    (first, second, edge, out)
+}
+
+#[tokio::test]
+async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_open_its_time() {
+    let gate = Gate::new();
+    let held = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/socket" => answer::switch("websocket", b""),
+        "/slow" => answer::parts("text/plain", &["whole\n"], &held),
+        _ => answer::ok("here"),
+    });
+    let app = app.await;
+    let (first, second, _edge, out) = pair(&app).await;
+    let mut open = Open::at(&first, &out).await;
 
     let (enough, began) = (Arc::new(AtomicBool::new(false)), Instant::now());
     let acting = async {
@@ -322,7 +325,6 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
     drop(open);
     let Ended { stderr, .. } = first.gateway.ended().await.ok();
     assert!(stderr.contains("gateway stopped cut=0"), "{stderr}");
-    drop((edge, second));
 }
 
 /// How long callers call before the gateway is asked to stop.
