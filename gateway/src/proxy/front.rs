@@ -27,14 +27,20 @@ use causeway_tunnel::{
     listener::{Bound, Listener, Peer, original_destination},
     socket::{Detached, Socket},
 };
+use futures_util::FutureExt;
 use io::Condition;
 use rustls::ServerConfig;
 use std::{
     net::SocketAddr,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
+
+/// Enough for the runtime to hear of connections that the kernel has taken.
+const QUEUED: Duration = Duration::from_millis(1);
 
 /// A cloud-facing listener, as configured.
 #[derive(Debug)]
@@ -187,24 +193,33 @@ impl Door {
     }
 
     async fn accept(self, core: CoreId, listener: Listener) {
-        let proxy = &self.proxies[core.0];
         loop {
             let (socket, peer) = tokio::select! {
                 biased;
-                () = self.stop.cancelled() => return,
+                () = self.stop.cancelled() => break,
                 accepted = listener.accept() => accepted,
             };
-            let Some(room) = proxy.shared.limits.connection() else {
-                proxy.shared.metrics.limit("connections");
-                continue;
-            };
-            let door = self.clone();
-            let span = debug_span!("connection", %peer);
-            proxy.tasks.spawn(
-                span,
-                async move { door.welcome(core, socket, peer, room).await },
-            );
+            self.let_in(core, socket, peer);
         }
+        // Whoever is in the kernel's queue would be reset, with the request: the system is asked once more.
+        sleep(QUEUED).await;
+        while let Some((socket, peer)) = listener.accept().now_or_never() {
+            self.let_in(core, socket, peer);
+        }
+    }
+
+    fn let_in(&self, core: CoreId, socket: Socket, peer: Peer) {
+        let proxy = &self.proxies[core.0];
+        let Some(room) = proxy.shared.limits.connection() else {
+            proxy.shared.metrics.limit("connections");
+            return;
+        };
+        let door = self.clone();
+        let span = debug_span!("connection", %peer);
+        proxy.tasks.spawn(
+            span,
+            async move { door.welcome(core, socket, peer, room).await },
+        );
     }
 
     async fn welcome(self, core: CoreId, socket: Socket, peer: Peer, room: Taken) {

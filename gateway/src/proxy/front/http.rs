@@ -14,6 +14,7 @@ use hyper_util::{
     server::conn::auto,
 };
 use std::{convert::Infallible, future::Future, pin::pin, sync::Arc, time::Duration};
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 /// Runs hyper's tasks under our owner.
@@ -36,6 +37,9 @@ const STREAMS: u32 = 250;
 /// A dead HTTP/2 caller is noticed within twice this.
 const PING: Duration = Duration::from_secs(30);
 
+/// A connection that is younger than this may have a request on its way: closed now, it would be lost.
+const YOUNG: Duration = Duration::from_secs(1);
+
 /// Serves one connection until it ends; after `stop` it finishes what it has begun.
 pub(super) async fn serve(
     proxy: &Proxy,
@@ -51,6 +55,11 @@ pub(super) async fn serve(
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
+    let mut grown = pin!(sleep(YOUNG));
+    let mut last_orders = pin!(async {
+        stop.cancelled().await;
+        grown.as_mut().await;
+    });
     let mut stopping = false;
     loop {
         tokio::select! {
@@ -65,7 +74,7 @@ pub(super) async fn serve(
                 proxy.shared.metrics.limit("slow_head");
                 return;
             }
-            () = stop.cancelled(), if !stopping => {
+            () = last_orders.as_mut(), if !stopping => {
                 stopping = true;
                 served.as_mut().graceful_shutdown();
             }
