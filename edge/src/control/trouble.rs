@@ -19,16 +19,14 @@ const LEAST: Duration = Duration::from_millis(250);
 #[derive(Clone, Debug)]
 pub(crate) struct Trouble {
     kind: Kind,
-    /// How long the attempt waited for an answer to its TCP handshake.
-    waited: Duration,
     what: String,
     wrong_ca: Option<WrongCa>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Nobody answered.
-    Silent,
+    /// Nobody answered a TCP handshake for this long.
+    Silent(Duration),
     /// The other end refused; it may have said for how long.
     Refused(Option<Duration>),
     /// The other end refused, and will again.
@@ -39,9 +37,8 @@ impl Trouble {
     /// Nobody answered.
     pub(crate) fn silent(what: impl Into<String>) -> Self {
         Self {
-            kind: Kind::Silent,
+            kind: Kind::Silent(Duration::ZERO),
             what: what.into(),
-            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -49,7 +46,7 @@ impl Trouble {
     /// Nobody answered a TCP handshake for this long.
     pub(crate) fn unanswered(what: impl Into<String>, waited: Duration) -> Self {
         Self {
-            waited,
+            kind: Kind::Silent(waited),
             ..Self::silent(what)
         }
     }
@@ -59,7 +56,6 @@ impl Trouble {
         Self {
             kind: Kind::Refused(None),
             what: what.into(),
-            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -69,7 +65,6 @@ impl Trouble {
         Self {
             kind: Kind::Unwelcome(Duration::ZERO),
             what: what.into(),
-            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -84,7 +79,6 @@ impl Trouble {
         Self {
             kind,
             what,
-            waited: Duration::ZERO,
             wrong_ca: None,
         }
     }
@@ -133,10 +127,10 @@ impl Trouble {
         match self.kind {
             // A network that returns is noticed by the next attempt: they begin a delay apart, however long each
             // waits. It costs nobody anything, for nobody answers.
-            Kind::Silent => {
+            Kind::Silent(waited) => {
                 let delay = backoff.silent(random);
                 let least = LEAST.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
-                delay.saturating_sub(self.waited).max(least.min(delay))
+                delay.saturating_sub(waited).max(least.min(delay))
             }
             Kind::Refused(asked) => backoff.refused(asked, random),
             Kind::Unwelcome(asked) => backoff.most(random).max(asked),
@@ -145,7 +139,7 @@ impl Trouble {
 
     /// Whether the other end refused.
     pub(crate) fn is_refusal(&self) -> bool {
-        self.kind != Kind::Silent
+        !matches!(self.kind, Kind::Silent(_))
     }
 
     /// Whether a change of the network may mend it.
@@ -166,7 +160,7 @@ impl Trouble {
     /// One word, for metric labels.
     pub(crate) fn word(&self) -> &'static str {
         match self.kind {
-            Kind::Silent => "silent",
+            Kind::Silent(_) => "silent",
             Kind::Refused(_) => "refused",
             Kind::Unwelcome(_) => "unwelcome",
         }
@@ -182,7 +176,7 @@ impl Trouble {
 
     fn rank(&self) -> u8 {
         match self.kind {
-            Kind::Silent => 0,
+            Kind::Silent(_) => 0,
             Kind::Refused(_) => 1,
             Kind::Unwelcome(_) => 2,
         }
