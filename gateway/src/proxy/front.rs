@@ -27,7 +27,6 @@ use causeway_tunnel::{
     listener::{Bound, Listener, Peer, original_destination},
     socket::{Detached, Socket},
 };
-use futures_util::FutureExt;
 use io::Condition;
 use rustls::ServerConfig;
 use std::{
@@ -35,12 +34,14 @@ use std::{
     sync::{Arc, OnceLock},
     time::Duration,
 };
-use tokio::time::sleep;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Enough for the runtime to hear of connections that the kernel has taken.
-const QUEUED: Duration = Duration::from_millis(1);
+/// Enough for the runtime to hear of a connection that the kernel has taken.
+const QUEUED: Duration = Duration::from_millis(2);
+/// A front that closes takes those at most for so long: in a flood the queue never empties.
+const EMPTYING: Duration = Duration::from_secs(1);
 
 /// A cloud-facing listener, as configured.
 #[derive(Debug)]
@@ -201,9 +202,11 @@ impl Door {
             };
             self.let_in(core, socket, peer);
         }
-        // Whoever is in the kernel's queue would be reset, with the request: the system is asked once more.
-        sleep(QUEUED).await;
-        while let Some((socket, peer)) = listener.accept().now_or_never() {
+        // Whoever is in the kernel's queue would be reset, with the request: it is emptied first.
+        let end = Instant::now() + EMPTYING;
+        while Instant::now() < end
+            && let Ok((socket, peer)) = timeout(QUEUED, listener.accept()).await
+        {
             self.let_in(core, socket, peer);
         }
     }

@@ -126,7 +126,7 @@ impl Greeting {
             version = hello.version,
             "the gateway said hello"
         );
-        let welcome = ToGateway::Welcome(welcome(links, slot));
+        let welcome = ToGateway::Welcome(welcome(links, slot, &hello.gateways));
         self.drive(control.tell(&welcome)).await?;
         loop {
             match self.drive(control.hear()).await? {
@@ -346,8 +346,13 @@ fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {
     Ok(())
 }
 
-fn welcome(links: &Links, slot: u32) -> Welcome {
+fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
     let config = &links.config;
+    // What the hello tells is learnt with the registration, and counts from there on.
+    let mut known = links.gateways.all();
+    known.extend_from_slice(told);
+    known.sort_unstable();
+    known.dedup();
     Welcome {
         protocol: wire::VERSION,
         version: env!("CARGO_PKG_VERSION").into(),
@@ -359,7 +364,7 @@ fn welcome(links: &Links, slot: u32) -> Welcome {
         pool: config.pool.clone(),
         ports: links.ports.clone(),
         turns: true,
-        elsewhere: links.gateways.all().len() > 1,
+        elsewhere: known.len() > 1,
     }
 }
 
