@@ -249,11 +249,15 @@ impl Bound {
         stop.cancelled().await;
         // What was asked to connect elsewhere must not come back here.
         leaving.cancel();
+        let callers = || self.shared.limits.connections();
         let edges = drain::drain(
             &self.shared.registry,
             &self.shared.metrics,
             &self.readiness,
-            &self.ending,
+            drain::Fronts {
+                close: &self.ending,
+                callers: &callers,
+            },
             grace,
         );
         let (left, ()) = tokio::join!(self.tasks.drain(grace), edges);

@@ -3,7 +3,7 @@
 //! 1. The gateway says that it is not ready, so that nobody sends it new callers.
 //! 2. Each tunnel is told, spread over a short span: a fleet that dials anew at once is a storm. An edge that
 //!    has gone elsewhere says so (`control::admit` then drains its tunnel). Fronts stay open meanwhile.
-//! 3. The fronts close. A tunnel that is still here gets no new streams.
+//! 3. The fronts close, and whoever has come already is served. Then a tunnel that is still here gets no new streams.
 //! 4. Open streams get the time that is left; then all tunnels are closed.
 //!
 //! A caller that is refused here therefore finds the edge at another gateway, if there is one.
@@ -28,6 +28,8 @@ const SPREAD: Duration = Duration::from_secs(3);
 /// How long fronts stay open at least, or a quarter of the grace: whoever balances callers learns from
 /// `/readyz` first, and refusing them at once would lose some.
 const LAME_DUCK: Duration = Duration::from_secs(3);
+/// How long whoever came before the fronts closed may take to say what they want, or half of the grace.
+const LATE: Duration = Duration::from_secs(1);
 /// How often is looked whether what was waited for has come.
 const LOOK: Duration = Duration::from_millis(100);
 /// Every tunnel has its control stream open.
@@ -68,13 +70,21 @@ impl Readiness {
     }
 }
 
-/// Empties the gateway within `grace`, and asks the fronts to finish by `fronts` once the edges are gone.
+/// The fronts, as far as a drain has to know them.
+pub struct Fronts<'a> {
+    /// Closes them.
+    pub close: &'a CancellationToken,
+    /// How many callers are connected.
+    pub callers: &'a (dyn Fn() -> usize + Sync),
+}
+
+/// Empties the gateway within `grace`, and closes the fronts once the edges are gone.
 /// Returns early when nothing is left to wait for.
 pub async fn drain(
     registry: &Registry,
     metrics: &Metrics,
     readiness: &Readiness,
-    fronts: &CancellationToken,
+    fronts: Fronts<'_>,
     grace: Duration,
 ) {
     readiness.drains();
@@ -91,7 +101,11 @@ pub async fn drain(
         .await;
     };
     tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
-    fronts.cancel();
+    fronts.close.cancel();
+    // Some are in the system's queue, and in no count before this.
+    sleep(LOOK.min(grace / 4)).await;
+    let late = end.min(Instant::now() + LATE.min(grace / 2));
+    until(late, || (fronts.callers)() == 0).await;
     for (_, edge) in registry.all() {
         edge.admitted.tunnel.drain();
     }

@@ -84,6 +84,11 @@ impl Limits {
         &self.pressure
     }
 
+    /// Callers' connections that are open.
+    pub fn connections(&self) -> usize {
+        self.connections.load(Relaxed)
+    }
+
     /// Room for one more connection of a caller, if there is.
     pub fn connection(&self) -> Option<Taken> {
         take(&self.connections, self.bounds.connections)

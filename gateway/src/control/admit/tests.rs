@@ -1,6 +1,6 @@
 use crate::{
     control::{
-        drain::drain,
+        drain::{Fronts, drain},
         world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
     },
     core::Cores,
@@ -335,7 +335,7 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
         &world.registry,
         &world.metrics,
         &world.readiness,
-        &fronts,
+        fronts_of(&fronts),
         grace,
     );
     let serving = async {
@@ -360,6 +360,14 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
     );
 }
 
+/// Fronts without callers.
+fn fronts_of(close: &CancellationToken) -> Fronts<'_> {
+    Fronts {
+        close,
+        callers: &|| 0,
+    }
+}
+
 #[tokio::test]
 async fn a_drain_ends_streams_that_do_not_end_themselves() {
     let world = World::start();
@@ -377,7 +385,7 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
         &world.registry,
         &world.metrics,
         &world.readiness,
-        &fronts,
+        fronts_of(&fronts),
         grace,
     )
     .await;
