@@ -3,13 +3,15 @@
 //! The three steps fail for reasons of their own and in this order: no identity, no port, nothing. Once an edge
 //! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
 
+mod joining;
+
 use crate::{
-    config::{Config, Secret},
+    config::Config,
     control::{
         admin,
         changes::Changes,
         dial::Dialler,
-        enrol::{self, EnrolError},
+        enrol::EnrolError,
         gateways::Gateways,
         held::Held,
         link::{Bulk, Links, Serve},
@@ -20,10 +22,10 @@ use crate::{
     state::{self, Reader, Status},
 };
 use causeway_certs::{
-    Claim, EdgeIdentity, JoinToken, Store, StoreError, TokenError, store::Access,
-    verify::tunnel_client,
+    Claim, EdgeIdentity, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
 };
 use causeway_tunnel::{listener, task::Tasks};
+use joining::{end_of, join, usable};
 use std::{
     io,
     net::SocketAddr,
@@ -218,65 +220,6 @@ impl Edge {
             claim,
         })
     }
-}
-
-/// The identity to go on with, or one that has ended where there is a token for another.
-fn usable(
-    stored: Option<EdgeIdentity>,
-    config: &Config,
-) -> (Option<EdgeIdentity>, Option<EdgeIdentity>) {
-    let Some(identity) = stored else {
-        return (None, None);
-    };
-    let ended = end_of(&identity) < SystemTime::now();
-    let joins = config.join.is_some() || config.join_file.is_some();
-    match (joins, ended) {
-        (true, true) => {
-            info!("this node's certificate has expired: joining again with the token");
-            (None, Some(identity))
-        }
-        (true, false) => {
-            info!("this node has joined already: its certificate holds, the token is not used");
-            (Some(identity), None)
-        }
-        (false, _) => (Some(identity), None),
-    }
-}
-
-fn end_of(identity: &EdgeIdentity) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
-}
-
-/// The configured token; its file is read only now, for it may be gone once it was used.
-fn token(config: &Config) -> Result<JoinToken, Error> {
-    let text = match (&config.join, &config.join_file) {
-        (Some(token), _) => token.clone(),
-        (None, Some(path)) => {
-            let text = std::fs::read_to_string(path).map_err(|source| Error::TokenFile {
-                path: path.display().to_string(),
-                source,
-            })?;
-            Secret::new(text)
-        }
-        (None, None) => return Err(Error::NoIdentity(config.data_dir.display().to_string())),
-    };
-    Ok(JoinToken::parse(text.expose().trim())?)
-}
-
-async fn join(
-    config: &Config,
-    store: &Store,
-    tell: &enrol::Listener<'_>,
-) -> Result<EdgeIdentity, Error> {
-    let token = token(config)?;
-    if config.gateways.is_empty() {
-        return Err(Error::NoGateway);
-    }
-    // A token is good once: it is not given for an identity that cannot be kept.
-    store.prepare_edge()?;
-    let identity = enrol::join(&token, config, tell).await?;
-    store.save_edge(&identity)?;
-    Ok(identity)
 }
 
 impl Bound {
