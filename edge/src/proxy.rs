@@ -119,7 +119,10 @@ impl Way {
                     biased;
                     // The future that holds the app's connection is dropped here.
                     _ = reply.reset() => return served.end(Ending::CallerGone),
-                    head = interim.next() => drop(reply.interim(head)),
+                    head = interim.next() => match head {
+                        Some(head) => drop(reply.interim(head)),
+                        None => break Err(endless(&target)),
+                    },
                     answer = &mut asking => break answer,
                 }
             }
@@ -206,6 +209,11 @@ fn relayed(outcome: &Outcome) -> Ending {
 /// The app answered, but not as it should.
 fn broken(app: &App, what: &str) -> Failed {
     let detail = format!("{} {what}", app.sentence());
+    Refusal::TargetBroken.because(detail).into()
+}
+
+fn endless(target: &causeway_tunnel::Target) -> Failed {
+    let detail = format!("{target} sent interim answers without end instead of an answer");
     Refusal::TargetBroken.because(detail).into()
 }
 

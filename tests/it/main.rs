@@ -28,6 +28,8 @@ mod leaks;
 
 mod abuse;
 
+mod app_faults;
+
 mod stalled;
 
 mod soak;

@@ -103,6 +103,19 @@ impl Road {
         self.caller().http2()
     }
 
+    /// The ids of the node's tunnels, the eldest first.
+    pub(crate) async fn tunnels(&self) -> Vec<u64> {
+        self.details("id").await
+    }
+
+    /// This number of each of the node's tunnels, the eldest first.
+    pub(crate) async fn details(&self, name: &str) -> Vec<u64> {
+        let node = self.node("edge-1").await;
+        let mut rows = node["details"].as_array().unwrap().clone();
+        rows.sort_by_key(|row| row["id"].as_u64());
+        rows.iter().map(|row| row[name].as_u64().unwrap()).collect()
+    }
+
     /// A script of `clients` that calls `https` with a certificate.
     pub(crate) fn python(&self, script: &str) -> Tool {
         let leaf = self.caller_leaf("python");

@@ -57,7 +57,7 @@ async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
     let total = if full { 100_000_000 } else { 16_000_000 };
     let app = App::http(move |_| answer::small_chunks(total)).await;
     let road = Road::to(&app).await;
-    let before = tunnels(&road).await;
+    let before = road.tunnels().await;
     let answer = road.caller().get(URL).await;
     assert!(
         answer.body == pattern(total),
@@ -65,7 +65,7 @@ async fn trap_1_an_answer_in_chunks_of_64_bytes_leaves_the_tunnel_alone() {
         answer.body.len()
     );
     // A second one was dialled for bulk; the first is still there.
-    assert!(tunnels(&road).await.starts_with(&before));
+    assert!(road.tunnels().await.starts_with(&before));
 }
 
 #[tokio::test]
@@ -78,7 +78,7 @@ async fn trap_2_callers_that_hang_up_again_and_again_hurt_nobody_else() {
     })
     .await;
     let road = Road::to(&app).await;
-    let before = tunnels(&road).await;
+    let before = road.tunnels().await;
     let mut stays = road.tls().await;
     let stays_head = GET.replace("/ ", "/stays ");
     gate.open();
@@ -106,7 +106,7 @@ async fn trap_2_callers_that_hang_up_again_and_again_hurt_nobody_else() {
     gate.open();
     gate.open();
     assert_eq!(read(&mut stays, 14).await, b"4\r\nlast\r\n0\r\n\r\n");
-    assert_eq!(tunnels(&road).await, before);
+    assert_eq!(road.tunnels().await, before);
 }
 
 #[tokio::test]
@@ -327,7 +327,7 @@ async fn trap_10_a_session_made_to_join_does_not_resume_as_a_tunnel() {
         Err(error) => Err(error),
     };
     assert!(ended.is_err(), "{ended:?}");
-    assert_eq!(tunnels(&road).await.len(), 1);
+    assert_eq!(road.tunnels().await.len(), 1);
 }
 
 #[tokio::test]
@@ -416,22 +416,9 @@ fn trap_14_one_crypto_provider_is_in_the_tree() {
         assert!(!names.contains(&banned), "{banned}");
     }
 }
-
-/// The tunnels of edge-1 by their ids, oldest first.
-async fn tunnels(road: &Road) -> Vec<u64> {
-    details(road, "id").await
-}
-
 /// How many streams each had so far.
 async fn opened(road: &Road) -> Vec<u64> {
-    details(road, "streams_opened").await
-}
-
-async fn details(road: &Road, name: &str) -> Vec<u64> {
-    let node = road.node("edge-1").await;
-    let mut rows = node["details"].as_array().unwrap().clone();
-    rows.sort_by_key(|row| row["id"].as_u64());
-    rows.iter().map(|row| row[name].as_u64().unwrap()).collect()
+    road.details("streams_opened").await
 }
 
 /// A caller's TLS that offers these protocols.

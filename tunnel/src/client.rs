@@ -35,9 +35,6 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Interim answers of one stream at most: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
-const MOST_INTERIMS: usize = 1_000;
-
 /// What the gateway's end of a tunnel needs to know.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -263,7 +260,7 @@ impl Answer {
 
     fn count(&mut self) -> Result<(), StreamError> {
         self.interims += 1;
-        if self.interims > MOST_INTERIMS {
+        if self.interims > wire::MOST_INTERIMS {
             return Err(StreamError::Nonsense(
                 "interim answers without end came instead of an answer",
             ));

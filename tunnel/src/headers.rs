@@ -67,6 +67,15 @@ pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
         .any(|item| item.trim().eq_ignore_ascii_case(token))
 }
 
+/// Whether a body comes in one coding at most, `chunked`. A parser undoes one `chunked` where it is the last coding
+/// (RFC 9112 §6.1); of others the receiver would get the bytes without the name.
+pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
+    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
+    let first = codings.next();
+    let plain = first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
+    plain && codings.next().is_none()
+}
+
 /// The protocols that a request asks to switch to (RFC 9110 §7.8), if it asks: `Upgrade` counts
 /// only where `Connection` names it.
 pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {

@@ -37,6 +37,9 @@ pub const MAX_FRAME: u32 = 64 * 1024;
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// Largest header block that either end accepts, in bytes (apps may send 60 KiB and more).
 pub const MAX_HEADER_LIST: u32 = 256 * 1024;
+/// Interim answers of one stream at most: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
+pub const MOST_INTERIMS: usize = 1_000;
+
 /// How many streams whose reset is still remembered a tunnel bears: its peer is authenticated, and many
 /// callers may hang up at once.
 pub const MAX_RESETS: usize = 65_536;

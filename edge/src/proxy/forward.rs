@@ -235,6 +235,12 @@ fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
 }
 
 fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Answer, Failed> {
+    if !headers::codes_only_by_chunks(answer.headers()) {
+        return Err(broken(
+            app,
+            "answered with a Transfer-Encoding that is not chunked alone",
+        ));
+    }
     let (head, incoming) = ended_head(answer);
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
         return Err(broken(

@@ -1,14 +1,19 @@
 //! Interim answers (1xx) on their way from the app to the caller.
 //!
 //! The HTTP engine hands them to a callback, maybe on another task than the stream's; the stream's task sends
-//! them on. An app that sends more of them than anybody reads is cut short: they are advice.
+//! them on. What nobody has read yet is bounded, and so is how many there may be: they are advice, and an app that sends
+//! them without end never comes to its answer.
 
+use causeway_tunnel::wire::MOST_INTERIMS;
 use futures_util::task::AtomicWaker;
 use http::{Request, Response};
 use std::{
     collections::VecDeque,
     future::poll_fn,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
     task::Poll,
 };
 
@@ -22,6 +27,8 @@ pub(super) struct Interim(Arc<Queue>);
 #[derive(Debug, Default)]
 struct Queue {
     heads: Mutex<VecDeque<Response<()>>>,
+    /// How many have come, read or not.
+    came: AtomicUsize,
     waker: AtomicWaker,
 }
 
@@ -30,6 +37,9 @@ impl Interim {
     pub(super) fn listen<B>(&self, request: &mut Request<B>) {
         let queue = self.0.clone();
         hyper::ext::on_informational(request, move |answer| {
+            if queue.came.fetch_add(1, Relaxed) >= MOST_INTERIMS {
+                return queue.waker.wake();
+            }
             let mut head = Response::new(());
             *head.status_mut() = answer.status();
             *head.headers_mut() = answer.headers().clone();
@@ -50,11 +60,15 @@ impl Interim {
         heads.pop_front()
     }
 
-    /// Waits for the next.
-    pub(super) async fn next(&self) -> Response<()> {
+    /// Waits for the next. `None`: there have been too many.
+    pub(super) async fn next(&self) -> Option<Response<()>> {
         poll_fn(|cx| {
             self.0.waker.register(cx.waker());
-            self.pop().map_or(Poll::Pending, Poll::Ready)
+            if self.0.came.load(Relaxed) > MOST_INTERIMS {
+                return Poll::Ready(None);
+            }
+            self.pop()
+                .map_or(Poll::Pending, |head| Poll::Ready(Some(head)))
         })
         .await
     }

@@ -67,12 +67,7 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
             Reason::Malformed.says("the request has both Content-Length and Transfer-Encoding")
         );
     }
-    // RFC 9112 §6.1: the parser undoes one `chunked` and asks for nothing but that it is the last coding; of others
-    // the app would get the bytes without the name.
-    let mut codings = fields.get_all(TRANSFER_ENCODING).iter();
-    let first = codings.next();
-    let plain = first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
-    if !plain || codings.next().is_some() {
+    if !headers::codes_only_by_chunks(fields) {
         return Err(Reason::Malformed.says("a Transfer-Encoding is chunked and nothing else"));
     }
     if request.version() == Version::HTTP_11 && !fields.contains_key(HOST) {

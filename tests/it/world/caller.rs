@@ -160,7 +160,8 @@ impl Caller {
         let io = TokioIo::new(self.wire(sni, alpn).await?);
         let mut driver = JoinSet::new();
         let sender = if self.version == Version::HTTP_2 {
-            let begun = http2::handshake(TokioExecutor::new(), io);
+            let mut begun = http2::Builder::new(TokioExecutor::new());
+            let begun = begun.max_header_list_size(1 << 20).handshake(io);
             let (sender, connection) = bounded(begun).await??;
             driver.spawn(async move { drop(connection.await) });
             Sender::Http2(sender)

@@ -1,0 +1,238 @@
+//! What an app does wrong, or only strangely: its caller gets the row of DESIGN's table, whatever HTTP it speaks, and
+//! the tunnel lives on, with the next request served and nothing left behind.
+
+use crate::{
+    road::Road,
+    world::{
+        app::{App, Script, answer, answer::pattern},
+        caller::{Answer, CallError, Caller, assert_problem},
+        until,
+    },
+};
+use std::time::Duration;
+use tokio::{io::AsyncWriteExt, time::timeout};
+
+/// Not what a request takes, but beyond any doubt.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the caller of one path gets.
+enum Row {
+    /// A failure of ours with this reason.
+    Broken,
+    /// The app's own answer with this status, of which the closure approves.
+    Answer(u16, fn(&Answer) -> bool),
+    /// An answer that begins and does not end as one.
+    Reset,
+}
+
+struct Fault {
+    path: &'static str,
+    script: fn() -> Script,
+    row: Row,
+}
+
+const fn fault(path: &'static str, script: fn() -> Script, row: Row) -> Fault {
+    Fault { path, script, row }
+}
+
+const FAULTS: &[Fault] = &[
+    fault("/garbage", answer::garbage, Row::Broken),
+    fault("/closes", answer::close, Row::Broken),
+    fault("/resets", || Script::new().reset(), Row::Broken),
+    fault("/half-a-head", || half_a_head().close(), Row::Broken),
+    fault("/head-and-reset", || half_a_head().reset(), Row::Broken),
+    fault(
+        "/another-version",
+        || answers("HTTP/3.7 200 OK\r\n\r\n"),
+        Row::Broken,
+    ),
+    fault(
+        "/two-lengths",
+        || answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nabc"),
+        Row::Broken,
+    ),
+    fault(
+        "/a-coding-of-its-own",
+        || answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
+        Row::Broken,
+    ),
+    fault(
+        "/a-switch-nobody-asked-for",
+        || answers("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"),
+        Row::Broken,
+    ),
+    fault("/a-head-without-end", endless_head, Row::Broken),
+    fault("/hints-without-end", endless_hints, Row::Broken),
+    fault("/closes-in-mid-body", answer::close_in_mid_body, Row::Reset),
+    fault("/resets-in-mid-body", || cut_short().reset(), Row::Reset),
+    fault(
+        "/closes-in-mid-chunk",
+        || chunked("400\r\ncut short").close(),
+        Row::Reset,
+    ),
+    fault(
+        "/chunks-of-no-size",
+        || chunked("5\r\nfirst\r\nno size at all\r\n"),
+        Row::Reset,
+    ),
+    fault(
+        "/before-the-body",
+        answer::before_the_body,
+        Row::Answer(413, |answer| answer.text() == "too much"),
+    ),
+    fault("/hints", || hints(200), Row::Answer(200, is_hinted)),
+    fault(
+        "/processing",
+        || answers("HTTP/1.1 102 Processing\r\n\r\n").write(hinted()),
+        Row::Answer(200, is_hinted),
+    ),
+    fault(
+        "/chunks-of-1",
+        || chunked("").chunks(1, SMALL),
+        Row::Answer(200, |answer| answer.body == pattern(SMALL)),
+    ),
+    fault(
+        "/chunks-of-64",
+        || chunked("").chunks(64, SMALL),
+        Row::Answer(200, |answer| answer.body == pattern(SMALL)),
+    ),
+    fault(
+        "/a-head-of-60-kib",
+        || large_head(60 << 10, 1),
+        Row::Answer(200, |answer| answer.field("x-large-0").len() == 60 << 10),
+    ),
+    fault(
+        "/60-fields-of-1-kib",
+        || large_head(1 << 10, 60),
+        Row::Answer(200, |answer| {
+            (0..60).all(|number| answer.field(&format!("x-large-{number}")).len() == 1 << 10)
+        }),
+    ),
+    fault("/a-head-of-a-mib", || large_head(1 << 18, 4), Row::Broken),
+];
+
+const SMALL: usize = 1 << 18;
+const HEAD: &str = "HTTP/1.1 200 OK\r\n";
+
+#[tokio::test]
+async fn an_apps_fault_is_its_callers_row_and_the_tunnel_lives_on() {
+    let app = App::http(|head| {
+        let path = head.path();
+        let fault = FAULTS.iter().find(|fault| fault.path == path);
+        fault.map_or_else(|| answer::ok("well"), |fault| (fault.script)())
+    })
+    .await;
+    let road = Road::to(&app).await;
+    let first = road.tunnels().await[0];
+    for caller in [road.caller(), road.http2()] {
+        for fault in FAULTS {
+            let path = fault.path;
+            let asked = timeout(PATIENCE, ask(&caller, path)).await;
+            let outcome = asked.unwrap_or_else(|_| panic!("{path}: no end within {PATIENCE:?}"));
+            fault.row.holds(path, outcome);
+            let after = ask(&caller, "/well").await;
+            assert_eq!(after.unwrap().text(), "well", "after {path}");
+        }
+    }
+    // One for bulk may have been dialled; the first is the one that was there before.
+    assert_eq!(road.tunnels().await[0], first);
+    road.until_idle().await;
+}
+
+/// Nobody but the app's own caller waits for it, and that caller's leaving ends the wait.
+#[tokio::test]
+async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
+    let app = App::http(|head| match head.path().as_str() {
+        "/silent" => answer::silence(),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let road = Road::to(&app).await;
+    let first = road.tunnels().await[0];
+    let mut waiting = Vec::new();
+    for _ in 0..200 {
+        let mut wire = road.tcp("plain").await;
+        let head = b"GET /silent HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+        wire.write_all(head).await.unwrap();
+        waiting.push(wire);
+    }
+    until("all of them wait", async || app.requests() == 200).await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(ask(&caller, "/well").await.unwrap().text(), "well");
+    }
+    drop(waiting);
+    road.until_idle().await;
+    assert_eq!(road.tunnels().await[0], first);
+}
+
+impl Row {
+    fn holds(&self, path: &str, outcome: Result<Answer, CallError>) {
+        match (self, outcome) {
+            (Self::Broken, Ok(answer)) => {
+                assert_eq!(answer.status, 502, "{path}: {}", answer.text());
+                assert_problem(&answer, 502, "target_broken", "edge-1");
+            }
+            (Self::Answer(status, approves), Ok(answer)) => {
+                assert_eq!(answer.status, *status, "{path}");
+                assert!(approves(&answer), "{path}: {:?}", answer.fields);
+            }
+            (Self::Reset, Err(_)) => {}
+            (Self::Reset, Ok(answer)) => {
+                panic!("{path} ended as if it were whole: {}", answer.status)
+            }
+            (_, Err(error)) => panic!("{path}: {error:?}"),
+        }
+    }
+}
+
+async fn ask(caller: &Caller, path: &str) -> Result<Answer, CallError> {
+    let request = hyper::Request::post(format!("https://edge-1:9100{path}"));
+    let body = crate::world::caller::whole("asked");
+    caller.try_send(request.body(body).unwrap()).await
+}
+
+fn answers(bytes: impl Into<Vec<u8>>) -> Script {
+    Script::new().body().write(bytes)
+}
+
+fn half_a_head() -> Script {
+    answers("HTTP/1.1 200 OK\r\nContent-Le")
+}
+
+fn cut_short() -> Script {
+    answers("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\ncut short")
+}
+
+fn chunked(body: &str) -> Script {
+    answers(format!("{HEAD}Transfer-Encoding: chunked\r\n\r\n{body}"))
+}
+
+fn endless_head() -> Script {
+    answers(HEAD).forever("X-More: of the same\r\n".repeat(50))
+}
+
+fn endless_hints() -> Script {
+    Script::new()
+        .body()
+        .forever("HTTP/1.1 103 Early Hints\r\n\r\n".repeat(50))
+}
+
+fn hints(times: usize) -> Script {
+    let hint = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n";
+    answers(hint.repeat(times)).write(hinted())
+}
+
+fn hinted() -> &'static str {
+    "HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nhinted"
+}
+
+fn is_hinted(answer: &Answer) -> bool {
+    answer.text() == "hinted"
+}
+
+fn large_head(bytes: usize, fields: usize) -> Script {
+    let value = "x".repeat(bytes);
+    let fields = (0..fields).map(|number| format!("X-Large-{number}: {value}\r\n"));
+    let fields: String = fields.collect();
+    answers(format!("{HEAD}Content-Length: 2\r\n{fields}\r\nok"))
+}
