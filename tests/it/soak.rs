@@ -74,6 +74,7 @@ async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
         _ => answer::ok("well"),
     })
     .await;
+    app.forget().await;
     let site = Site::with_fronts(FRONT).await;
     let mut edges = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3", "edge-4"] {

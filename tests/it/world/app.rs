@@ -117,6 +117,13 @@ impl App {
         self.record.requests.load(Ordering::SeqCst)
     }
 
+    /// Counts from now on, and keeps nothing of what it sees: for a test that lasts.
+    pub(crate) async fn forget(&self) {
+        self.heads.lock().await.close();
+        self.bodies.lock().await.close();
+        self.ends.lock().await.close();
+    }
+
     /// The next request's head, as soon as it has been read.
     pub(crate) async fn head(&self) -> Head {
         next(&self.heads, "request").await
