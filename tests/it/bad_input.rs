@@ -373,7 +373,7 @@ async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() 
             for name in ["ca.pem", "ca.key", "tokens.json"] {
                 fs::remove_file(data.join(name)).unwrap();
             }
-            let init = std::process::Command::new(crate::world::process::BINARY)
+            let init = std::process::Command::new(crate::world::process::binary())
                 .args(["ca", "init", "--data-dir"])
                 .arg(data)
                 .output();

@@ -7,7 +7,7 @@ use crate::{
         app::{App, Gate, Script, answer},
         caller::read_to_end,
         gateway::front,
-        process::{BINARY, Site},
+        process::{Site, binary},
         tool::{Tool, need},
     },
 };
@@ -330,7 +330,7 @@ fn peaks(folder: &Path) -> BTreeMap<u32, u64> {
         };
         let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let command = String::from_utf8_lossy(&command);
-        if !command.starts_with(BINARY) || !command.contains(folder.to_str().unwrap()) {
+        if !command.starts_with(binary()) || !command.contains(folder.to_str().unwrap()) {
             continue;
         }
         let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();

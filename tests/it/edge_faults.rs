@@ -5,7 +5,7 @@
 use crate::world::{
     app::App,
     netns::{HUB, Host, NEED, Street},
-    process::{BINARY, Causeway, OPEN, PATIENCE, Process, Site, causeway, program},
+    process::{Causeway, OPEN, PATIENCE, Process, Site, binary, causeway, program},
     tool::need,
 };
 use std::{
@@ -81,7 +81,7 @@ async fn a_clock_that_is_wrong_by_a_day_is_named_and_the_edge_heals_with_it() {
             .args(["-m", "-f", wrong, "env", "-u", "FAKETIME"])
             .args([format!("FAKETIME_TIMESTAMP_FILE={}", clock.display())])
             .args(["FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1"])
-            .args([BINARY]);
+            .args([binary()]);
         let mut edge = site.edge_of(edge, "edge-1", app.port()).start();
         if named {
             edge.said("is its clock right?").await;

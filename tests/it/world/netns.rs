@@ -6,7 +6,7 @@
 //! also when the test fails. Sockets and children belong to the namespace that the thread is in when it
 //! makes them, and a test has a thread of its own.
 
-use super::process::{BINARY, Causeway, am_root, program};
+use super::process::{Causeway, am_root, binary, program};
 use nix::sched::{CloneFlags, setns};
 use std::{
     fs::{self, File},
@@ -195,7 +195,7 @@ impl Host<'_> {
 
     /// The binary, to be run there.
     pub(crate) fn causeway(&self) -> Causeway {
-        self.program(BINARY)
+        self.program(binary())
     }
 
     /// Any program, to be run there.

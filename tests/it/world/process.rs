@@ -11,7 +11,9 @@ pub(crate) use site::{OPEN, Site, address_after};
 pub(crate) use usage::Usage;
 
 use super::tool::Tool;
-use std::{env, ffi::OsStr, net::IpAddr, path::Path, process::Stdio, time::Duration};
+use std::{
+    env, ffi::OsStr, net::IpAddr, path::Path, process::Stdio, sync::LazyLock, time::Duration,
+};
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
     process::{Child, Command},
@@ -23,15 +25,21 @@ use tokio::{
 /// For a machine that does other work besides.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The built binary.
-pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
+/// The built binary, or the one of another build that `CAUSEWAY_TEST_BINARY` names.
+pub(crate) fn binary() -> &'static str {
+    static BINARY: LazyLock<String> = LazyLock::new(|| {
+        let other = std::env::var("CAUSEWAY_TEST_BINARY");
+        other.unwrap_or_else(|_| env!("CARGO_BIN_EXE_causeway").to_owned())
+    });
+    &BINARY
+}
 
 /// The binary, about to be started.
 pub(crate) struct Causeway(Command);
 
 /// The binary with these arguments, split at blanks.
 pub(crate) fn causeway(line: &str) -> Causeway {
-    Causeway::new(BINARY).args(line.split_whitespace())
+    Causeway::new(binary()).args(line.split_whitespace())
 }
 
 /// Any program that ends up as the binary.
@@ -43,22 +51,22 @@ pub(crate) fn program(path: &str) -> Causeway {
 pub(crate) fn causeway_on_a_full_disk(blocks: u32) -> Causeway {
     // Without the trap the kernel's signal would end the process before it sees the error.
     let script = format!("trap '' XFSZ; ulimit -S -f {blocks}; exec \"$0\" \"$@\"");
-    Causeway::new("sh").args(["-c", &script, BINARY])
+    Causeway::new("sh").args(["-c", &script, binary()])
 }
 
 /// The binary, which can open at most this many files.
 pub(crate) fn causeway_with_files(most: u32) -> Causeway {
     let script = format!("ulimit -n {most}; exec \"$0\" \"$@\"");
-    Causeway::new("sh").args(["-c", &script, BINARY])
+    Causeway::new("sh").args(["-c", &script, binary()])
 }
 
 /// The binary, for which the modes of files hold even if root runs the tests.
 pub(crate) fn causeway_under_modes() -> Causeway {
     if am_root() {
         let less = "--bounding-set=-dac_override,-dac_read_search";
-        Causeway::new("setpriv").args([less, BINARY])
+        Causeway::new("setpriv").args([less, binary()])
     } else {
-        Causeway::new(BINARY)
+        Causeway::new(binary())
     }
 }
 
@@ -71,7 +79,7 @@ pub(crate) fn causeway_asking(server: IpAddr, folder: &Path) -> Causeway {
     let script = "mount --bind \"$1\" /etc/resolv.conf && mount --bind \"$2\" /etc/nsswitch.conf && \
         shift 2 && exec \"$0\" \"$@\"";
     Causeway::new("unshare")
-        .args(["--mount", "sh", "-c", script, BINARY])
+        .args(["--mount", "sh", "-c", script, binary()])
         .args([servers, sources])
 }
 
