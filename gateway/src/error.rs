@@ -219,6 +219,9 @@ impl Error {
             StreamError::Lost { .. } => {
                 Reason::TunnelLost.says(format!("{node} was lost in mid-stream: {error}"))
             }
+            StreamError::TooLarge => {
+                Reason::HeaderTooLarge.says(format!("the tunnel of {node}: {error}"))
+            }
             StreamError::Busy => Reason::LimitReached.says(format!(
                 "{node}'s tunnel has as many streams as it may have"
             )),

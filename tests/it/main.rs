@@ -40,6 +40,8 @@ mod smuggling;
 
 mod hostile_edge;
 
+mod greedy_edge;
+
 mod hostile_names;
 
 mod tls_scan;

@@ -11,6 +11,7 @@ use turn::Turn;
 
 use crate::{
     error::StreamError,
+    headers,
     hello::Control,
     liveness::Bounds,
     load::{Load, Moved, Open},
@@ -152,13 +153,19 @@ impl Tunnel {
     async fn start(&self, head: Request<()>, end: bool) -> Result<Opened, StreamError> {
         let open =
             Open::new(&self.shared.load, self.shared.max_streams).ok_or(StreamError::Busy)?;
+        let path = head.uri().path_and_query();
+        let path = path.map_or(0, |path| path.as_str().len());
+        if headers::size(head.headers()) + path > wire::MAX_HEAD {
+            return Err(StreamError::TooLarge);
+        }
         let mut ready = self.sender.clone().ready().await?;
         let (inner, send) = ready.send_request(head, end)?;
+        let id = inner.stream_id().as_u32();
         Ok(Opened {
             send: Send::new(send, Moved::new(open.clone()), end),
             answer: Answer {
                 inner,
-                moved: Some(Moved::new(open)),
+                moved: Some(Moved::of(open, id)),
                 interims: 0,
             },
         })

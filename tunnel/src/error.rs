@@ -25,6 +25,9 @@ pub enum StreamError {
     /// The tunnel takes no further stream: it drains, or has as many as it may have.
     #[error("the tunnel takes no further stream")]
     Busy,
+    /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
+    #[error("a head or trailers are larger than a tunnel carries")]
+    TooLarge,
     /// The other end did what the protocol forbids.
     #[error("{0}")]
     Nonsense(&'static str),

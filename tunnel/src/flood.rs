@@ -4,10 +4,16 @@
 //! body costs points; streams that this end opens and bytes that it sends earn some, since those bring such
 //! frames about, and time earns the rest. Whoever has none left ends its tunnel. Only the heads of frames are
 //! looked at, as they pass between TLS and the engine.
+//!
+//! Frames of a body cost nothing, since apps that send a few bytes at a time are ordinary. But small ones that nobody
+//! takes are counted (see [`crate::small`]), and a peer that sends thousands at once lets the others have
+//! their turn in between.
 
+use crate::small::Small;
 use std::{
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 use tokio::{
@@ -33,6 +39,8 @@ const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
 /// Length, kind, flags, stream.
 const HEAD: usize = 9;
+/// Frames that are read before others on this thread get their turn.
+const TURN: u32 = 1_000;
 /// What a client sends before its first frame (RFC 9113 §3.4).
 const PREFACE: u32 = 24;
 
@@ -43,13 +51,18 @@ pub(crate) struct Guarded<S> {
     read: Heads,
     written: Heads,
     purse: Purse,
+    small: Arc<Small>,
+    /// Frames since others had their turn.
+    frames: u32,
 }
 
 impl<S> Guarded<S> {
     /// A connection whose preface is still to be sent.
-    pub(crate) fn new(io: S) -> Self {
+    pub(crate) fn new(io: S, small: Arc<Small>) -> Self {
         Self {
             io,
+            small,
+            frames: 0,
             read: Heads::default(),
             written: Heads {
                 skip: PREFACE,
@@ -66,9 +79,18 @@ impl<S> Guarded<S> {
     fn sent(&mut self, bytes: &[u8]) {
         let mut streams = 0;
         self.written
-            .pass(bytes, |kind| streams += u64::from(kind == HEADERS));
+            .pass(bytes, |head| streams += u64::from(head.kind == HEADERS));
         self.purse.sent(bytes.len(), streams);
     }
+}
+
+/// What is seen of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Head {
+    kind: u8,
+    /// Of the payload, in bytes.
+    length: u32,
+    stream: u32,
 }
 
 /// Where one direction stands between frames.
@@ -81,8 +103,8 @@ struct Heads {
 }
 
 impl Heads {
-    /// Shows the kind of each frame whose head ends in these bytes.
-    fn pass(&mut self, mut bytes: &[u8], mut seen: impl FnMut(u8)) {
+    /// Shows each frame whose head ends in these bytes.
+    fn pass(&mut self, mut bytes: &[u8], mut seen: impl FnMut(Head)) {
         while !bytes.is_empty() {
             if self.skip > 0 {
                 let skipped = bytes
@@ -98,10 +120,15 @@ impl Heads {
             self.have += part;
             bytes = rest;
             if self.have == HEAD {
-                let [high, middle, low, kind, ..] = self.head;
+                let [high, middle, low, kind, _, a, b, c, d] = self.head;
                 self.skip = u32::from_be_bytes([0, high, middle, low]);
                 self.have = 0;
-                seen(kind);
+                seen(Head {
+                    kind,
+                    length: self.skip,
+                    // The first bit means nothing (RFC 9113 §4.1).
+                    stream: u32::from_be_bytes([a & 0x7f, b, c, d]),
+                });
             }
         }
     }
@@ -130,7 +157,6 @@ impl Purse {
     /// Takes a frame's price; false where there is not enough.
     fn pay(&mut self, kind: u8, now: Instant) -> bool {
         let price = match kind {
-            DATA => return true,
             HEADERS | CONTINUATION | RST_STREAM | WINDOW_UPDATE => 1,
             _ => RARE,
         };
@@ -155,16 +181,32 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        if this.frames >= TURN {
+            this.frames = 0;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
         let new = buf.filled().get(before..).unwrap_or_default();
-        let (purse, now) = (&mut this.purse, Instant::now());
-        let mut flooded = None;
-        this.read.pass(new, |kind| {
-            if !purse.pay(kind, now) {
-                flooded = Some(kind);
-            }
-        });
+        let (purse, small, now) = (&mut this.purse, &this.small, Instant::now());
+        let (mut flooded, mut frames) = (None, 0);
+        this.read.pass(
+            new,
+            |Head {
+                 kind,
+                 length,
+                 stream,
+             }| {
+                frames += 1;
+                if kind == DATA {
+                    small.came(stream, usize::try_from(length).unwrap_or(usize::MAX));
+                } else if !purse.pay(kind, now) {
+                    flooded = Some(kind);
+                }
+            },
+        );
+        this.frames += frames;
         let Some(kind) = flooded else {
             return Poll::Ready(Ok(()));
         };
@@ -257,9 +299,12 @@ mod tests {
             };
             let mut seen = Vec::new();
             for part in bytes.chunks(cut) {
-                heads.pass(part, |kind| seen.push(kind));
+                heads.pass(part, |head| {
+                    seen.push((head.kind, head.length, head.stream))
+                });
             }
-            assert_eq!(seen, [HEADERS, DATA, RST_STREAM], "{cut}");
+            let frames = [(HEADERS, 3, 1), (DATA, 0, 1), (RST_STREAM, 4, 1)];
+            assert_eq!(seen, frames, "{cut}");
         }
     }
 
@@ -272,6 +317,5 @@ mod tests {
         assert_eq!(times(&mut purse, 6, later), PER_SECOND / RARE);
         purse.sent(usize::try_from(BYTES).unwrap() * 5, 2);
         assert_eq!(times(&mut purse, HEADERS, later), 5 + 2 * PER_STREAM);
-        assert!(purse.pay(DATA, later));
     }
 }

@@ -67,6 +67,14 @@ pub fn lists(headers: &HeaderMap, name: &HeaderName, token: &str) -> bool {
         .any(|item| item.trim().eq_ignore_ascii_case(token))
 }
 
+/// The size of a header list as HTTP/2 counts it (RFC 7541 §4.1): each field has 32 bytes besides its own.
+pub fn size(headers: &HeaderMap) -> usize {
+    let fields = headers.iter();
+    fields
+        .map(|(name, value)| name.as_str().len() + value.len() + 32)
+        .sum()
+}
+
 /// Whether a body comes in one coding at most, `chunked`. A parser undoes one `chunked` where it is the last coding
 /// (RFC 9112 §6.1); of others the receiver would get the bytes without the name.
 pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {

@@ -21,6 +21,7 @@ pub mod body;
 pub mod copy;
 pub mod headers;
 pub mod load;
+mod small;
 pub mod stream;
 pub mod unread;
 

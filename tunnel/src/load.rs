@@ -3,7 +3,10 @@
 //! Written by the streams as they move bytes, read by whoever chooses a tunnel or dials a second one.
 //! Only atomics, but for the list of streams that can hold unread bytes: nothing here waits.
 
-use crate::unread::{Entry, Held, Unread};
+use crate::{
+    small::{Counted, Small},
+    unread::{Entry, Held, Unread},
+};
 use futures_util::task::AtomicWaker;
 use h2::FlowControl;
 use std::{
@@ -37,6 +40,7 @@ pub struct Load {
     crowd: AtomicUsize,
     crowded: AtomicWaker,
     unread: Arc<Unread>,
+    small: Arc<Small>,
 }
 
 impl Default for Load {
@@ -60,6 +64,7 @@ impl Load {
             crowd: AtomicUsize::new(usize::MAX),
             crowded: AtomicWaker::new(),
             unread: Arc::default(),
+            small: Arc::default(),
         }
     }
 
@@ -99,14 +104,19 @@ impl Load {
         self.bulk_seen.notified().await;
     }
 
-    /// Bytes that have arrived and nobody has taken.
+    /// Bytes that have arrived and nobody has taken, without what small frames cost besides.
     pub fn unread(&self) -> usize {
         self.unread.total()
     }
 
     /// What has arrived and nobody has taken. Asks each stream: not for every poll.
     pub fn weigh(&self) -> Held {
-        self.unread.weigh()
+        self.unread.weigh(&self.small)
+    }
+
+    /// Where small frames are counted.
+    pub(crate) fn small(&self) -> &Arc<Small> {
+        &self.small
     }
 
     pub(crate) fn set_crowd(&self, streams: usize) {
@@ -160,6 +170,7 @@ pub(crate) struct Moved {
     open: Open,
     since: Instant,
     recent: u64,
+    small: Option<Counted>,
 }
 
 impl Moved {
@@ -168,12 +179,22 @@ impl Moved {
             open,
             since: Instant::now(),
             recent: 0,
+            small: None,
+        }
+    }
+
+    /// As [`Moved::new`], of the stream with this number, whose small frames are counted.
+    pub(crate) fn of(open: Open, stream: u32) -> Self {
+        let small = Counted::new(&open.0.0.small, stream);
+        Self {
+            small: Some(small),
+            ..Self::new(open)
         }
     }
 
     /// Enters the stream among those that can hold unread bytes.
-    pub(crate) fn holds(&self, stream: FlowControl) -> Entry {
-        Entry::new(&self.open.0.0.unread, stream)
+    pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> Entry {
+        Entry::new(&self.open.0.0.unread, stream, flow)
     }
 
     pub(crate) fn sent(&mut self, bytes: usize) {
@@ -182,7 +203,11 @@ impl Moved {
         self.add(bytes);
     }
 
+    /// A frame was taken, maybe an empty one.
     pub(crate) fn received(&mut self, bytes: usize) {
+        if let Some(small) = &self.small {
+            small.took(bytes);
+        }
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.open.0.0.received.fetch_add(bytes, Relaxed);
         self.add(bytes);

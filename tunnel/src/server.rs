@@ -4,7 +4,8 @@
 //! handshake (design trap 11); its liveness is silence: a gateway that is alive is heard every 5 s.
 
 use crate::{
-    error::{Ended, Refused, StreamError},
+    error::{Ended, Refusal, Refused, StreamError},
+    headers,
     hello::Control,
     load::{self, Load, Moved, Open},
     socket::Traffic,
@@ -270,17 +271,27 @@ impl Reply {
     /// Answers; with `end` nothing follows the head.
     ///
     /// # Errors
-    /// If the stream was reset or the tunnel is gone.
+    /// If the stream was reset or the tunnel is gone, or the head is too large: then the caller is told.
     pub fn send(mut self, head: Response<()>, end: bool) -> Result<Send, StreamError> {
+        let size = headers::size(head.headers());
+        if size > wire::MAX_HEAD {
+            let most = wire::MAX_HEAD;
+            let detail = format!("the answer's head has {size} bytes; a tunnel carries {most}");
+            self.refuse(&Refusal::TargetBroken.because(detail));
+            return Err(StreamError::TooLarge);
+        }
         let send = self.inner.send_response(head, end)?;
         Ok(Send::new(send, self.moved, end))
     }
 
-    /// Sends an interim answer (1xx, RFC 9110 §15.2).
+    /// Sends an interim answer (1xx, RFC 9110 §15.2), unless it is too large: it is advice.
     ///
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
     pub fn interim(&mut self, head: Response<()>) -> Result<(), StreamError> {
+        if headers::size(head.headers()) > wire::MAX_HEAD {
+            return Ok(());
+        }
         Ok(self.inner.send_informational(head)?)
     }
 

@@ -4,7 +4,7 @@
 //! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
 //! that is when the far socket took the last one, and never before.
 
-use crate::{error::StreamError, headers, load::Moved, unread::Entry};
+use crate::{error::StreamError, headers, load::Moved, unread::Entry, wire};
 use bytes::Bytes;
 use h2::Reason;
 use http::HeaderMap;
@@ -114,11 +114,15 @@ impl Send {
     /// Ends this half with those of the trailers that may pass, see [`headers::clean_trailers`].
     ///
     /// # Errors
-    /// If the stream is reset already.
+    /// If the stream is reset already, or they are too large, which resets it.
     pub fn trailers(&mut self, mut trailers: HeaderMap) -> Result<(), StreamError> {
         headers::clean_trailers(&mut trailers);
         if trailers.is_empty() {
             return self.end();
+        }
+        if headers::size(&trailers) > wire::MAX_HEAD {
+            self.abort();
+            return Err(StreamError::TooLarge);
         }
         self.ended = true;
         Ok(self.inner.send_trailers(trailers)?)
@@ -174,9 +178,10 @@ pub struct Receive {
 
 impl Receive {
     pub(crate) fn new(mut inner: h2::RecvStream, moved: Moved) -> Self {
+        let id = inner.stream_id().as_u32();
         let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
-            _holds: flow.map(|flow| moved.holds(flow)),
+            _holds: flow.map(|flow| moved.holds(id, flow)),
             inner,
             moved,
             held: 0,
@@ -223,7 +228,7 @@ impl Receive {
     fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
         loop {
             match ready!(self.inner.poll_data(cx)) {
-                Some(Ok(chunk)) if chunk.is_empty() => {}
+                Some(Ok(chunk)) if chunk.is_empty() => self.moved.received(0),
                 other => return Poll::Ready(other),
             }
         }

@@ -4,6 +4,7 @@
 //! each stream is entered here while it can hold something, and whoever sizes windows adds them up, now and
 //! then. What a tunnel holds counts into the [`Pressure`] of its process, which is for all tunnels together.
 
+use crate::small::Small;
 use h2::FlowControl;
 use slab::Slab;
 use std::{
@@ -23,12 +24,13 @@ pub(crate) struct Unread(Mutex<Slab<Stream>>);
 
 #[derive(Debug)]
 struct Stream {
+    id: u32,
     flow: FlowControl,
     /// What it held when it was last asked.
     held: usize,
 }
 
-/// What the streams of a tunnel hold, in bytes.
+/// What the streams of a tunnel hold, in bytes, with what their small frames cost besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
     /// All of them.
@@ -48,10 +50,10 @@ impl Unread {
     }
 
     /// What all streams hold now. Asks each of them: not for every poll.
-    pub(crate) fn weigh(&self) -> Held {
+    pub(crate) fn weigh(&self, small: &Small) -> Held {
         let mut sum = Held::default();
         for (_, stream) in self.streams().iter_mut() {
-            let held = stream.flow.used_capacity();
+            let held = stream.flow.used_capacity() + small.cost(stream.id);
             sum.all += held;
             if held == stream.held {
                 sum.stalled += held;
@@ -75,11 +77,8 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
-    pub(crate) fn new(unread: &Arc<Unread>, stream: FlowControl) -> Self {
-        let stream = Stream {
-            flow: stream,
-            held: 0,
-        };
+    pub(crate) fn new(unread: &Arc<Unread>, id: u32, flow: FlowControl) -> Self {
+        let stream = Stream { id, flow, held: 0 };
         let key = unread.streams().insert(stream);
         Self {
             unread: unread.clone(),

@@ -35,10 +35,17 @@ pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");
 pub const MAX_FRAME: u32 = 64 * 1024;
 /// The connection window, in bytes: the maximum of RFC 9113 §6.9.1, so that it is never the bottleneck.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
-/// Largest header block that either end accepts, in bytes (apps may send 60 KiB and more).
-pub const MAX_HEADER_LIST: u32 = 256 * 1024;
+/// Largest head or trailers that either end sends, in bytes of [`crate::headers::size`] (apps may send 60 KiB and more).
+pub const MAX_HEAD: usize = 256 * 1024;
+/// Largest header list that either end accepts, in bytes: four times [`MAX_HEAD`]. From it the engine makes the number of
+/// CONTINUATION frames that it bears, but an octet may take 30 bits on its way (RFC 7541, Appendix B), and one head
+/// beyond that number ends the whole tunnel.
+pub const MAX_HEADER_LIST: u32 = 1024 * 1024;
 /// Interim answers of one stream at most: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
 pub const MOST_INTERIMS: usize = 1_000;
+
+/// Tunnels of one process of an edge at most: one, and those that it dials beside bulk.
+pub const MOST_TUNNELS: u32 = 16;
 
 /// How many streams whose reset is still remembered a tunnel bears: its peer is authenticated, and many
 /// callers may hang up at once.

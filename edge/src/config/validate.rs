@@ -4,6 +4,7 @@
 //! that TLS is never silently unverified: `https` names its CA or says `verify: false`.
 //! Whether a gateway is known is not asked here: the data directory may hold one.
 
+use causeway_tunnel::wire::MOST_TUNNELS;
 use std::net::IpAddr;
 
 use causeway_certs::NodeName;
@@ -86,6 +87,11 @@ impl Config {
             "tunnels",
             &[("max", tunnels.max), ("bulk_after", tunnels.bulk_after)],
         );
+        if u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
+            return;
+        }
+        let detail = format!("must be at most {MOST_TUNNELS}: a gateway takes no more of one edge");
+        faults.add("tunnels.max", detail);
     }
 }
 
@@ -288,5 +294,6 @@ mod tests {
             "tunnels": { "max": 0 },
         });
         assert_eq!(faults(config).len(), 5);
+        assert_eq!(faults(json!({ "tunnels": { "max": 17 } })).len(), 1);
     }
 }

@@ -11,9 +11,10 @@ use causeway_certs::NodeName;
 use causeway_tunnel::{
     Tunnel,
     hello::{ToEdge, Welcome},
+    wire::MOST_TUNNELS,
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -74,11 +75,16 @@ pub enum Away {
 
 /// Why a tunnel was not registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Superseded {
-    /// The instance that took the node over.
-    pub by: String,
-    /// Where it dialled from.
-    pub from: SocketAddr,
+pub enum Unregistered {
+    /// This instance of the edge was superseded by another, which lives.
+    Superseded {
+        /// The instance that took the node over.
+        by: String,
+        /// Where it dialled from.
+        from: SocketAddr,
+    },
+    /// This instance has [`MOST_TUNNELS`] already.
+    Full,
 }
 
 /// A tunnel that a registration replaced.
@@ -93,11 +99,14 @@ pub struct Replaced {
 #[derive(Debug, Default)]
 struct Held {
     tunnels: Vec<Edge>,
-    /// Instances that were replaced while their successor lives.
-    superseded: Vec<String>,
+    /// Instances that were replaced while their successor lives; the latest of them.
+    superseded: VecDeque<String>,
     last: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
 }
+
+/// Replaced instances of a node that are remembered: two of them, or three, are an accident.
+const REMEMBERED: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, Held>>;
 
@@ -133,12 +142,12 @@ impl Registry {
     /// Registers a tunnel. What it replaces is returned, to be told and closed.
     ///
     /// # Errors
-    /// If this instance of the edge was superseded by another, which lives.
+    /// If this instance of the edge was superseded by another, or has as many tunnels as it may have.
     pub fn register(
         &self,
         node: &NodeName,
         admitted: Admitted,
-    ) -> Result<(TunnelId, Vec<Replaced>), Superseded> {
+    ) -> Result<(TunnelId, Vec<Replaced>), Unregistered> {
         let mut shard = self.shard(node);
         let held = shard.entry(node.clone()).or_default();
         let instance = admitted.welcome.instance.clone();
@@ -148,19 +157,25 @@ impl Registry {
             .find(|edge| edge.admitted.welcome.instance != instance);
         match successor {
             Some(edge) if held.superseded.contains(&instance) => {
-                return Err(Superseded {
+                return Err(Unregistered::Superseded {
                     by: edge.admitted.welcome.instance.clone(),
                     from: edge.admitted.from,
                 });
             }
             Some(edge) => {
                 let old = edge.admitted.welcome.instance.clone();
-                held.superseded.push(old);
+                held.superseded.push_back(old);
+                if held.superseded.len() > REMEMBERED {
+                    held.superseded.pop_front();
+                }
             }
             None if held.tunnels.is_empty() => held.superseded.clear(),
             None => {}
         }
         let slot = admitted.welcome.slot;
+        if held.others(&instance, slot) >= MOST_TUNNELS {
+            return Err(Unregistered::Full);
+        }
         let (replaced, kept) = std::mem::take(&mut held.tunnels)
             .into_iter()
             .partition(|edge| {
@@ -277,6 +292,15 @@ impl Registry {
 }
 
 impl Held {
+    /// Tunnels of an instance besides the one in this slot.
+    fn others(&self, instance: &str, slot: u32) -> u32 {
+        let others = self.tunnels.iter().filter(|edge| {
+            let welcome = &edge.admitted.welcome;
+            welcome.instance == instance && welcome.slot != slot
+        });
+        u32::try_from(others.count()).unwrap_or(u32::MAX)
+    }
+
     fn away(&self) -> Away {
         let newest = self.tunnels.last();
         match (newest, self.last) {

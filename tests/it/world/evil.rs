@@ -78,24 +78,34 @@ impl Evil {
 
     /// A tunnel that is registered: what comes next are callers' streams.
     pub(crate) async fn registered(site: &Site) -> Self {
-        let mut evil = Self::greeted(site).await;
-        evil.send(&frames::frame(HEADERS, END_HEADERS, CONTROL, STATUS_200))
-            .await
-            .unwrap();
-        let welcome = serde_json::json!({
-            "type": "welcome", "protocol": causeway_tunnel::wire::VERSION, "version": "0",
-            "instance": format!("{:p}", &raw const evil), "started": u64::MAX >> 1, "slot": 0,
-        });
-        let line = format!("{welcome}\n");
-        evil.send(&frames::frame(DATA, 0, CONTROL, line.as_bytes()))
-            .await
-            .unwrap();
+        Self::registered_as(site, 0).await
+    }
+
+    /// The same, as this one of the node's tunnels.
+    pub(crate) async fn registered_as(site: &Site, slot: u32) -> Self {
+        let mut evil = Self::greeted(site).await.welcome(slot).await;
         let said = |frame: &Frame| {
             let text = String::from_utf8_lossy(&frame.payload);
             frame.kind == DATA && text.contains("registered")
         };
         evil.until(said).await;
         evil
+    }
+
+    /// Answers the gateway's hello.
+    pub(crate) async fn welcome(mut self, slot: u32) -> Self {
+        self.send(&frames::frame(HEADERS, END_HEADERS, CONTROL, STATUS_200))
+            .await
+            .unwrap();
+        let welcome = serde_json::json!({
+            "type": "welcome", "protocol": causeway_tunnel::wire::VERSION, "version": "0",
+            "instance": "evil", "started": u64::MAX >> 1, "slot": slot,
+        });
+        let line = format!("{welcome}\n");
+        self.send(&frames::frame(DATA, 0, CONTROL, line.as_bytes()))
+            .await
+            .unwrap();
+        self
     }
 
     /// Writes; an error is the end of the tunnel.

@@ -5,7 +5,7 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Settings, Shared, Tunnel, turn::Turn};
+use super::{Load, Settings, Shared, Tunnel, turn::Turn};
 use crate::{
     error::Ended,
     flood::Guarded,
@@ -36,6 +36,13 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// How many PINGs the round trip is the least of: one under load measures queues.
 const RECENT: usize = 8;
+/// What an edge may take for its answer to SETTINGS or a turn, while bytes come: everything that it had sent before comes first.
+const ANSWER: Duration = Duration::from_mins(1);
+/// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
+/// windows takes a round trip.
+const EXCESS: usize = 4;
+/// The least window, which each stream has beyond the budget.
+const FLOOR: usize = 64 << 10;
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
 
@@ -52,6 +59,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let window = window::size(settings.round_trip, 1, settings.budget);
+    let load: Arc<Load> = Arc::default();
     let (sender, mut connection) = h2::client::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
@@ -63,7 +71,7 @@ where
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
         .enable_push(false)
-        .handshake(Guarded::new(io))
+        .handshake(Guarded::new(io, load.small().clone()))
         .await
         .map_err(|error| Ended::of(Err(error)))?;
     let ping_pong = connection
@@ -71,7 +79,7 @@ where
         .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
     let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
     let shared = Arc::new(Shared {
-        load: Arc::default(),
+        load,
         max_streams: settings.max_streams,
         suspect: AtomicBool::new(false),
         draining: AtomicBool::new(false),
@@ -103,6 +111,7 @@ where
         weighed: Instant::now(),
         short: false,
         air: Air::Clear,
+        unanswered: None,
         closing,
     };
     Ok((tunnel, driver))
@@ -141,6 +150,8 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     /// The edge has a smaller window than it might have.
     short: bool,
     air: Air,
+    /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
+    unanswered: Option<Instant>,
     closing: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
@@ -184,6 +195,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 }
             }
             let resized = self.resize(cx);
+            if let Some(why) = self.misbehaves() {
+                return Poll::Ready(Ended::Failed(why));
+            }
             match self.watch(cx) {
                 Poll::Ready(Some(ended)) => return Poll::Ready(ended),
                 // What was queued is written by the connection's next poll.
@@ -207,7 +221,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 Verdict::Well(until) | Verdict::Suspect(until) => (until, false),
                 Verdict::Probe(until) => (until, self.probe(now, read)),
             };
-            let until = self.look(now).map_or(until, |look| until.min(look));
+            let until = match self.look(now) {
+                // Windows are looked at outside of here.
+                Some(due) if due <= now => return Poll::Ready(None),
+                Some(due) => until.min(due),
+                None => until,
+            };
             // Re-arming at every byte would cost more than looking once too often.
             if self.timer.is_elapsed() || until < self.timer.deadline() {
                 self.timer.as_mut().reset(until);
@@ -229,7 +248,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             // The edge answers its turn, which is as good as a PING.
             Air::Ping(_) | Air::Turn => false,
             // A peer that went quiet has sent all it had, its acknowledgement first.
-            Air::Settings if !quiet => self.connection.set_initial_window_size(self.window).is_ok(),
+            Air::Settings if !quiet => self.set_window(self.window),
             Air::Clear | Air::Settings => {
                 let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
                 if sent {
@@ -267,7 +286,33 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         // What arrived behind the last look.
         let arrived = self.traffic.last_read() > self.weighed || self.held.all > self.held.stalled;
         let weigh = arrived.then(|| self.weighed + WEIGH_AFTER);
-        raise.into_iter().chain(weigh).min()
+        let owed = self.unanswered.map(|since| since + ANSWER);
+        raise.into_iter().chain(weigh).chain(owed).min()
+    }
+
+    /// What an honest edge does not do: the bounds on what it may leave here stand on its acknowledgements.
+    fn misbehaves(&self) -> Option<String> {
+        let most =
+            (self.settings.budget).saturating_mul(EXCESS) + self.shared.load.streams() * FLOOR;
+        if self.held.all > most {
+            let held = self.held.all;
+            return Some(format!(
+                "the edge has sent {held} bytes that nobody has taken: more than its windows allow"
+            ));
+        }
+        let owed = self.unanswered.filter(|since| since.elapsed() >= ANSWER);
+        owed.map(|_| format!("the edge has not taken new SETTINGS for {ANSWER:?}"))
+    }
+
+    /// Changes the window of the streams; false where the edge has not acknowledged the last change.
+    fn set_window(&mut self, window: u32) -> bool {
+        let sent = self.connection.set_initial_window_size(window).is_ok();
+        if sent {
+            self.unanswered = None;
+        } else {
+            self.unanswered.get_or_insert_with(Instant::now);
+        }
+        sent
     }
 
     /// Asks the streams what they hold, but not too often.
@@ -302,6 +347,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.short = taken < self.window;
             if self.air == Air::Turn {
                 self.air = Air::Clear;
+                self.unanswered = None;
             }
         }
         if matches!(self.air, Air::Ping(_) | Air::Turn) {
@@ -310,13 +356,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let rested = self.raised.elapsed() >= RAISE_AFTER;
         let next = window::step(self.window, self.wanted());
         let Some(next) = next.filter(|next| *next < self.window || rested) else {
+            self.unanswered = None;
             if self.short && rested {
                 self.raised = Instant::now();
                 self.offer();
             }
             return false;
         };
-        if self.connection.set_initial_window_size(next).is_err() {
+        if !self.set_window(next) {
             return false;
         }
         self.window = next;
@@ -332,6 +379,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn offer(&mut self) {
         if self.shared.turn.offer(self.window) {
             self.air = Air::Turn;
+            self.unanswered = Some(Instant::now());
         }
     }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::disallowed_methods, reason = "tests own their tasks")]
 
 mod budget;
+mod heads;
 
 use super::*;
 use crate::{

@@ -9,12 +9,15 @@ use super::{
     Admission, Arrived,
     link::{Link, Registered, dismissal, idle},
 };
-use crate::state::{Admitted, registry::Replaced};
+use crate::state::{
+    Admitted,
+    registry::{Replaced, Unregistered},
+};
 use causeway_certs::{NodeName, PeerRefused};
 use causeway_tunnel::{
     Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
-    wire,
+    wire::{self, MOST_TUNNELS},
 };
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -239,14 +242,9 @@ impl Admission {
         };
         let (id, replaced) = match self.registry.register(node, admitted) {
             Ok(entered) => entered,
-            Err(superseded) => {
-                let detail = format!(
-                    "{node} is served by a later process that dialled from {}",
-                    superseded.from
-                );
-                return Err(link
-                    .dismiss(&mut control, Dismissal::Superseded, detail)
-                    .await);
+            Err(refused) => {
+                let (why, detail) = explain(node, &refused);
+                return Err(link.dismiss(&mut control, why, detail).await);
             }
         };
         let registered = Registered::new(self, node, id, &link.tunnel);
@@ -260,6 +258,19 @@ impl Admission {
             drain: self.drain,
             _registered: registered,
         })
+    }
+}
+
+fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, String) {
+    match refused {
+        Unregistered::Superseded { from, .. } => {
+            let detail = format!("{node} is served by a later process that dialled from {from}");
+            (Dismissal::Superseded, detail)
+        }
+        Unregistered::Full => {
+            let detail = format!("{node} has as many tunnels as it may have: {MOST_TUNNELS}");
+            (Dismissal::Full, detail)
+        }
     }
 }
 

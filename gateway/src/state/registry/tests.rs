@@ -76,7 +76,7 @@ impl World {
         &self,
         instance: &str,
         slot: u32,
-    ) -> Result<(TunnelId, Vec<Replaced>), Superseded> {
+    ) -> Result<(TunnelId, Vec<Replaced>), Unregistered> {
         let admitted = self.admitted(instance, slot).await;
         self.registry.register(&node(), admitted)
     }
@@ -93,6 +93,13 @@ async fn open(tunnel: &Tunnel, path: &str) -> client::Opened {
         .open(head, &Ask::Request, &target, true)
         .await
         .unwrap()
+}
+
+fn superseded_by(instance: &str) -> Unregistered {
+    Unregistered::Superseded {
+        by: instance.to_owned(),
+        from: FROM.into(),
+    }
 }
 
 fn ids(replaced: &[Replaced]) -> Vec<(TunnelId, bool)> {
@@ -118,7 +125,7 @@ async fn a_superseded_instance_is_refused_while_its_successor_lives() {
     world.register("old", 0).await.unwrap();
     let (newest, _) = world.register("new", 0).await.unwrap();
     let refused = world.register("old", 0).await.unwrap_err();
-    assert_eq!((refused.by.as_str(), refused.from), ("new", FROM.into()));
+    assert_eq!(refused, superseded_by("new"));
     assert!(world.registry.unregister(&node(), newest));
     world.register("old", 0).await.unwrap();
 }
@@ -129,7 +136,31 @@ async fn a_second_tunnel_of_the_successor_does_not_let_the_superseded_one_in() {
     world.register("old", 0).await.unwrap();
     world.register("new", 0).await.unwrap();
     world.register("new", 1).await.unwrap();
-    assert_eq!(world.register("old", 0).await.unwrap_err().by, "new");
+    let refused = world.register("old", 0).await.unwrap_err();
+    assert_eq!(refused, superseded_by("new"));
+}
+
+#[tokio::test]
+async fn one_process_has_so_many_tunnels_and_no_more() {
+    let world = World::new();
+    for slot in 0..MOST_TUNNELS {
+        world.register("a", slot).await.unwrap();
+    }
+    let refused = world.register("a", u32::MAX).await.unwrap_err();
+    assert_eq!(refused, Unregistered::Full);
+    // One that takes a slot anew is no further tunnel, and another process has its own.
+    world.register("a", 3).await.unwrap();
+    world.register("b", u32::MAX).await.unwrap();
+}
+
+#[tokio::test]
+async fn processes_that_replace_each_other_for_ever_leave_nothing_that_grows() {
+    let world = World::new();
+    for number in 0..3 * REMEMBERED {
+        world.register(&number.to_string(), 0).await.unwrap();
+    }
+    let shard = world.registry.shard(&node());
+    assert_eq!(shard[&node()].superseded.len(), REMEMBERED);
 }
 
 #[tokio::test]

@@ -1,0 +1,139 @@
+//! An edge with a valid certificate that leaves with the gateway more than it may: by windows that it does not give
+//! up, by frames of single bytes, by tunnels without number. It loses its tunnels; the gateway keeps its memory.
+
+use crate::world::{
+    app::App,
+    caller::whole,
+    evil::{self, Evil},
+    frames::{DATA, END_HEADERS, HEADERS, STATUS_200, frame},
+    process::{OPEN, Process, Site},
+};
+use hyper::Request;
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpSocket, TcpStream},
+};
+
+/// By how much the gateway may grow, in bytes: four budgets of one tunnel, and as much as that again.
+const GROWTH: usize = 8 * BUDGET;
+const BUDGET: usize = 16 << 20;
+
+/// The window that the gateway's first SETTINGS give each stream.
+const WINDOW: usize = 4 << 20;
+/// Single bytes on a stream, of which four streams cost more than four budgets.
+const SINGLE: usize = 96 << 10;
+
+/// An answer of so many bytes.
+fn answer(stream: u32, bytes: usize) -> Vec<u8> {
+    let part = [0; 16 << 10];
+    let head = frame(HEADERS, END_HEADERS, stream, STATUS_200);
+    let body = frame(DATA, 0, stream, &part).repeat(bytes / part.len());
+    [head, body].concat()
+}
+
+struct Ground {
+    site: Site,
+    before: usize,
+    _good: Process,
+    _app: App,
+}
+
+impl Ground {
+    async fn new() -> Self {
+        let configuration = format!("{OPEN}\ntunnel: {{ memory: {BUDGET} }}");
+        let site = Site::with_fronts(&configuration).await;
+        let site = site.restart(evil::enrol).await;
+        let app = App::saying("it").await;
+        let ground = Self {
+            before: site.gateway.usage().peak,
+            _good: site.join("edge-1", app.port()).await,
+            _app: app,
+            site,
+        };
+        ground.serves().await;
+        ground
+    }
+
+    /// Another node's request is answered.
+    async fn serves(&self) {
+        let request = Request::get("http://edge-1:9100/").body(whole("")).unwrap();
+        let answer = self.site.nobody().try_send(request).await.unwrap();
+        assert_eq!(answer.text(), "it");
+    }
+
+    /// Callers as below, and the streams that the gateway opens for them.
+    async fn deaf_callers(&self, evil: &mut Evil, count: usize) -> (Vec<TcpStream>, Vec<u32>) {
+        let (mut callers, mut streams) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            callers.push(self.deaf_caller().await);
+            streams.push(evil.stream().await);
+        }
+        (callers, streams)
+    }
+
+    /// A caller of the hostile node who never reads, and whose system takes little for it.
+    async fn deaf_caller(&self) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4 << 10).unwrap();
+        let mut wire = socket
+            .connect(self.site.front.parse().unwrap())
+            .await
+            .unwrap();
+        let head = format!("GET / HTTP/1.1\r\nHost: {}:9100\r\n\r\n", evil::NODE);
+        wire.write_all(head.as_bytes()).await.unwrap();
+        wire
+    }
+
+    /// The gateway has ended a tunnel for this reason, and is none the worse.
+    async fn is_rid_of_it(&mut self, reason: &str) {
+        let ended = |line: &str| line.contains(evil::NODE) && line.contains(reason);
+        self.site.gateway.line(reason, ended).await;
+        self.serves().await;
+        let grown = self.site.gateway.usage().peak.saturating_sub(self.before);
+        assert!(grown < GROWTH, "{} MiB", grown >> 20);
+    }
+}
+
+#[tokio::test]
+async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_callers, streams) = ground.deaf_callers(&mut evil, 64).await;
+    for stream in streams {
+        // Its first SETTINGS said 4 MiB for each stream; it takes no others.
+        if evil.send(&answer(stream, WINDOW)).await.is_err() {
+            break;
+        }
+    }
+    ground.is_rid_of_it("more than its windows allow").await;
+}
+
+#[tokio::test]
+async fn single_bytes_that_nobody_takes_count_as_what_they_cost() {
+    let mut ground = Ground::new().await;
+    let mut evil = Evil::registered(&ground.site).await;
+    let (_callers, streams) = ground.deaf_callers(&mut evil, 4).await;
+    for stream in streams {
+        // What the caller's socket takes first; then what is left of the window.
+        let first = answer(stream, WINDOW - SINGLE);
+        let bytes = frame(DATA, 0, stream, b"x").repeat(SINGLE);
+        if evil.send(&[first, bytes].concat()).await.is_err() {
+            break;
+        }
+    }
+    ground.is_rid_of_it("more than its windows allow").await;
+}
+
+#[tokio::test]
+async fn a_node_has_no_more_tunnels_than_it_needs() {
+    let mut ground = Ground::new().await;
+    let mut tunnels = Vec::new();
+    for slot in 0..causeway_tunnel::wire::MOST_TUNNELS {
+        tunnels.push(Evil::registered_as(&ground.site, slot).await);
+    }
+    let one_more = Evil::greeted(&ground.site).await;
+    one_more.welcome(u32::MAX).await.ended().await;
+    ground.is_rid_of_it("as many tunnels as it may have").await;
+    // A slot that is taken anew is no further tunnel.
+    drop(Evil::registered_as(&ground.site, 0).await);
+}
