@@ -300,7 +300,7 @@ mod tests {
             let mut seen = Vec::new();
             for part in bytes.chunks(cut) {
                 heads.pass(part, |head| {
-                    seen.push((head.kind, head.length, head.stream))
+                    seen.push((head.kind, head.length, head.stream));
                 });
             }
             let frames = [(HEADERS, 3, 1), (DATA, 0, 1), (RST_STREAM, 4, 1)];

@@ -166,6 +166,8 @@ pub struct Control {
     send: Send,
     receive: Receive,
     unread: BytesMut,
+    /// How much of it holds no end of a line.
+    seen: usize,
 }
 
 impl Control {
@@ -174,6 +176,7 @@ impl Control {
             send,
             receive,
             unread: BytesMut::new(),
+            seen: 0,
         }
     }
 
@@ -193,10 +196,14 @@ impl Control {
     /// If the stream is gone, or the line is too long or malformed.
     pub async fn hear<M: DeserializeOwned>(&mut self) -> Result<M, ControlError> {
         loop {
-            if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {
-                let line = self.unread.split_to(end + 1);
+            // A line that comes byte by byte is not looked through at each of them.
+            let new = self.unread.get(self.seen..).unwrap_or_default();
+            if let Some(end) = new.iter().position(|byte| *byte == b'\n') {
+                let line = self.unread.split_to(self.seen + end + 1);
+                self.seen = 0;
                 return parse(&line);
             }
+            self.seen = self.unread.len();
             if self.unread.len() > MAX_MESSAGE {
                 return Err(ControlError::TooLong);
             }
