@@ -15,8 +15,12 @@ pub(crate) mod target;
 mod app;
 mod tls;
 
+mod body;
 mod interim;
 mod kept;
+
+mod heard;
+mod shared;
 
 mod forward;
 mod upgrade;
@@ -64,7 +68,7 @@ struct Answer {
 /// What follows the head.
 enum Then {
     /// A body.
-    Body(Box<forward::Body>),
+    Body(Box<body::Body>),
     /// Bytes both ways.
     Bytes(Box<app::Replayed>, Receive),
 }

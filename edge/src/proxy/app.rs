@@ -64,9 +64,13 @@ impl App {
         format!("{} on {}", self.target, self.node)
     }
 
-    /// A new connection that is ready for HTTP, within `timeouts.dial`.
-    pub(super) async fn connect(&self, way: &Way, offer: Offer) -> Result<Connection, Refused> {
-        let deadline = target::deadline(way.timeouts.dial);
+    /// A new connection that is ready for HTTP, until `deadline`.
+    pub(super) async fn connect(
+        &self,
+        way: &Way,
+        offer: Offer,
+        deadline: Instant,
+    ) -> Result<Connection, Refused> {
         let tcp = self.dial(way, deadline).await?;
         match &self.tls {
             None => Ok(Connection::Plain(tcp)),

@@ -9,53 +9,32 @@
 
 use super::{
     Answer, Failed, Then, Way,
-    app::{App, AppId, Offer},
+    app::{App, Connection, Offer},
+    body::{Body, Outgoing},
     broken,
     interim::Interim,
-    kept::{Kept, Line, Shared, begin_http2},
+    kept::Line,
+    shared::{Stream, Turn},
     target,
 };
 use crate::config::Scheme;
-use bytes::Bytes;
 use causeway_tunnel::{Receive, StreamError, headers};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, TE, TRANSFER_ENCODING},
     uri::{Authority, PathAndQuery},
 };
-use http_body::{Body as _, Frame};
-use hyper::{
-    body::Incoming,
-    client::conn::{TrySendError, http2},
-};
-use std::{
-    error::Error,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-};
-use tokio::time::timeout;
-
-/// A request's body on its way to the app. `None`: it has none.
-pub(super) struct Outgoing(Option<Receive>);
-
-/// An answer's body on its way from the app, and the connection that brings it.
-pub(super) enum Body {
-    Http1 {
-        app: AppId,
-        line: Box<Line>,
-        incoming: Incoming,
-    },
-    Http2(Incoming),
-}
+use hyper::{body::Incoming, client::conn::TrySendError};
+use std::{error::Error, sync::Arc};
+use tokio::time::{Instant, timeout_at};
 
 /// A connection to ask on.
 enum Asking {
     Http1(Box<Line>),
-    Http2(http2::SendRequest<Outgoing>),
+    Http2(Stream),
 }
 
-type Unanswered = TrySendError<Request<Outgoing>>;
+pub(super) type Unanswered = TrySendError<Request<Outgoing>>;
 
 /// Asks the app.
 pub(super) async fn ask(
@@ -66,16 +45,15 @@ pub(super) async fn ask(
 ) -> Result<Answer, Failed> {
     let wants_http2 = wants_http2(app, head.headers());
     let body = (!body.is_end()).then_some(body);
-    let mut request = head.map(|()| Outgoing(body));
+    let mut request = head.map(|()| Outgoing::new(body));
     interim.listen(&mut request);
-    let (mut asking, reused) = open(way, app, wants_http2, false).await?;
+    let (mut asking, reused) = open(way, app, wants_http2, None).await?;
     prepare(&mut request, app, matches!(asking, Asking::Http2(_)));
     let again = (reused && is_repeatable(&request)).then(|| copy(&request));
-    let error = match asking.ask(request).await {
+    let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(app, asking, answer),
         Err(error) => error,
     };
-    let mut error = error;
     let Some(request) = (reused.then(|| error.take_message()).flatten()).or(again) else {
         return Err(unanswered(app, &error));
     };
@@ -83,7 +61,9 @@ pub(super) async fn ask(
         return Err(Failed::Caller);
     }
     way.metrics.retried();
-    let (mut asking, _) = open(way, app, wants_http2, true).await?;
+    let newest = asking.newest();
+    drop(asking);
+    let (mut asking, _) = open(way, app, wants_http2, Some(newest)).await?;
     match asking.ask(request).await {
         Ok(answer) => answered(app, asking, answer),
         Err(error) => Err(unanswered(app, &error)),
@@ -94,7 +74,15 @@ impl Asking {
     async fn ask(&mut self, request: Request<Outgoing>) -> Result<Response<Incoming>, Unanswered> {
         match self {
             Self::Http1(line) => line.ask(request).await,
-            Self::Http2(sender) => sender.try_send_request(request).await,
+            Self::Http2(stream) => stream.ask(request).await,
+        }
+    }
+
+    /// The youngest of the connections that may be used again, if this is one of them.
+    fn newest(&self) -> u64 {
+        match self {
+            Self::Http1(_) => 0,
+            Self::Http2(stream) => stream.newest(),
         }
     }
 }
@@ -110,53 +98,66 @@ fn wants_http2(app: &App, fields: &HeaderMap) -> bool {
     }
 }
 
-/// A kept connection, or a new one. True with it: it was kept.
-async fn open(way: &Way, app: &App, http2: bool, fresh: bool) -> Result<(Asking, bool), Failed> {
-    if http2 && let Some(opened) = open_http2(way, app, fresh).await? {
+/// A kept connection, or a new one. True with it: it was kept. `after`: none will do but one that was
+/// dialled later than this shared one.
+async fn open(
+    way: &Way,
+    app: &App,
+    http2: bool,
+    after: Option<u64>,
+) -> Result<(Asking, bool), Failed> {
+    let deadline = target::deadline(way.timeouts.dial);
+    if http2 && let Some(opened) = open_http2(way, app, after.unwrap_or(0), deadline).await? {
         return Ok(opened);
     }
-    if !fresh && let Some(line) = way.kept.take(&app.id) {
+    if after.is_none()
+        && let Some(line) = way.kept.take(&app.id)
+    {
         way.metrics.connection(true);
         return Ok((Asking::Http1(Box::new(line)), true));
     }
-    let connection = app.connect(way, Offer::Any).await?;
+    let connection = app.connect(way, Offer::Http1, deadline).await?;
     way.metrics.connection(false);
-    let line = Line::begin(connection)
-        .await
-        .map_err(|error| failed(app, &error))?;
-    Ok((Asking::Http1(Box::new(line)), false))
+    Ok((begin(app, connection).await?, false))
 }
 
-/// The shared HTTP/2 connection; `None` if the app chose HTTP/1.1 before.
-async fn open_http2(way: &Way, app: &App, fresh: bool) -> Result<Option<(Asking, bool)>, Failed> {
-    let slot = way.kept.shared(&app.id);
-    // Whoever waits for another stream's dial has the same bound as if it dialled itself.
-    let Ok(mut shared) = timeout(way.timeouts.dial, slot.lock()).await else {
-        return Err(target::slow(app, "did not take the connection in time").into());
-    };
-    match &*shared {
-        Shared::Http1 => return Ok(None),
-        // Another stream may have renewed it meanwhile: "fresh" only says that a dead one will not do.
-        Shared::Http2(sender) if sender.is_ready() && !fresh => {
+/// A place on a shared HTTP/2 connection; `None` if the app chose HTTP/1.1 before.
+async fn open_http2(
+    way: &Way,
+    app: &App,
+    after: u64,
+    deadline: Instant,
+) -> Result<Option<(Asking, bool)>, Failed> {
+    let shared = way.kept.shared(&app.id);
+    let dialling = match timeout_at(deadline, shared.turn(after)).await {
+        Ok(Turn::Http1) => return Ok(None),
+        Ok(Turn::Open(stream)) => {
             way.metrics.connection(true);
-            return Ok(Some((Asking::Http2(sender.clone()), true)));
+            return Ok(Some((Asking::Http2(stream), true)));
         }
-        Shared::Http2(_) | Shared::Unknown => {}
-    }
-    let connection = app.connect(way, Offer::Any).await?;
+        Ok(Turn::Dial(dialling)) => dialling,
+        Err(_) if shared.is_full() => {
+            let what = "has as many streams as it allows, and none ended in time";
+            return Err(target::slow(app, what).into());
+        }
+        Err(_) => return Err(target::slow(app, "did not take the connection in time").into()),
+    };
+    let connection = app.connect(way, Offer::Any, deadline).await?;
     way.metrics.connection(false);
     if app.tls.is_some() && !connection.chose_http2() {
-        *shared = Shared::Http1;
-        let line = Line::begin(connection)
-            .await
-            .map_err(|error| failed(app, &error))?;
-        return Ok(Some((Asking::Http1(Box::new(line)), false)));
+        dialling.chose_http1();
+        return Ok(Some((begin(app, connection).await?, false)));
     }
-    let sender = begin_http2(connection, &way.tasks)
-        .await
-        .map_err(|error| failed(app, &error))?;
-    *shared = Shared::Http2(sender.clone());
-    Ok(Some((Asking::Http2(sender), false)))
+    let stream = dialling.begin(app, connection, (&way.tasks, deadline));
+    Ok(Some((Asking::Http2(stream.await?), false)))
+}
+
+/// Begins HTTP/1.1 on a connection.
+async fn begin(app: &App, connection: Connection) -> Result<Asking, Failed> {
+    match Line::begin(connection).await {
+        Ok(line) => Ok(Asking::Http1(Box::new(line))),
+        Err(error) => Err(failed(app, &error)),
+    }
 }
 
 /// Puts the head into the form of the app's HTTP version.
@@ -173,7 +174,7 @@ fn prepare(request: &mut Request<Outgoing>, app: &App, http2: bool) {
     *request.version_mut() = Version::HTTP_11;
     to_origin(request.headers_mut(), app, authority.as_ref());
     *request.uri_mut() = Uri::from(path);
-    let has_body = request.body().0.is_some();
+    let has_body = request.body().is_some();
     let fields = request.headers_mut();
     if has_body && !fields.contains_key(CONTENT_LENGTH) {
         // Said outright, since the engine takes it for granted that a GET has no body.
@@ -221,11 +222,11 @@ fn is_repeatable(request: &Request<Outgoing>) -> bool {
         *request.method(),
         Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
     );
-    idempotent && request.body().0.is_none()
+    idempotent && !request.body().is_some()
 }
 
 fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
-    let mut copy = Request::new(Outgoing(None));
+    let mut copy = Request::new(Outgoing::default());
     *copy.method_mut() = request.method().clone();
     *copy.uri_mut() = request.uri().clone();
     *copy.version_mut() = request.version();
@@ -250,7 +251,7 @@ fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Ans
     }
     let body = match asking {
         Asking::Http1(line) => Body::http1(app, line, incoming),
-        Asking::Http2(_) => Body::Http2(incoming),
+        Asking::Http2(stream) => Body::http2(stream.into_place(), incoming),
     };
     Ok(Answer {
         head,
@@ -302,79 +303,4 @@ fn caused_by_caller(error: &hyper::Error) -> bool {
         cause = each.source();
     }
     error.is_body_write_aborted()
-}
-
-impl http_body::Body for Outgoing {
-    type Data = Bytes;
-    type Error = StreamError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
-        match &mut self.0 {
-            Some(receive) => Pin::new(receive).poll_frame(cx),
-            None => Poll::Ready(None),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(Receive::is_end)
-    }
-}
-
-impl Outgoing {
-    /// No body.
-    pub(super) fn none() -> Self {
-        Self(None)
-    }
-}
-
-impl Body {
-    pub(super) fn http1(app: &App, line: Box<Line>, incoming: Incoming) -> Self {
-        Self::Http1 {
-            app: app.id.clone(),
-            line,
-            incoming,
-        }
-    }
-
-    /// Whether nothing follows the head.
-    pub(super) fn is_end(&self) -> bool {
-        match self {
-            Self::Http1 { incoming, .. } | Self::Http2(incoming) => incoming.is_end_stream(),
-        }
-    }
-
-    /// Keeps the connection for the next request, after the last byte.
-    pub(super) async fn keep(self, kept: &Kept) {
-        if let Self::Http1 {
-            app,
-            line,
-            incoming,
-        } = self
-        {
-            drop(incoming);
-            kept.put(app, *line).await;
-        }
-    }
-}
-
-impl http_body::Body for Body {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.get_mut() {
-            Self::Http2(incoming) => Pin::new(incoming).poll_frame(cx),
-            Self::Http1 { line, incoming, .. } => line.poll_frame(incoming, cx),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.is_end()
-    }
 }

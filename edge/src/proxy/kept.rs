@@ -2,20 +2,21 @@
 //!
 //! HTTP/1.1: idle ones lie in a stack for each app, the last used on top, and belong to nobody's task. The
 //! stream that takes one drives it ([`Line`]), so a stream that ends takes its connection with it and no
-//! request changes tasks; one that is dropped before it came to rest is reset (design trap 3). HTTP/2: one connection for each app, driven by a task, shared by all streams;
-//! whoever comes first dials and the others wait for it.
+//! request changes tasks; one that is dropped before it came to rest is reset (design trap 3). HTTP/2: connections are
+//! driven by tasks and shared by streams, see [`Shared`].
 
 use super::{
     app::{AppId, Connection},
-    forward::Outgoing,
+    body::Outgoing,
+    shared::Shared,
 };
 use bytes::Bytes;
-use causeway_tunnel::{socket::Abort, task::Tasks};
+use causeway_tunnel::socket::Abort;
 use http_body::{Body as _, Frame};
 use hyper::{
     Request, Response,
     body::Incoming,
-    client::conn::{TrySendError, http1, http2},
+    client::conn::{TrySendError, http1},
 };
 use hyper_util::rt::TokioIo;
 use std::{
@@ -27,14 +28,9 @@ use std::{
     time::Duration,
 };
 use tokio::time::{Instant, timeout};
-use tracing::info_span;
 
 /// Idle connections for each app at most: more callers at once than this are not ordinary on a node.
 const MOST_IDLE: usize = 256;
-/// What an app may send ahead on one HTTP/2 stream. The window of the whole connection is the largest that
-/// there is, so that readers that stall do not hold up the others.
-const STREAM_WINDOW: u32 = 1 << 20;
-const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
 /// One HTTP/1.1 connection, driven by whoever holds it.
 pub(super) struct Line {
@@ -45,24 +41,10 @@ pub(super) struct Line {
     busy: bool,
 }
 
-/// What is known of an app's HTTP/2.
-#[derive(Default)]
-pub(super) enum Shared {
-    /// Nothing yet, or the connection is over.
-    #[default]
-    Unknown,
-    /// It chose HTTP/1.1.
-    Http1,
-    /// The connection.
-    Http2(http2::SendRequest<Outgoing>),
-}
-
-pub(super) type Slot = Arc<tokio::sync::Mutex<Shared>>;
-
 /// What is kept, by app.
 pub(super) struct Kept {
     idle: Mutex<HashMap<AppId, Vec<Line>>>,
-    shared: Mutex<HashMap<AppId, Slot>>,
+    shared: Mutex<HashMap<AppId, Arc<Shared>>>,
     bound: Duration,
 }
 
@@ -106,11 +88,11 @@ impl Kept {
         locked(&self.idle).values().map(Vec::len).sum()
     }
 
-    /// The app's place for a shared connection.
-    pub(super) fn shared(&self, app: &AppId) -> Slot {
+    /// The app's shared connections.
+    pub(super) fn shared(&self, app: &AppId) -> Arc<Shared> {
         let mut shared = locked(&self.shared);
-        if let Some(slot) = shared.get(app) {
-            return slot.clone();
+        if let Some(found) = shared.get(app) {
+            return found.clone();
         }
         shared.entry(app.clone()).or_default().clone()
     }
@@ -121,14 +103,9 @@ impl Kept {
             lines.retain_mut(|line| line.is_alive(self.bound));
             !lines.is_empty()
         });
-        locked(&self.shared).retain(|_, slot| match slot.try_lock() {
-            Ok(shared) => match &*shared {
-                Shared::Http1 => true,
-                Shared::Http2(sender) => !sender.is_closed(),
-                Shared::Unknown => Arc::strong_count(slot) > 1,
-            },
-            Err(_) => true,
-        });
+        // A stream that is about to dial holds what it will put there.
+        locked(&self.shared)
+            .retain(|_, shared| shared.sweep(self.bound) || Arc::strong_count(shared) > 1);
     }
 }
 
@@ -266,35 +243,5 @@ impl Drop for Line {
         {
             connection.into_parts().io.into_inner().abort();
         }
-    }
-}
-
-/// Begins HTTP/2 on a connection; a task of `tasks` drives it.
-pub(super) async fn begin_http2(
-    connection: Connection,
-    tasks: &Arc<Tasks>,
-) -> hyper::Result<http2::SendRequest<Outgoing>> {
-    let (sender, connection) = http2::Builder::new(On(tasks.clone()))
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .handshake(TokioIo::new(connection))
-        .await?;
-    tasks.spawn(info_span!("app"), async move {
-        // How it ended reaches each of its streams.
-        let _ = connection.await;
-    });
-    Ok(sender)
-}
-
-/// The engine's way to spawn.
-#[derive(Clone)]
-struct On(Arc<Tasks>);
-
-impl<F> hyper::rt::Executor<F> for On
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    fn execute(&self, task: F) {
-        self.0.spawn(info_span!("app"), task);
     }
 }

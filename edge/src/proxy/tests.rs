@@ -1,6 +1,7 @@
 //! The way over a tunnel in memory, to apps on real sockets.
 
 mod hostile;
+mod shared;
 
 use super::*;
 use crate::config::Config;

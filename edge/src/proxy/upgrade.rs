@@ -7,8 +7,8 @@
 use super::{
     Answer, Failed, Then, Way,
     app::{App, Offer, Replayed},
-    broken,
-    forward::{self, Body, Outgoing},
+    body::{Body, Outgoing},
+    broken, forward,
     kept::Line,
     target,
 };
@@ -30,7 +30,8 @@ pub(super) async fn ask(
 ) -> Result<Answer, Failed> {
     let request = prepare(head, app, token)
         .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
-    let connection = app.connect(way, Offer::Http1).await?;
+    let deadline = target::deadline(way.timeouts.dial);
+    let connection = app.connect(way, Offer::Http1, deadline).await?;
     let mut line = Line::begin(connection)
         .await
         .map_err(|error| forward::failed(app, &error))?;
@@ -57,7 +58,7 @@ pub(super) async fn ask(
 }
 
 fn prepare(head: Request<()>, app: &App, token: &str) -> Option<Request<Outgoing>> {
-    let mut request = head.map(|()| Outgoing::none());
+    let mut request = head.map(|()| Outgoing::default());
     let path = request.uri().path_and_query().cloned();
     let authority = request.uri().authority().cloned();
     *request.version_mut() = Version::HTTP_11;

@@ -1,0 +1,174 @@
+//! Streams to apps that speak HTTP/2: they share connections, and nobody waits for anybody else's end.
+
+use super::*;
+use crate::proxy::shared::MOST;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+/// An HTTP/2 app: it answers, save `/watch`, which waits for good, and `/herd`, which waits on the first connection.
+struct App {
+    /// Streams that it allows at once.
+    allows: u32,
+    connections: AtomicUsize,
+    closed: AtomicUsize,
+    /// A permit for each request that waits.
+    waiting: Semaphore,
+    /// Ends the first connection.
+    over: CancellationToken,
+}
+
+impl App {
+    /// With a world whose port 80 leads to it.
+    async fn start(allows: u32, timeouts: Value) -> (World, Arc<Self>, Tasks) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let target = listener.local_addr().unwrap().to_string();
+        let app = Arc::new(Self {
+            allows,
+            connections: AtomicUsize::new(0),
+            closed: AtomicUsize::new(0),
+            waiting: Semaphore::new(0),
+            over: CancellationToken::new(),
+        });
+        let tasks = Tasks::default();
+        tasks.spawn(tracing::info_span!("app"), app.clone().serve(listener));
+        let port = json!({ "target": target, "scheme": "h2c" });
+        let world = World::start(json!({ "ports": { "80": port }, "timeouts": timeouts })).await;
+        (world, app, tasks)
+    }
+
+    async fn serve(self: Arc<Self>, listener: TcpListener) {
+        let connections = Tasks::default();
+        while let Ok((tcp, _)) = listener.accept().await {
+            let app = self.clone();
+            connections.spawn(tracing::info_span!("app"), app.connection(tcp));
+        }
+    }
+
+    async fn connection(self: Arc<Self>, tcp: TcpStream) {
+        let first = self.connections.fetch_add(1, SeqCst) == 0;
+        let service = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| {
+            let path = request.uri().path();
+            let waits = path == "/watch" || path == "/herd" && first;
+            if waits {
+                self.waiting.add_permits(1);
+            }
+            async move {
+                if waits {
+                    std::future::pending::<()>().await;
+                }
+                Ok::<_, Infallible>(Response::new(String::from("ok")))
+            }
+        });
+        let serving = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+            .max_concurrent_streams(self.allows)
+            .serve_connection(TokioIo::new(tcp), service);
+        tokio::select! {
+            _ = serving => {}
+            () = self.over.cancelled(), if first => {}
+        }
+        self.closed.fetch_add(1, SeqCst);
+    }
+
+    /// Waits until so many more requests wait.
+    async fn watched(&self, times: u32) {
+        let waiting = timeout(SOON, self.waiting.acquire_many(times)).await;
+        waiting.expect("each reached the app").unwrap().forget();
+    }
+}
+
+async fn watch(world: &World, times: usize) -> Vec<client::Opened> {
+    let mut watches = Vec::new();
+    for _ in 0..times {
+        watches.push(
+            world
+                .open(get("/watch"), Ask::Request, "edge-1:80", true)
+                .await,
+        );
+    }
+    watches
+}
+
+#[tokio::test]
+async fn streams_beyond_what_an_http2_app_allows_get_a_further_connection_which_goes_with_them() {
+    let (world, app, _tasks) = App::start(2, json!({ "app_idle": "1ms" })).await;
+    let watches = watch(&world, 5).await;
+    app.watched(5).await;
+    assert_eq!(app.connections.load(SeqCst), 3);
+    assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
+    assert_eq!(app.connections.load(SeqCst), 3);
+    world.way.sweep();
+    assert_eq!(app.closed.load(SeqCst), 0);
+    drop(watches);
+    let surplus_closes = async {
+        while app.closed.load(SeqCst) < 2 {
+            world.way.sweep();
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(SOON, surplus_closes).await.unwrap();
+    assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
+    assert_eq!(app.connections.load(SeqCst), 3);
+}
+
+#[tokio::test]
+async fn where_an_http2_app_allows_no_more_a_stream_waits_for_anothers_end_and_not_for_ever() {
+    let (world, app, _tasks) = App::start(1, json!({ "dial": "300ms" })).await;
+    let mut watches = Vec::new();
+    for _ in 0..MOST {
+        watches.extend(watch(&world, 1).await);
+        app.watched(1).await;
+    }
+    let answer = world.get("/").await;
+    let (reason, detail) = failure(&answer);
+    assert_eq!(reason, "target-timeout", "{detail}");
+    assert!(detail.contains("as many streams as it allows"), "{detail}");
+    let waiting = world.open(get("/"), Ask::Request, "edge-1:80", true).await;
+    watches.pop();
+    let answer = timeout(SOON, waiting.answer).await.unwrap().unwrap();
+    assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+    assert_eq!(app.connections.load(SeqCst), MOST);
+}
+
+#[tokio::test]
+async fn streams_whose_connection_closed_share_the_one_that_follows() {
+    let (world, app, _tasks) = App::start(1_000, json!({})).await;
+    assert_eq!(text(world.get("/").await.into_body()).await.unwrap(), "ok");
+    let mut herd = Vec::new();
+    for _ in 0..100 {
+        let opened = world.open(get("/herd"), Ask::Request, "edge-1:80", true);
+        herd.push(opened.await);
+    }
+    app.watched(100).await;
+    app.over.cancel();
+    for opened in herd {
+        let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+        assert_eq!(failure(&answer), ("", ""));
+        assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+    }
+    assert_eq!(app.connections.load(SeqCst), 2);
+}
+
+#[tokio::test]
+async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
+    for (says, reason, words) in [
+        (&b""[..], "target-timeout", "did not begin HTTP/2"),
+        (b"HTTP/1.1 400 No\r\n\r\n", "target-broken", "HTTP/2"),
+    ] {
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let target = app.local_addr().unwrap().to_string();
+        let port = json!({ "target": target, "scheme": "h2c" });
+        let config = json!({ "ports": { "80": port }, "timeouts": { "dial": "300ms" } });
+        let world = World::start(config).await;
+        let serving = async {
+            let mut app = accept(&app).await;
+            app.write_all(says).await.unwrap();
+            app
+        };
+        let (answer, _app) = tokio::join!(world.get("/"), serving);
+        let (failed, detail) = failure(&answer);
+        assert_eq!(failed, reason, "{detail}");
+        assert!(detail.contains(words), "{detail}");
+    }
+}
