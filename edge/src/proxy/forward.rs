@@ -236,12 +236,7 @@ fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
 }
 
 fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Answer, Failed> {
-    if !headers::codes_only_by_chunks(answer.headers()) {
-        return Err(broken(
-            app,
-            "answered with a Transfer-Encoding that is not chunked alone",
-        ));
-    }
+    check_codings(app, &answer)?;
     let (head, incoming) = ended_head(answer);
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
         return Err(broken(
@@ -257,6 +252,15 @@ fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Ans
         head,
         then: Then::Body(Box::new(body)),
     })
+}
+
+/// Whoever gets the answer is not told of a coding, and so must not get a body in one.
+pub(super) fn check_codings(app: &App, answer: &Response<Incoming>) -> Result<(), Failed> {
+    if headers::codes_only_by_chunks(answer.headers()) {
+        return Ok(());
+    }
+    let what = "answered with a Transfer-Encoding that is not chunked alone";
+    Err(broken(app, what))
 }
 
 /// The head as it travels: without the fields of one connection, and without ours.

@@ -539,6 +539,24 @@ async fn an_apps_refusal_of_an_upgrade_comes_back_whole() {
 }
 
 #[tokio::test]
+async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
+    let (world, app) = World::with_app().await;
+    let websocket = Ask::Upgrade("websocket".into());
+    let asking = world.open(get("/"), websocket, "edge-1:80", false).await;
+    let mut app = accept(&app).await;
+    read_to(&mut app, "\r\n\r\n").await;
+    app.write_all(
+        b"HTTP/1.1 403 No\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+    )
+    .await
+    .unwrap();
+    let answer = timeout(SOON, asking.answer).await.unwrap().unwrap();
+    let (reason, detail) = failure(&answer);
+    assert_eq!(reason, "target-broken", "{detail}");
+    assert!(detail.contains("Transfer-Encoding"), "{detail}");
+}
+
+#[tokio::test]
 async fn an_upgrade_that_nobody_answers_times_out() {
     let (world, app) = World::with_app().await;
     let asking = world

@@ -47,6 +47,7 @@ pub(super) async fn ask(
             return Err(target::slow(app, &what).into());
         }
     };
+    forward::check_codings(app, &answer)?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
         return switched(app, line, answer, body).await;
     }
