@@ -15,8 +15,11 @@ use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
 use std::{
     pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
 };
 
 /// A request's body on its way to the app.
@@ -24,7 +27,18 @@ use std::{
 pub(super) struct Outgoing {
     /// `None`: it has none.
     body: Option<Receive>,
+    taken: Taken,
     place: Option<Arc<Place>>,
+}
+
+/// How many parts of a request's body the engine has taken. Clones share the count.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Taken(Arc<AtomicUsize>);
+
+impl Taken {
+    pub(super) fn count(&self) -> usize {
+        self.0.load(Relaxed)
+    }
 }
 
 /// An answer's body on its way from the app, and the connection that brings it.
@@ -48,10 +62,12 @@ impl http_body::Body for Outgoing {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
-        match &mut self.body {
-            Some(receive) => Pin::new(receive).poll_frame(cx),
-            None => Poll::Ready(None),
-        }
+        let Some(receive) = &mut self.body else {
+            return Poll::Ready(None);
+        };
+        let frame = ready!(Pin::new(receive).poll_frame(cx));
+        self.taken.0.fetch_add(1, Relaxed);
+        Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -61,7 +77,14 @@ impl http_body::Body for Outgoing {
 
 impl Outgoing {
     pub(super) fn new(body: Option<Receive>) -> Self {
-        Self { body, place: None }
+        Self {
+            body,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn taken(&self) -> Taken {
+        self.taken.clone()
     }
 
     /// Whether there is a body.

@@ -7,7 +7,7 @@
 
 use super::{
     app::{AppId, Connection},
-    body::Outgoing,
+    body::{Outgoing, Taken},
     shared::Shared,
 };
 use bytes::Bytes;
@@ -39,6 +39,8 @@ pub(super) struct Line {
     since: Instant,
     /// A request is under way.
     busy: bool,
+    /// Of its body.
+    taken: Taken,
 }
 
 /// What is kept, by app.
@@ -70,8 +72,7 @@ impl Kept {
 
     /// Keeps a connection, once it has come to rest.
     pub(super) async fn put(&self, app: AppId, mut line: Line) {
-        // A request body that the app does not read keeps its connection from resting.
-        if !matches!(timeout(self.bound, line.rest()).await, Ok(true)) {
+        if !line.rests(self.bound).await {
             return;
         }
         line.since = Instant::now();
@@ -165,6 +166,7 @@ impl Line {
             sender,
             since: Instant::now(),
             busy: false,
+            taken: Taken::default(),
         })
     }
 
@@ -174,6 +176,7 @@ impl Line {
         request: Request<Outgoing>,
     ) -> Result<Response<Incoming>, TrySendError<Request<Outgoing>>> {
         self.busy = true;
+        self.taken = request.body().taken();
         let mut answer = pin!(self.sender.try_send_request(request));
         let driven = &mut self.driven;
         poll_fn(|cx| {
@@ -212,6 +215,19 @@ impl Line {
             connection.without_shutdown().await?
         };
         Ok(Some((parts.read_buf, parts.io.into_inner())))
+    }
+
+    /// As [`Line::rest`], for as long as the request's body moves: an app may answer and read on for hours. One that it
+    /// does not read, or that its caller does not send, has `bound` and no more than that again.
+    async fn rests(&mut self, bound: Duration) -> bool {
+        loop {
+            let taken = self.taken.count();
+            match timeout(bound, self.rest()).await {
+                Ok(rested) => return rested,
+                Err(_) if self.taken.count() == taken => return false,
+                Err(_) => {}
+            }
+        }
     }
 
     /// Waits until the next request can be sent. False if the connection ended instead.

@@ -266,6 +266,29 @@ async fn a_body_without_length_is_chunked_even_on_get_and_an_early_answer_passes
 }
 
 #[tokio::test]
+async fn an_upload_that_the_app_reads_on_after_its_answer_is_cut_by_silence_alone() {
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = app.local_addr().unwrap().to_string();
+    let idle = Duration::from_secs(1);
+    let config =
+        json!({ "ports": { "80": { "target": target } }, "timeouts": { "app_idle": "1s" } });
+    let world = World::start(config).await;
+    let mut opened = world.open(get("/"), Ask::Request, "edge-1:80", false).await;
+    let mut app = accept(&app).await;
+    read_to(&mut app, "\r\n\r\n").await;
+    app.write_all(OK).await.unwrap();
+    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
+    let answered = tokio::time::Instant::now();
+    while answered.elapsed() < 3 * idle {
+        opened.send.data(Bytes::from_static(b"part")).await.unwrap();
+        assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
+        tokio::time::sleep(idle / 5).await;
+    }
+    assert_reset(app).await;
+}
+
+#[tokio::test]
 async fn interim_answers_pass_and_a_body_may_wait_for_them() {
     let (world, app) = World::with_app().await;
     let mut head = get("/");
