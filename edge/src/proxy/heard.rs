@@ -1,9 +1,13 @@
 //! What an HTTP/2 app is heard to say before the engine reads it: the heads of its frames, no more.
 //!
-//! How many streams the app allows at once is in its SETTINGS. The engine keeps that to itself, and queues what goes
-//! beyond without a word.
+//! The engine keeps two things to itself that the edge must know. How many streams the app allows at once
+//! is in its SETTINGS; the engine queues what goes beyond without a word. Interim answers it drops unread,
+//! however many there are, so an app that sends them without end never comes to its answer: such an app's connection
+//! fails, whichever stream they were for.
 
+use causeway_tunnel::wire::MOST_INTERIMS;
 use std::{
+    collections::HashMap,
     io,
     pin::Pin,
     task::{Context, Poll, ready},
@@ -13,13 +17,21 @@ use tokio::{
     sync::watch,
 };
 
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
+/// Flags of DATA and HEADERS, and of SETTINGS.
+const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
 /// Length, kind, flags, stream.
 const HEAD: usize = 9;
 /// Identifier and value.
 const SETTING: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
+/// Streams whose heads are counted, at most. Who opens so many that did not end begins to count anew: an app needs
+/// far fewer frames to be found out.
+const MOST_COUNTED: usize = 4_096;
 
 /// How many streams an app allows at once. `None`: it has not said yet.
 pub(super) type Allowed = watch::Receiver<Option<u32>>;
@@ -39,6 +51,7 @@ impl<S> Heard<S> {
             have: 0,
             left: 0,
             settings: None,
+            heads: HashMap::new(),
             allows,
         };
         (Self { io, ear }, allowed)
@@ -54,11 +67,15 @@ struct Ear {
     left: u32,
     /// The setting that is being read, while its frame is.
     settings: Option<([u8; SETTING], usize)>,
+    /// Heads without an end, by stream: interim answers, and perhaps the answer.
+    heads: HashMap<u32, usize>,
     allows: watch::Sender<Option<u32>>,
 }
 
 impl Ear {
-    fn hear(&mut self, mut bytes: &[u8]) {
+    /// False if the app has sent interim answers without end.
+    fn hear(&mut self, mut bytes: &[u8]) -> bool {
+        let mut sane = true;
         while !bytes.is_empty() {
             let wanted = if self.left > 0 {
                 usize::try_from(self.left).unwrap_or(usize::MAX)
@@ -74,20 +91,39 @@ impl Ear {
                 self.have += part.len();
                 if self.have == HEAD {
                     self.have = 0;
-                    self.frame();
+                    sane &= self.frame();
                 }
             }
         }
+        sane
     }
 
     /// A frame begins.
-    fn frame(&mut self) {
-        let [high, middle, low, kind, flags, ..] = self.head;
+    fn frame(&mut self) -> bool {
+        let [high, middle, low, kind, flags, stream @ ..] = self.head;
         self.left = u32::from_be_bytes([0, high, middle, low]);
-        if kind == SETTINGS && flags & ACK == 0 {
-            self.settings = Some(([0; SETTING], 0));
-            self.payload(&[]);
+        let stream = u32::from_be_bytes(stream) & (u32::MAX >> 1);
+        match kind {
+            DATA | HEADERS if flags & END_STREAM != 0 => drop(self.heads.remove(&stream)),
+            RST_STREAM => drop(self.heads.remove(&stream)),
+            HEADERS => return self.count(stream),
+            SETTINGS if flags & ACK == 0 => {
+                self.settings = Some(([0; SETTING], 0));
+                self.payload(&[]);
+            }
+            _ => {}
         }
+        true
+    }
+
+    fn count(&mut self, stream: u32) -> bool {
+        if self.heads.len() >= MOST_COUNTED {
+            self.heads.clear();
+        }
+        let heads = self.heads.entry(stream).or_default();
+        *heads += 1;
+        // One of them may be the answer.
+        *heads <= MOST_INTERIMS + 1
     }
 
     /// Some of a frame's payload.
@@ -126,9 +162,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
         let this = self.get_mut();
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
-        let new = buf.filled().get(before..).unwrap_or_default();
-        this.ear.hear(new);
-        Poll::Ready(Ok(()))
+        if this
+            .ear
+            .hear(buf.filled().get(before..).unwrap_or_default())
+        {
+            return Poll::Ready(Ok(()));
+        }
+        let why = "it sent interim answers without end instead of an answer";
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)))
     }
 }
 
@@ -184,17 +225,31 @@ mod tests {
                 frame(SETTINGS, 0, 0, &settings),
                 frame(SETTINGS, ACK, 0, &[]),
                 // A payload that looks like the setting, and SETTINGS that say nothing of it.
-                frame(0, 0, 1, &[0, 3, 0, 0, 0, 9]),
+                frame(DATA, 0, 1, &[0, 3, 0, 0, 0, 9]),
                 frame(SETTINGS, 0, 0, &window),
             ];
             let bytes = bytes.concat();
             for cut in 1..=bytes.len() {
                 let (mut heard, said) = Heard::new(());
                 for part in bytes.chunks(cut) {
-                    heard.ear.hear(part);
+                    assert!(heard.ear.hear(part));
                 }
                 assert_eq!(*said.borrow(), Some(allowed), "{cut}");
             }
         }
+    }
+
+    #[test]
+    fn interim_answers_without_end_are_heard_by_stream() {
+        let (mut app, _allowed) = Heard::new(());
+        let head = |stream| frame(HEADERS, 4, stream, b"\x88");
+        for _ in 0..=MOST_INTERIMS {
+            assert!(app.ear.hear(&head(1)));
+            assert!(app.ear.hear(&head(3)));
+        }
+        let ended = frame(HEADERS, 4 | END_STREAM, 3, b"\x88");
+        assert!(app.ear.hear(&ended));
+        assert!(app.ear.hear(&head(3)));
+        assert!(!app.ear.hear(&head(1)));
     }
 }

@@ -172,3 +172,44 @@ async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
         assert!(detail.contains(words), "{detail}");
     }
 }
+
+/// A frame of HTTP/2 with a short payload.
+fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(payload.len()).unwrap();
+    let head = [0, 0, length, kind, flags, 0, 0, 0, stream];
+    [&head[..], payload].concat()
+}
+
+/// Reads up to a request's head.
+async fn asked(app: &mut TcpStream) {
+    app.read_exact(&mut [0; 24]).await.unwrap();
+    let mut head = [0; 9];
+    while head[3] != 1 {
+        app.read_exact(&mut head).await.unwrap();
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; usize::try_from(length).unwrap()];
+        app.read_exact(&mut payload).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_http2_app_that_sends_interim_answers_without_end_is_target_broken() {
+    let (world, app) = World::with_app_as("h2c").await;
+    let serving = async {
+        let mut app = accept(&app).await;
+        app.write_all(&frame(4, 0, 0, &[])).await.unwrap();
+        asked(&mut app).await;
+        // :status 103, never indexed.
+        let hints = frame(1, 4, 1, b"\x08\x03103").repeat(100);
+        while app.write_all(&hints).await.is_ok() {}
+    };
+    let (answer, ()) = timeout(SOON, async { tokio::join!(world.get("/"), serving) })
+        .await
+        .unwrap();
+    let (reason, detail) = failure(&answer);
+    assert_eq!(reason, "target-broken", "{detail}");
+    assert!(
+        detail.contains("interim answers without end") && detail.contains("on edge-1"),
+        "{detail}"
+    );
+}
