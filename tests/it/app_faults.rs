@@ -4,11 +4,12 @@
 use crate::{
     road::Road,
     world::{
-        app::{App, Script, answer, answer::pattern},
+        app::{App, Gate, Script, answer, answer::pattern},
         caller::{Answer, CallError, Caller, assert_problem},
         until,
     },
 };
+use futures_util::future::{join, join_all};
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, time::timeout};
 
@@ -113,6 +114,7 @@ const FAULTS: &[Fault] = &[
 
 const SMALL: usize = 1 << 18;
 const HEAD: &str = "HTTP/1.1 200 OK\r\n";
+const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n";
 
 #[tokio::test]
 async fn an_apps_fault_is_its_callers_row_and_the_tunnel_lives_on() {
@@ -162,6 +164,37 @@ async fn apps_that_accept_and_say_nothing_hold_nobody_else_up() {
     }
     drop(waiting);
     road.until_idle().await;
+    assert_eq!(road.tunnels().await[0], first);
+}
+
+/// Hints are frames, and too many frames end a tunnel: with it everybody's streams.
+#[tokio::test]
+async fn hints_by_the_hundred_thousand_cost_nobody_their_tunnel() {
+    let gate = Gate::new();
+    let waits = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/waits" => Script::new().body().until(&waits).write(hinted()),
+        "/hints" => Script::new()
+            .body()
+            .paced(HINT.repeat(10), 90)
+            .write(hinted()),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let road = Road::to(&app).await;
+    let first = road.tunnels().await[0];
+    let caller = road.http2();
+    let waiting = ask(&caller, "/waits");
+    let hinting = async {
+        for _ in 0..2 {
+            for answer in join_all((0..128).map(|_| ask(&caller, "/hints"))).await {
+                assert!(is_hinted(&answer.unwrap()));
+            }
+        }
+        gate.open();
+    };
+    let both = timeout(2 * PATIENCE, join(waiting, hinting)).await;
+    assert!(is_hinted(&both.expect("both end").0.unwrap()));
     assert_eq!(road.tunnels().await[0], first);
 }
 
@@ -218,8 +251,7 @@ fn endless_hints() -> Script {
 }
 
 fn hints(times: usize) -> Script {
-    let hint = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n";
-    answers(hint.repeat(times)).write(hinted())
+    answers(HINT.repeat(times)).write(hinted())
 }
 
 fn hinted() -> &'static str {

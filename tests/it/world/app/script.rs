@@ -4,8 +4,8 @@
 //! `close` and `reset` end it there. At each step that waits, the peer's leaving ends the script and is recorded.
 
 use super::{End, Head, Record, wire::Wire};
-use std::sync::Arc;
-use tokio::{select, sync::Semaphore};
+use std::{sync::Arc, time::Duration};
+use tokio::{select, sync::Semaphore, time::sleep};
 
 /// Holds a script back until the test opens it; each `open` lets one wait pass.
 #[derive(Clone)]
@@ -33,6 +33,7 @@ enum Step {
     Body,
     ReadToEnd,
     Write(Vec<u8>),
+    Paced { bytes: Vec<u8>, times: usize },
     Mirror,
     Chunks { size: usize, total: usize },
     Until(Gate),
@@ -78,6 +79,12 @@ impl Script {
     /// Writes these bytes, in one call.
     pub(crate) fn write(self, bytes: impl Into<Vec<u8>>) -> Self {
         self.then(Step::Write(bytes.into()))
+    }
+
+    /// Writes these bytes so many times, a millisecond apart.
+    pub(crate) fn paced(self, bytes: impl Into<Vec<u8>>, times: usize) -> Self {
+        let bytes = bytes.into();
+        self.then(Step::Paced { bytes, times })
     }
 
     /// Reads the request's body, records it and sends it back with its length.
@@ -156,6 +163,12 @@ impl Step {
             }
             Self::ReadToEnd => read_to_end(wire, record).await?,
             Self::Write(bytes) => wire.write(bytes).await?,
+            Self::Paced { bytes, times } => {
+                for _ in 0..*times {
+                    wire.write(bytes).await?;
+                    sleep(Duration::from_millis(1)).await;
+                }
+            }
             Self::Mirror => {
                 let body = read_body(wire, head, record).await?;
                 let length = body.len();
