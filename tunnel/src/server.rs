@@ -69,7 +69,7 @@ pub struct Server<S: AsyncRead + AsyncWrite + Unpin> {
 #[derive(Debug)]
 pub enum Incoming {
     /// The control stream.
-    Control(Control),
+    Control(Box<Control>),
     /// A plain request, an upgrade or a TCP session.
     Stream(Box<Asked>),
 }
@@ -189,7 +189,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
             let head = Request::from_parts(head, ());
             if head.headers().contains_key(wire::CONTROL) {
                 if let Ok(send) = reply.send(Response::new(()), false) {
-                    return Ok(Incoming::Control(Control::new(send, body)));
+                    return Ok(Incoming::Control(Box::new(Control::new(send, body))));
                 }
                 continue;
             }

@@ -275,7 +275,7 @@ impl FakeEdge {
         let hello = timeout(LONG, control.hear()).await.unwrap().unwrap();
         Self {
             hello,
-            control,
+            control: *control,
             streams,
             over,
             _driver: driver,

@@ -62,7 +62,7 @@ async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<Asked>)
         tokio::select! {
             incoming = server.next() => match incoming {
                 Ok(Incoming::Stream(stream)) => drop(tell.send(*stream)),
-                Ok(Incoming::Control(opened)) => control = Some(opened),
+                Ok(Incoming::Control(opened)) => control = Some(*opened),
                 Err(_) => return,
             },
             line = heard => {

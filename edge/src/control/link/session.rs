@@ -94,7 +94,7 @@ impl Greeting {
     async fn control(&mut self) -> Result<Control, Trouble> {
         loop {
             match self.server.next().await {
-                Ok(Incoming::Control(control)) => return Ok(control),
+                Ok(Incoming::Control(control)) => return Ok(*control),
                 Ok(Incoming::Stream(asked)) => {
                     let refused = Refusal::Malformed.because("a stream before the hello");
                     asked.reply.refuse(&refused);
