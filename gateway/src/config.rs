@@ -153,7 +153,7 @@ pub struct Limits {
     pub per_node: usize,
     /// Callers' connections at each front.
     pub connections: usize,
-    /// Bytes of answers that callers may leave unread, in all: from half of it windows are small, beyond it new streams get 503.
+    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
     #[serde(with = "HumanSize")]
     pub unread: usize,
     /// Bytes of a request's head.

@@ -88,7 +88,7 @@ declare! {
     enrolments: Family<[Label; 2], Counter>,
     /// Quantiles of the tunnels' round trips at the time of the scrape; 1 is the slowest tunnel.
     tunnel_round_trip_seconds: Family<[Label; 1], Seconds>,
-    /// Bytes of answers that callers have not taken, when each tunnel last looked.
+    /// Bytes that wait here, of answers for callers and of uploads for apps, when each was last looked at.
     unread_bytes: Gauge,
     /// Whether the gateway drains.
     draining: Gauge,
@@ -188,7 +188,7 @@ impl Metrics {
         self.declared.enrolments.get_or_create(&labels).inc();
     }
 
-    /// What callers leave unread now, in bytes.
+    /// What waits unread now, in bytes.
     pub fn unread(&self, bytes: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.declared.unread_bytes.set(bytes);

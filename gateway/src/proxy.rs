@@ -15,6 +15,9 @@ pub mod authorize;
 pub mod limits;
 
 pub mod forward;
+mod upload;
+
+mod held;
 pub mod relay;
 pub mod upgrade;
 

@@ -7,12 +7,18 @@ use crate::{
             App,
             answer::{self, pattern},
         },
-        caller::{Wire, assert_problem, exchange},
+        caller::{Body, Wire, assert_problem, exchange},
         until,
     },
 };
 use causeway_edge::config::Scheme;
-use futures_util::future::join_all;
+use futures_util::{future::join_all, stream};
+use http_body_util::{BodyExt, StreamBody};
+use hyper::{
+    Request,
+    body::{Bytes, Frame},
+};
+use socket2::{Domain, Socket, Type};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     io::AsyncWriteExt,
@@ -21,6 +27,8 @@ use tokio::{
 };
 
 const MIB: usize = 1 << 20;
+/// The window that a caller's stream over HTTP/2 has.
+const HTTP2_WINDOW: u64 = 256 << 10;
 /// The least window that a stream has.
 const FLOOR: usize = 64 << 10;
 /// What one look may come late by, on a loaded machine.
@@ -162,21 +170,93 @@ async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over
         _ => answer::ok("well"),
     })
     .await;
-    let build = Road::build().config(|config| config.limits.unread = MIB / 8);
+    let build = Road::build().config(|config| config.limits.unread = FLOOR / 2);
     let road = Road::along(build, Scheme::Http, app.address()).await;
     let mut stalled: TcpStream = road.tcp("plain").await;
     exchange(&mut stalled, get("/endless")).await;
-    until("the limit is reached", async || {
-        road.metrics().await.sum("unread_bytes", &[]) >= MIB as u64 / 8
+    // What is unread goes up and down until the systems' buffers are full as well.
+    until("new callers are refused", async || {
+        let answer = road.caller().get(URL).await;
+        let refused = answer.status == 503;
+        if refused {
+            assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
+        }
+        refused
     })
     .await;
-    let answer = road.caller().get(URL).await;
-    assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
     drop(stalled);
     until("callers are served again", async || {
         road.caller().get(URL).await.status == 200
     })
     .await;
+}
+
+#[tokio::test]
+async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_connection_pass() {
+    let app = App::saying("well").await;
+    let deaf = deaf();
+    let build = Road::build().config(|config| config.limits.unread = 4 * MIB);
+    let world = build.start().await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.port(9101, deaf.local_addr().unwrap()).join().await;
+    let road = Road::of(world, edge);
+    let unread = async || road.metrics().await.sum("unread_bytes", &[]);
+
+    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let mut stalled: Vec<_> = (0..6).map(|_| connection.hold(endless())).collect();
+    until("six windows count", async || {
+        unread().await >= 6 * HTTP2_WINDOW
+    })
+    .await;
+    for _ in 0..50 {
+        let answer = connection.get(URL).await.unwrap();
+        assert_eq!((answer.status, answer.text().as_str()), (200, "well"));
+    }
+
+    stalled.extend((0..20).map(|_| connection.hold(endless())));
+    let limit = 4 * u64::try_from(MIB).unwrap();
+    until("the limit is reached", async || unread().await >= limit).await;
+    // Whatever was let in before has a window, and a chunk on its way.
+    let most = limit + 26 * (HTTP2_WINDOW + 32 * 1024);
+    assert!(unread().await <= most, "{} of {most}", unread().await);
+    let refused = connection.get(URL).await.unwrap();
+    assert_problem(&refused, 503, "limit_reached", "(limits.unread)");
+
+    drop(stalled);
+    road.until_idle().await;
+    until("nothing of it stays", async || unread().await == 0).await;
+    assert_eq!(connection.get(URL).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn uploads_over_http1_that_stall_count_for_what_the_gateway_has_read_of_them() {
+    let deaf = deaf();
+    let road = Road::to_as(Scheme::Http, deaf.local_addr().unwrap()).await;
+    let unread = async || road.metrics().await.sum("unread_bytes", &[]);
+    let mut wire = road.tcp("plain").await;
+    fill(&mut wire).await;
+    until("what was read counts", async || unread().await > 0).await;
+    assert!(unread().await <= 2 * 128 * 1024, "{}", unread().await);
+    // Its caller alone could go unheard, behind bytes of its own that nobody reads.
+    drop((wire, deaf));
+    until("nothing of it stays", async || unread().await == 0).await;
+}
+
+/// An app that takes connections and reads nothing of them; neither does its system.
+fn deaf() -> std::net::TcpListener {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+    socket.bind(&any.into()).unwrap();
+    socket.listen(128).unwrap();
+    socket.into()
+}
+
+/// An upload to the app that reads nothing.
+fn endless() -> Request<Body> {
+    let endless = stream::repeat_with(|| Ok(Frame::data(Bytes::from(vec![0; 64 << 10]))));
+    let body = BodyExt::boxed(StreamBody::new(endless));
+    Request::post("https://edge-1:9101/").body(body).unwrap()
 }
 
 /// Uploads until nothing is taken any more.

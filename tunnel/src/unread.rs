@@ -2,7 +2,8 @@
 //!
 //! The engine keeps up to a window for each stream whose reader stalls, and says how much only stream by stream. So
 //! each stream is entered here while it can hold something, and whoever sizes windows adds them up, now and
-//! then. What a tunnel holds counts into the [`Pressure`] of its process, which is for all tunnels together.
+//! then. What a tunnel holds counts into the [`Pressure`] of its process, which is for all tunnels together and for
+//! whatever else waits unread there.
 
 use crate::small::Small;
 use h2::FlowControl;
@@ -16,7 +17,7 @@ use std::{
 };
 
 /// Streams are asked what they hold not more often than this, while bytes move.
-pub(crate) const WEIGH_AFTER: Duration = Duration::from_millis(100);
+pub const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// The streams of one tunnel that can hold unread bytes.
 #[derive(Debug, Default)]
@@ -95,7 +96,7 @@ impl Drop for Entry {
     }
 }
 
-/// Unread bytes of all tunnels of a process, and how many there may be.
+/// Unread bytes of a process, and how many there may be.
 #[derive(Debug)]
 pub struct Pressure {
     bytes: AtomicUsize,
@@ -111,7 +112,7 @@ impl Pressure {
         }
     }
 
-    /// Bytes that were unread when each tunnel last looked.
+    /// Bytes that were unread when each part last looked.
     pub fn bytes(&self) -> usize {
         self.bytes.load(Relaxed)
     }
@@ -139,19 +140,26 @@ impl Default for Pressure {
     }
 }
 
-/// What one tunnel adds to the pressure; dropping it takes that away.
+/// What one tunnel, or one body on its way into a tunnel, adds to the pressure; dropping it takes that away.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub struct Part {
     pressure: Arc<Pressure>,
     bytes: usize,
 }
 
 impl Part {
-    pub(crate) fn new(pressure: Arc<Pressure>) -> Self {
+    /// Nothing yet.
+    pub fn new(pressure: Arc<Pressure>) -> Self {
         Self { pressure, bytes: 0 }
     }
 
-    pub(crate) fn set(&mut self, bytes: usize) {
+    /// What it adds now.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Adds so much from now on.
+    pub fn set(&mut self, bytes: usize) {
         let all = &self.pressure.bytes;
         if bytes >= self.bytes {
             all.fetch_add(bytes - self.bytes, Relaxed);

@@ -1,21 +1,17 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
-//! Head first, body behind it in a task of its own, so that an answer that comes before the body is read passes
-//! at once. A caller that goes away drops this future or its body, and with it the stream: a reset. The task
-//! goes with them even while it waits for a tunnel that takes nothing.
+//! Head first, body behind it (`upload`), so that an answer that comes before the body is read passes at once. A
+//! caller that goes away drops this future or its body, and with it the stream: a reset.
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, access::Record, outgoing::Outgoing, request},
+    proxy::{Way, outgoing::Outgoing, request, upload},
 };
-use causeway_certs::NodeName;
 use causeway_tunnel::{
-    Receive, Refusal, Send, StreamError,
-    body::{PumpError, pump},
+    Receive, Refusal, StreamError,
     client::{Answer, Ask},
     headers, wire,
 };
-use futures_util::future::OptionFuture;
 use http::{
     HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
     header::{AUTHORIZATION, EXPECT, FORWARDED, VIA},
@@ -23,16 +19,9 @@ use http::{
 };
 use http_body::Body;
 use hyper::body::Incoming;
-use std::{
-    io,
-    pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use tracing::debug_span;
 
 /// How long a body waits for an app that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not
 /// wait for ever either; curl waits as long).
@@ -45,6 +34,7 @@ const CONTINUE: Duration = Duration::from_secs(1);
 pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Outgoing>, Error> {
     let (parts, body) = request.into_parts();
     let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
+    let version = parts.version;
     let head = head(way, parts)?;
     let end = body.is_end_stream();
     let opened = way
@@ -56,7 +46,12 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
         (None, None)
     } else {
         let given_up = CancellationToken::new();
-        let go = start_body(way, body, (opened.send, given_up.clone()), expects);
+        let go = upload::start(
+            way,
+            (body, version),
+            (opened.send, given_up.clone()),
+            expects,
+        );
         (go, Some(given_up.drop_guard()))
     };
     let answer = match wait(opened.answer, go).await {
@@ -88,104 +83,6 @@ async fn wait(
         let _ = go.send(());
     }
     answer.await
-}
-
-/// Sends the body in a task of its own. With `expects` it waits for the sender that is returned.
-fn start_body(
-    way: Way<'_>,
-    body: Incoming,
-    (send, given_up): (Send, CancellationToken),
-    expects: bool,
-) -> Option<oneshot::Sender<()>> {
-    let (tell, told) = oneshot::channel();
-    let told = OptionFuture::from(expects.then_some(told));
-    let body = Counted {
-        inner: body,
-        record: way.record.clone(),
-    };
-    let task = send_body(
-        body,
-        send,
-        told,
-        (way.route.node.clone(), way.proxy.shared.timeouts.upload),
-    );
-    way.proxy.tasks.spawn(debug_span!("body"), async move {
-        given_up.run_until_cancelled(task).await;
-    });
-    expects.then_some(tell)
-}
-
-async fn send_body(
-    body: Counted,
-    mut send: Send,
-    go: OptionFuture<oneshot::Receiver<()>>,
-    (node, patience): (NodeName, Duration),
-) {
-    // A request that is given up while it waits is given up below as well.
-    let _ = go.await;
-    let record = body.record.clone();
-    match pump(body, &mut send, Some(patience)).await {
-        Ok(()) => {}
-        Err(PumpError::Stalled(_)) => {
-            let patience = humantime::format_duration(patience);
-            let detail =
-                format!("the app on {node} has taken nothing of the request's body for {patience}");
-            record.failed(&Reason::TargetTimeout.says(detail));
-        }
-        Err(PumpError::Body(error)) => {
-            tracing::debug!(%error, "a caller broke its request's body off");
-        }
-        Err(PumpError::Stream(error)) => {
-            tracing::debug!(%error, "a request's body was not taken to its end");
-        }
-    }
-}
-
-/// A request's body, counted.
-struct Counted {
-    inner: Incoming,
-    record: Arc<Record>,
-}
-
-impl Body for Counted {
-    type Data = bytes::Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<http_body::Frame<bytes::Bytes>, hyper::Error>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(cx);
-        match &polled {
-            Poll::Ready(Some(Ok(frame))) => {
-                if let Some(chunk) = frame.data_ref() {
-                    let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
-                    self.record.passed.up.fetch_add(length, Relaxed);
-                }
-            }
-            Poll::Ready(Some(Err(error))) if is_malformed(error) => {
-                let detail = format!("the request's body is malformed: {error}");
-                self.record.failed(&Reason::Malformed.says(detail));
-            }
-            _ => {}
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-}
-
-/// Whether a body broke the protocol, as against its caller going away.
-fn is_malformed(error: &hyper::Error) -> bool {
-    let cause =
-        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
-    let kind = cause.map(io::Error::kind);
-    matches!(
-        kind,
-        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData)
-    )
 }
 
 /// The request's head as the tunnel takes it.

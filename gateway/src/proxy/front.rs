@@ -102,6 +102,8 @@ pub struct Connection {
     pub caller: Option<Caller>,
     /// The socket's condition.
     pub condition: Arc<Condition>,
+    /// What each of its streams may hold unread, where HTTP/2 is spoken.
+    pub window: u32,
     pub(crate) last_token: LastToken,
     nobody: OnceLock<Caller>,
     _room: Taken,
@@ -133,7 +135,7 @@ pub(crate) struct Arrival {
 impl Arrival {
     fn connection(
         self,
-        front: &Front,
+        proxy: &Proxy,
         sni: Option<String>,
         tls: bool,
         caller: Option<Caller>,
@@ -146,9 +148,10 @@ impl Arrival {
             caller,
             condition: Arc::default(),
             last_token: LastToken::default(),
+            window: http::window(proxy),
             nobody: OnceLock::new(),
             _room: self.room,
-            _open: front.metrics.connection(),
+            _open: proxy.front.metrics.connection(),
         }
     }
 }
@@ -251,7 +254,7 @@ impl Door {
                 )),
                 Peer::Tcp(_) => None,
             };
-            let connection = Arc::new(arrival.connection(&proxy.front, None, false, caller));
+            let connection = Arc::new(arrival.connection(&proxy, None, false, caller));
             serve(
                 &proxy,
                 io::Io::plain(socket, &connection.condition),

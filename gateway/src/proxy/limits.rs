@@ -79,7 +79,7 @@ impl Limits {
         count
     }
 
-    /// What callers leave unread, for the tunnels to add to.
+    /// What waits unread, for tunnels and uploads to add to.
     pub fn pressure(&self) -> &Arc<Pressure> {
         &self.pressure
     }
@@ -107,7 +107,7 @@ impl Limits {
         let bounds = &self.bounds;
         if self.pressure.is_full() {
             return Err(Reason::LimitReached.says(format!(
-                "callers of this gateway leave {} bytes unread, of {} that they may (limits.unread)",
+                "{} bytes wait in this gateway for those who do not read them, of {} that may (limits.unread)",
                 self.pressure.bytes(),
                 bounds.unread
             )));

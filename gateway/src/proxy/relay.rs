@@ -12,11 +12,12 @@ use crate::{
         authorize::{self, Act, Ask},
         forward,
         front::{Connection, io::Io},
+        held::{Waiting, weighed},
         outgoing::Outgoing,
     },
 };
 use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode, Version};
 use hyper::{
     body::Incoming,
     upgrade::{OnUpgrade, Upgraded},
@@ -40,10 +41,11 @@ pub async fn connect(
     mut request: Request<Incoming>,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);
+    let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);
     let halves = open(way).await?;
     way.record.answered(StatusCode::OK);
     let hold = way.proxy.front.errors == ErrorForm::Kubernetes;
-    spawn(way, switched, halves, hold);
+    spawn(way, (switched, window), halves, hold);
     Ok(Response::new(Outgoing::empty()))
 }
 
@@ -86,14 +88,16 @@ async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
     }
 }
 
-/// Relays between what becomes of the caller's connection and a stream, in a task of its own.
+/// Relays between what becomes of the caller's connection, or of its stream with such a window, and a stream, in a
+/// task of its own.
 pub(super) fn spawn(
     way: Way<'_>,
-    switched: OnUpgrade,
+    (switched, window): (OnUpgrade, Option<u32>),
     (send, receive): (Send, Receive),
     hold: bool,
 ) {
     let connection = way.connection.clone();
+    let shared = way.proxy.shared.clone();
     let record = way.record.clone();
     let node = way.route.node.clone();
     way.proxy.tasks.spawn(debug_span!("session"), async move {
@@ -104,8 +108,12 @@ pub(super) fn spawn(
         let session = Session {
             io: TokioIo::new(upgraded),
             connection,
+            window,
+            waiting: Waiting::default(),
         };
-        let outcome = copy::relay(session, send, receive, record.passed.clone(), hold).await;
+        let waiting = session.waiting.clone();
+        let work = copy::relay(session, send, receive, record.passed.clone(), hold);
+        let outcome = weighed(shared.limits.pressure(), &waiting, work).await;
         note(&record, node.as_str(), &outcome);
     });
 }
@@ -172,6 +180,9 @@ fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
 struct Session {
     io: TokioIo<Upgraded>,
     connection: Arc<Connection>,
+    /// What waits behind the last bytes read, where HTTP/2 is spoken.
+    window: Option<u32>,
+    waiting: Waiting,
 }
 
 impl Abort for Session {
@@ -186,7 +197,20 @@ impl AsyncRead for Session {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.io).poll_read(cx, buf);
+        let Some(window) = self.window else {
+            return polled;
+        };
+        match buf.filled().len() - before {
+            0 if polled.is_pending() => self.waiting.none(),
+            0 => self.waiting.some(0),
+            read => {
+                let window = usize::try_from(window).unwrap_or(usize::MAX);
+                self.waiting.some(read + window);
+            }
+        }
+        polled
     }
 }
 

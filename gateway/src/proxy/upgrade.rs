@@ -59,7 +59,7 @@ pub async fn run(
         .insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     parts.headers.insert(UPGRADE, protocol);
     way.record.answered(parts.status);
-    relay::spawn(way, switched, (send, receive), false);
+    relay::spawn(way, (switched, None), (send, receive), false);
     Ok(Response::from_parts(parts, Outgoing::empty()))
 }
 

@@ -330,6 +330,22 @@ impl Connection {
         Ok(answer.await??)
     }
 
+    /// Sends a request beside others, for which HTTP/2 is spoken, and for as long as the set is kept.
+    pub(crate) fn hold(&self, request: Request<Body>) -> JoinSet<()> {
+        let request = self.caller.prepared(request);
+        let Sender::Http2(sender) = &self.sender else {
+            panic!("HTTP/1.1 knows no requests beside others");
+        };
+        let mut sender = sender.clone();
+        let mut held = JoinSet::new();
+        held.spawn(async move {
+            let answer = sender.send_request(request).await;
+            std::future::pending::<()>().await;
+            drop(answer);
+        });
+        held
+    }
+
     /// Sends a request and waits for its whole answer.
     pub(crate) async fn ask(&mut self, request: Request<Body>) -> Result<Answer, CallError> {
         let (parts, body) = self.open(request).await?.into_parts();

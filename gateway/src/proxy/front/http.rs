@@ -30,8 +30,11 @@ where
     }
 }
 
-/// A stream window for callers that speak HTTP/2, in bytes: callers are near, 1 MiB fills 8 Gbit/s at 1 ms.
-const WINDOW: u32 = 1 << 20;
+/// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
+/// stream whose app does not read may hold as much.
+const WINDOW: u32 = 256 << 10;
+/// The same while too much is unread: what RFC 9113 §6.9.2 begins with.
+const SMALL: u32 = (64 << 10) - 1;
 /// Streams on one HTTP/2 connection: what Go's server allows; its client opens a second connection beyond.
 const STREAMS: u32 = 250;
 /// A dead HTTP/2 caller is noticed within twice this.
@@ -47,7 +50,7 @@ pub(super) async fn serve(
     connection: Arc<Connection>,
     stop: CancellationToken,
 ) {
-    let builder = builder(proxy);
+    let builder = builder(proxy, connection.window);
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
         async move { Ok::<_, Infallible>(answer(&proxy, &connection, request).await) }
@@ -96,7 +99,16 @@ async fn answer(
     response.map(|body| body.over(Some(connection.condition.clone())))
 }
 
-fn builder(proxy: &Proxy) -> auto::Builder<Owned> {
+/// The stream window of a connection that begins now.
+pub(super) fn window(proxy: &Proxy) -> u32 {
+    if proxy.shared.limits.pressure().is_high() {
+        SMALL
+    } else {
+        WINDOW
+    }
+}
+
+fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
     let mut builder = auto::Builder::new(Owned(proxy.tasks.clone()));
     let bytes = proxy.shared.header_bytes;
     builder
@@ -111,9 +123,9 @@ fn builder(proxy: &Proxy) -> auto::Builder<Owned> {
     builder
         .http2()
         .timer(TokioTimer::new())
-        .initial_stream_window_size(WINDOW)
+        .initial_stream_window_size(window)
         // All streams at once: one whose body is not taken holds up itself only.
-        .initial_connection_window_size(WINDOW * STREAMS)
+        .initial_connection_window_size(window * STREAMS)
         .max_concurrent_streams(STREAMS)
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
         .max_header_list_size(u32::try_from(bytes * 2).unwrap_or(u32::MAX))

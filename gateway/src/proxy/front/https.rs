@@ -74,7 +74,7 @@ async fn begin(proxy: &Proxy, stream: TlsStream<Socket>, arrival: Arrival, door:
         Ok(caller) => caller,
         Err(refused) => return failed(proxy, "certificate", &refused),
     };
-    let connection = Arc::new(arrival.connection(&proxy.front, sni, true, caller));
+    let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
     let io = Io::tls(stream, &connection.condition);
     serve(proxy, io, connection, door.stop.clone()).await;
 }

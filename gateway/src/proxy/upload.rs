@@ -1,0 +1,160 @@
+//! The body of a request on its way to the app, in a task of its own.
+//!
+//! The task goes with the request or its answer, even while it waits for a tunnel that takes nothing; until
+//! then what waits counts as unread. A body that is refused or broken off resets the stream below: an app
+//! never takes a part for the whole.
+
+use crate::{
+    error::Reason,
+    proxy::{
+        Way,
+        access::Record,
+        held::{Waiting, weighed},
+    },
+};
+use bytes::Bytes;
+use causeway_certs::NodeName;
+use causeway_tunnel::{
+    Send,
+    body::{PumpError, pump},
+};
+use futures_util::future::OptionFuture;
+use http::Version;
+use http_body::{Body, Frame};
+use hyper::body::Incoming;
+use std::{
+    io,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+use tracing::debug_span;
+
+/// Sends the body in a task of its own. With `expects` it waits for the sender that is returned.
+pub(super) fn start(
+    way: Way<'_>,
+    (inner, version): (Incoming, Version),
+    (send, given_up): (Send, CancellationToken),
+    expects: bool,
+) -> Option<oneshot::Sender<()>> {
+    let (tell, told) = oneshot::channel();
+    let told = OptionFuture::from(expects.then_some(told));
+    let body = Upload {
+        inner,
+        window: (version == Version::HTTP_2).then_some(way.connection.window),
+        waiting: Waiting::default(),
+        record: way.record.clone(),
+    };
+    let shared = way.proxy.shared.clone();
+    let waiting = body.waiting.clone();
+    let task = run(
+        body,
+        send,
+        told,
+        (way.route.node.clone(), shared.timeouts.upload),
+    );
+    way.proxy.tasks.spawn(debug_span!("body"), async move {
+        let task = weighed(shared.limits.pressure(), &waiting, task);
+        given_up.run_until_cancelled(task).await;
+    });
+    expects.then_some(tell)
+}
+
+async fn run(
+    body: Upload,
+    mut send: Send,
+    go: OptionFuture<oneshot::Receiver<()>>,
+    (node, patience): (NodeName, Duration),
+) {
+    // A request that is given up while it waits is given up below as well.
+    let _ = go.await;
+    let record = body.record.clone();
+    match pump(body, &mut send, Some(patience)).await {
+        Ok(()) => {}
+        Err(PumpError::Stalled(_)) => {
+            let patience = humantime::format_duration(patience);
+            let detail =
+                format!("the app on {node} has taken nothing of the request's body for {patience}");
+            record.failed(&Reason::TargetTimeout.says(detail));
+        }
+        Err(PumpError::Body(error)) => {
+            tracing::debug!(%error, "a caller broke its request's body off");
+        }
+        Err(PumpError::Stream(error)) => {
+            tracing::debug!(%error, "a request's body was not taken to its end");
+        }
+    }
+}
+
+/// A request's body, counted.
+struct Upload {
+    inner: Incoming,
+    /// Where the caller speaks HTTP/2.
+    window: Option<u32>,
+    waiting: Waiting,
+    record: Arc<Record>,
+}
+
+impl Upload {
+    /// What this end may hold at most while this chunk waits: itself, and what the engine has read behind it.
+    fn held(&self, chunk: &Bytes) -> usize {
+        if self.inner.is_end_stream() {
+            return chunk.len();
+        }
+        let behind = match self.window {
+            Some(window) => u64::from(window),
+            // hyper reads one chunk ahead, of about the same size.
+            None => u64::try_from(chunk.len()).unwrap_or(u64::MAX),
+        };
+        let left = self.inner.size_hint().upper().unwrap_or(u64::MAX);
+        let behind = usize::try_from(behind.min(left)).unwrap_or(usize::MAX);
+        chunk.len() + behind
+    }
+}
+
+impl Body for Upload {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(cx);
+        match &polled {
+            Poll::Pending => self.waiting.none(),
+            Poll::Ready(Some(Ok(frame))) => {
+                let held = frame.data_ref().map_or(0, |chunk| self.held(chunk));
+                self.waiting.some(held);
+                let length = frame.data_ref().map_or(0, Bytes::len);
+                let length = u64::try_from(length).unwrap_or(u64::MAX);
+                self.record.passed.up.fetch_add(length, Relaxed);
+            }
+            Poll::Ready(Some(Err(error))) if is_malformed(error) => {
+                let detail = format!("the request's body is malformed: {error}");
+                self.record.failed(&Reason::Malformed.says(detail));
+                self.waiting.some(0);
+            }
+            Poll::Ready(_) => self.waiting.some(0),
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+}
+
+/// Whether a body broke the protocol, as against its caller going away.
+fn is_malformed(error: &hyper::Error) -> bool {
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    let kind = cause.map(io::Error::kind);
+    matches!(
+        kind,
+        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData)
+    )
+}
