@@ -15,7 +15,12 @@ use causeway_gateway::{
     config::{Callers, ErrorForm, Front, Kind},
     proxy::authorize::{Act, Ask, Authorize, Verdict},
 };
-use hyper::Request;
+use futures_util::stream;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::{
+    HeaderMap, Request,
+    body::{Bytes, Frame},
+};
 use socket2::{Domain, Socket, Type};
 use std::{
     net::{SocketAddr, TcpStream},
@@ -537,6 +542,30 @@ async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
     .await;
     assert!(app.requests() > 0);
     world.stop_gateway().await;
+}
+
+#[tokio::test]
+async fn trailers_that_are_larger_than_a_head_are_431() {
+    let app = App::saying("well").await;
+    let build = World::build().config(|config| config.limits.header_bytes = 20_000);
+    let world = build.start().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let ask = async |size| {
+        let mut trailers = HeaderMap::new();
+        trailers.insert("x-large", "x".repeat(size).parse().unwrap());
+        let frames = [Frame::data(Bytes::from("whole")), Frame::trailers(trailers)];
+        let body = StreamBody::new(stream::iter(frames.map(Ok)));
+        let request = Request::post("https://edge-1:9100/").body(BodyExt::boxed(body));
+        world.caller().http2().send(request.unwrap()).await
+    };
+    let answer = ask(25_000).await;
+    let detail = "at most 100 of 20000 are allowed";
+    assert_problem(&answer, 431, "header_too_large", detail);
+    assert_eq!(ask(15_000).await.text(), "well");
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.outcomes("https", "header_too_large"), 1);
+    assert_eq!(app.body().await, b"whole");
+    assert_eq!(app.requests(), 2);
 }
 
 #[tokio::test]

@@ -76,6 +76,25 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
     path(request)
 }
 
+/// Refuses trailers that are larger than a head may be.
+///
+/// # Errors
+/// [`Reason::HeaderTooLarge`].
+pub fn trailers(fields: &HeaderMap, header_bytes: usize, headers: usize) -> Result<(), Error> {
+    // With RFC 7541's 32 bytes a field (§4.1): an app's engine counts them so, and ends its connection.
+    let size: usize = fields
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + 32)
+        .sum();
+    if fields.len() <= headers && size <= header_bytes {
+        return Ok(());
+    }
+    Err(Reason::HeaderTooLarge.says(format!(
+        "the request's trailers are {} fields of {size} bytes, at most {headers} of {header_bytes} are allowed",
+        fields.len()
+    )))
+}
+
 /// RFC 9112 §3.2: an authority is the target of CONNECT alone, and `*` of OPTIONS. A policy would be asked for a
 /// path that no rule begins with, or for one where there is none.
 fn path<B>(request: &Request<B>) -> Result<(), Error> {
@@ -246,6 +265,28 @@ mod tests {
         );
         let many = [("host", "a"); 11];
         assert_eq!(refused(&many, "/"), Reason::HeaderTooLarge);
+    }
+
+    #[test]
+    fn trailers_may_be_as_large_as_a_head() {
+        let list = |count: usize, length: usize| -> HeaderMap {
+            let each = |number| {
+                let name = format!("x-{number:02}")
+                    .parse::<http::HeaderName>()
+                    .unwrap();
+                (name, "x".repeat(length).parse().unwrap())
+            };
+            (0..count).map(each).collect()
+        };
+        assert!(trailers(&list(10, 64), 1000, 10).is_ok());
+        for (count, length) in [(10, 65), (11, 0), (1, 2000)] {
+            let refused = trailers(&list(count, length), 1000, 10).unwrap_err();
+            assert_eq!(
+                refused.reason,
+                Reason::HeaderTooLarge,
+                "{count} of {length}"
+            );
+        }
     }
 
     #[test]

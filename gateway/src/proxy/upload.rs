@@ -7,9 +7,10 @@
 use crate::{
     error::Reason,
     proxy::{
-        Way,
+        Shared, Way,
         access::Record,
         held::{Waiting, weighed},
+        request,
     },
 };
 use bytes::Bytes;
@@ -26,7 +27,7 @@ use std::{
     io,
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio::sync::oneshot;
@@ -46,6 +47,7 @@ pub(super) fn start(
         inner,
         window: (version == Version::HTTP_2).then_some(way.connection.window),
         waiting: Waiting::default(),
+        shared: way.proxy.shared.clone(),
         record: way.record.clone(),
     };
     let shared = way.proxy.shared.clone();
@@ -95,6 +97,7 @@ struct Upload {
     /// Where the caller speaks HTTP/2.
     window: Option<u32>,
     waiting: Waiting,
+    shared: Arc<Shared>,
     record: Arc<Record>,
 }
 
@@ -113,34 +116,59 @@ impl Upload {
         let behind = usize::try_from(behind.min(left)).unwrap_or(usize::MAX);
         chunk.len() + behind
     }
+
+    fn checked(&self, frame: Result<Frame<Bytes>, hyper::Error>) -> Result<Frame<Bytes>, Fault> {
+        let frame = frame.map_err(|error| {
+            if is_malformed(&error) {
+                let detail = format!("the request's body is malformed: {error}");
+                self.record.failed(&Reason::Malformed.says(detail));
+            }
+            Fault::Broken(error)
+        })?;
+        if let Some(chunk) = frame.data_ref() {
+            let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
+            self.record.passed.up.fetch_add(length, Relaxed);
+        }
+        if let Some(trailers) = frame.trailers_ref() {
+            let shared = &self.shared;
+            let checked = request::trailers(trailers, shared.header_bytes, shared.max_headers);
+            checked.map_err(|error| {
+                self.record.failed(&error);
+                Fault::Refused(error.detail.into_owned())
+            })?;
+        }
+        Ok(frame)
+    }
+}
+
+/// Why a body does not go on.
+#[derive(Debug, thiserror::Error)]
+enum Fault {
+    #[error(transparent)]
+    Broken(hyper::Error),
+    #[error("{0}")]
+    Refused(String),
 }
 
 impl Body for Upload {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Fault;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Fault>>> {
         let polled = Pin::new(&mut self.inner).poll_frame(cx);
-        match &polled {
-            Poll::Pending => self.waiting.none(),
-            Poll::Ready(Some(Ok(frame))) => {
-                let held = frame.data_ref().map_or(0, |chunk| self.held(chunk));
-                self.waiting.some(held);
-                let length = frame.data_ref().map_or(0, Bytes::len);
-                let length = u64::try_from(length).unwrap_or(u64::MAX);
-                self.record.passed.up.fetch_add(length, Relaxed);
-            }
-            Poll::Ready(Some(Err(error))) if is_malformed(error) => {
-                let detail = format!("the request's body is malformed: {error}");
-                self.record.failed(&Reason::Malformed.says(detail));
-                self.waiting.some(0);
-            }
-            Poll::Ready(_) => self.waiting.some(0),
+        if polled.is_pending() {
+            self.waiting.none();
+            return Poll::Pending;
         }
-        polled
+        let frame = ready!(polled).map(|frame| self.checked(frame));
+        let chunk = frame
+            .as_ref()
+            .and_then(|frame| frame.as_ref().ok()?.data_ref());
+        self.waiting.some(chunk.map_or(0, |chunk| self.held(chunk)));
+        Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
