@@ -32,6 +32,8 @@ mod app_faults;
 
 mod stalled;
 
+mod idle;
+
 mod soak;
 
 mod hostile;

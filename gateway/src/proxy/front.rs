@@ -4,6 +4,8 @@
 //! ClientHello, the original destination, a fixed node) also names the core, and the socket moves there
 //! once, before it is served. Handshakes run in tasks of their own, each within a bound.
 
+mod blocks;
+pub mod idle;
 pub mod io;
 
 pub mod https;
@@ -27,6 +29,7 @@ use causeway_tunnel::{
     listener::{Bound, Listener, Peer, original_destination},
     socket::{Detached, Socket},
 };
+use idle::Idle;
 use io::Condition;
 use rustls::ServerConfig;
 use std::{
@@ -102,6 +105,8 @@ pub struct Connection {
     pub caller: Option<Caller>,
     /// The socket's condition.
     pub condition: Arc<Condition>,
+    /// Its requests that are open, where HTTP/2 is spoken.
+    pub idle: Arc<Idle>,
     /// What each of its streams may hold unread, where HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: LastToken,
@@ -147,6 +152,7 @@ impl Arrival {
             tls,
             caller,
             condition: Arc::default(),
+            idle: Arc::default(),
             last_token: LastToken::default(),
             window: http::window(proxy),
             nobody: OnceLock::new(),

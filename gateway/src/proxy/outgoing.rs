@@ -6,7 +6,10 @@
 
 use crate::{
     error::Error,
-    proxy::{access::Record, front::io::Condition},
+    proxy::{
+        access::Record,
+        front::{idle::Busy, io::Condition},
+    },
 };
 use bytes::Bytes;
 use causeway_certs::NodeName;
@@ -31,6 +34,8 @@ pub struct Outgoing {
     inner: Inner,
     /// Where the caller speaks HTTP/1.1: its socket, whose next head is waited for after this body.
     socket: Option<Arc<Condition>>,
+    /// Where the caller speaks HTTP/2: its connection is not idle meanwhile.
+    busy: Option<Busy>,
 }
 
 #[derive(Debug)]
@@ -61,6 +66,7 @@ impl Outgoing {
         Self {
             inner: Inner::Empty,
             socket: None,
+            busy: None,
         }
     }
 
@@ -69,6 +75,7 @@ impl Outgoing {
         Self {
             inner: Inner::Text(Some(text.into())),
             socket: None,
+            busy: None,
         }
     }
 
@@ -85,6 +92,7 @@ impl Outgoing {
         Self {
             inner: Inner::Stream(Box::new(streamed)),
             socket: None,
+            busy: None,
         }
     }
 
@@ -95,6 +103,13 @@ impl Outgoing {
         if let Inner::Stream(streamed) = &mut self.inner {
             streamed.upload = upload;
         }
+        self
+    }
+
+    /// Keeps the connection of a caller that speaks HTTP/2.
+    #[must_use]
+    pub fn keeping(mut self, busy: Busy) -> Self {
+        self.busy = Some(busy);
         self
     }
 

@@ -11,7 +11,7 @@ use crate::{
         access::Record,
         authorize::{self, Act, Ask},
         forward,
-        front::{Connection, io::Io},
+        front::{Connection, idle::Busy, io::Io},
         held::{Waiting, weighed},
         outgoing::Outgoing,
     },
@@ -98,6 +98,8 @@ pub(super) fn spawn(
 ) {
     let connection = way.connection.clone();
     let shared = way.proxy.shared.clone();
+    // The answer is over at once.
+    let busy = connection.idle.busy();
     let record = way.record.clone();
     let node = way.route.node.clone();
     way.proxy.tasks.spawn(debug_span!("session"), async move {
@@ -110,6 +112,7 @@ pub(super) fn spawn(
             connection,
             window,
             waiting: Waiting::default(),
+            _busy: busy,
         };
         let waiting = session.waiting.clone();
         let work = copy::relay(session, send, receive, record.passed.clone(), hold);
@@ -183,6 +186,7 @@ struct Session {
     /// What waits behind the last bytes read, where HTTP/2 is spoken.
     window: Option<u32>,
     waiting: Waiting,
+    _busy: Busy,
 }
 
 impl Abort for Session {

@@ -52,6 +52,8 @@ pub(super) fn start(
     };
     let shared = way.proxy.shared.clone();
     let waiting = body.waiting.clone();
+    // It may go on behind an answer that is whole.
+    let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
     let task = run(
         body,
         send,
@@ -61,6 +63,7 @@ pub(super) fn start(
     way.proxy.tasks.spawn(debug_span!("body"), async move {
         let task = weighed(shared.limits.pressure(), &waiting, task);
         given_up.run_until_cancelled(task).await;
+        drop(busy);
     });
     expects.then_some(tell)
 }

@@ -1,7 +1,7 @@
 //! HTTP of a front: one connection, HTTP/1.1 or HTTP/2, until it ends or the front drains.
 //!
 //! What ALPN agreed on decides; without ALPN the first bytes do. A head that is longer on its way than its bound
-//! ends the connection, an idle caller does not. HTTP/2's own limits on resets keep their defaults here:
+//! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
 //! on a public front they are the protection.
 
 use super::{Connection, io::Io};
@@ -58,6 +58,8 @@ pub(super) async fn serve(
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
+    let mut idle = pin!(connection.idle.idle(proxy.shared.timeouts.idle_keepalive));
+    let mut going = false;
     let mut grown = pin!(sleep(YOUNG));
     let mut last_orders = pin!(async {
         stop.cancelled().await;
@@ -77,6 +79,15 @@ pub(super) async fn serve(
                 proxy.shared.metrics.limit("slow_head");
                 return;
             }
+            () = idle.as_mut() => {
+                if going {
+                    tracing::debug!("an idle caller did not take its leave");
+                    return;
+                }
+                going = true;
+                served.as_mut().graceful_shutdown();
+                idle.set(connection.idle.idle(proxy.shared.timeouts.header));
+            }
             () = last_orders.as_mut(), if !stopping => {
                 stopping = true;
                 served.as_mut().graceful_shutdown();
@@ -90,12 +101,13 @@ async fn answer(
     connection: &Arc<Connection>,
     request: Request<Incoming>,
 ) -> Response<Outgoing> {
-    let version = request.version();
+    if request.version() == Version::HTTP_2 {
+        let busy = connection.idle.busy();
+        let response = proxy.handle(connection, request).await;
+        return response.map(|body| body.keeping(busy));
+    }
     connection.condition.asked();
     let response = proxy.handle(connection, request).await;
-    if version == Version::HTTP_2 {
-        return response;
-    }
     response.map(|body| body.over(Some(connection.condition.clone())))
 }
 

@@ -5,6 +5,7 @@
 //! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
 //! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
+use super::blocks::Blocks;
 use causeway_tunnel::socket::{Abort, Socket};
 use futures_util::task::AtomicWaker;
 use std::{
@@ -73,7 +74,7 @@ impl Condition {
         }
     }
 
-    /// A request's head is complete.
+    /// A request's head is complete. For HTTP/2 the socket itself says so.
     pub fn asked(&self) {
         self.head.store(0, Relaxed);
     }
@@ -101,9 +102,24 @@ impl Condition {
 
     fn read(&self) {
         if self.expecting.swap(false, Relaxed) {
-            let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-            self.head.store(age + 1, Relaxed);
-            self.head_began.notify_one();
+            self.began_head();
+        }
+    }
+
+    fn began_head(&self) {
+        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.head.store(age + 1, Relaxed);
+        self.head_began.notify_one();
+    }
+
+    /// What a read has changed for the field lists of a caller that speaks HTTP/2, see [`Blocks::pass`].
+    fn passed(&self, open: Option<bool>) {
+        match open {
+            // The first head is on its way from the start.
+            Some(true) if self.head.load(Relaxed) == 1 => {}
+            Some(true) => self.began_head(),
+            Some(false) => self.asked(),
+            None => {}
         }
     }
 
@@ -125,6 +141,7 @@ impl Abort for Condition {
 pub struct Io {
     transport: Transport,
     condition: Arc<Condition>,
+    blocks: Blocks,
     watch: Watch,
     /// Our half was ended in order.
     ended: bool,
@@ -142,6 +159,7 @@ impl Io {
         Self {
             transport: Transport::Plain(socket),
             condition: condition.clone(),
+            blocks: Blocks::default(),
             watch: Watch::default(),
             ended: false,
         }
@@ -152,6 +170,7 @@ impl Io {
         Self {
             transport: Transport::Tls(Box::new(stream)),
             condition: condition.clone(),
+            blocks: Blocks::default(),
             watch: Watch::default(),
             ended: false,
         }
@@ -222,8 +241,9 @@ impl AsyncRead for Io {
             Transport::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
         };
         this.watch.reads = polled.is_pending();
-        if buf.filled().len() > before {
+        if let Some(new @ [_, ..]) = buf.filled().get(before..) {
             this.condition.read();
+            this.condition.passed(this.blocks.pass(new));
         }
         polled
     }

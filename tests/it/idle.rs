@@ -1,0 +1,117 @@
+//! HTTP/2 callers that ask for nothing: for how long they are kept, and what keeps them.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        app::{App, Gate, answer},
+        caller::{Wire, whole},
+        frames::{
+            ACK, CONTINUATION, END_HEADERS, END_STREAM, Frame, GOAWAY, HEADERS, PING, PREFACE,
+            fields, frame, next, send, settings,
+        },
+    },
+};
+use causeway_edge::config::Scheme;
+use http_body_util::BodyExt;
+use hyper::Request;
+use std::time::Duration;
+use tokio::time::timeout;
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// An app that answers `/held` from when the gate opens on, and all else at once.
+async fn road(gate: &Gate) -> (App, Road) {
+    let gate = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/held" => answer::parts("text/plain", &["held"], &gate),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let build = Road::build().config(|config| {
+        config.timeouts.header = Duration::from_secs(3);
+        config.timeouts.idle_keepalive = Duration::from_secs(1);
+    });
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    (app, road)
+}
+
+fn get(path: &str) -> Vec<u8> {
+    fields(&[
+        (":method", "GET"),
+        (":scheme", "https"),
+        (":authority", "edge-1:9100"),
+        (":path", path),
+    ])
+}
+
+/// A connection on which this was asked.
+async fn asked(road: &Road, path: &str) -> Box<dyn Wire> {
+    let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
+    let asks = frame(HEADERS, END_HEADERS | END_STREAM, 1, &get(path));
+    let all = [PREFACE, &settings(&[]), &asks].concat();
+    send(&mut *wire, &all).await.unwrap();
+    wire
+}
+
+/// Reads, and acknowledges each PING if it `answers`, to the connection's end. Whatever came.
+async fn read_to_end(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
+    let mut frames = Vec::new();
+    let reading = async {
+        while let Ok(frame_) = next(wire).await {
+            if answers && frame_.kind == PING && frame_.flags & ACK == 0 {
+                // A connection that has ended says so at the next read.
+                let _ = send(wire, &frame(PING, ACK, 0, &frame_.payload)).await;
+            }
+            frames.push(frame_);
+        }
+    };
+    let ended = timeout(LONG, reading).await;
+    assert!(ended.is_ok(), "still open after {LONG:?}: {frames:?}");
+    frames
+}
+
+#[tokio::test]
+async fn an_http2_caller_without_a_request_is_sent_away_in_order() {
+    let (_app, road) = road(&Gate::new()).await;
+    for answers in [true, false] {
+        let mut wire = asked(&road, "/").await;
+        let frames = read_to_end(&mut *wire, answers).await;
+        assert!(frames.iter().any(Frame::ends), "{frames:?}");
+        let last = frames.iter().rfind(|frame| frame.kind == GOAWAY);
+        let code = last.and_then(|frame| frame.payload.get(4..8));
+        assert_eq!(code, Some(&[0; 4][..]), "{frames:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_http2_caller_whose_answer_is_not_over_is_kept() {
+    let gate = Gate::new();
+    let (_app, road) = road(&gate).await;
+    let mut kept = road.http2().connect("edge-1").await.unwrap();
+    let request = Request::get(format!("{URL}held")).body(whole("")).unwrap();
+    let answer = kept.open(request).await.unwrap();
+    // Two that came later are gone before anything is asked of it again.
+    for _ in 0..2 {
+        read_to_end(&mut *asked(&road, "/").await, true).await;
+    }
+    assert_eq!(kept.get(URL).await.unwrap().text(), "well");
+    gate.open();
+    gate.open();
+    let body = answer.into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(body, "held");
+}
+
+#[tokio::test]
+async fn an_http2_head_that_does_not_end_ends_its_connection() {
+    let (_app, road) = road(&Gate::new()).await;
+    let mut wire = asked(&road, "/held").await;
+    while next(&mut *wire).await.unwrap().kind != HEADERS {}
+    let (first, rest) = (get("/"), fields(&[("x-trickles", "x")]));
+    let mut all = frame(HEADERS, END_STREAM, 3, &first);
+    all.extend(frame(CONTINUATION, 0, 3, &rest));
+    send(&mut *wire, &all).await.unwrap();
+    read_to_end(&mut *wire, false).await;
+    let slow = [("limit", "slow_head")];
+    assert_eq!(road.metrics().await.sum("limits_reached_total", &slow), 1);
+    road.until_idle().await;
+}
