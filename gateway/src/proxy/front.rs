@@ -224,6 +224,14 @@ impl Door {
         let proxy = &self.proxies[core.0];
         let Some(room) = proxy.shared.limits.connection() else {
             proxy.shared.metrics.limit("connections");
+            // Not even TLS is spoken yet: this line and the metric are all that tells why.
+            if let Some(turned_away) = proxy.shared.limits.turned_away() {
+                tracing::warn!(
+                    front = proxy.front.name,
+                    turned_away,
+                    "there are as many callers' connections as may be (limits.connections)"
+                );
+            }
             return;
         };
         let door = self.clone();

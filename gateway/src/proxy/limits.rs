@@ -14,7 +14,12 @@ use std::{
         Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
+    time::Duration,
 };
+use tokio::time::Instant;
+
+/// Whom there is no room for is said not more often than this: a flood would flood the log.
+const SAY: Duration = Duration::from_secs(10);
 
 /// Open streams of one caller or node.
 pub type Count = Arc<AtomicUsize>;
@@ -25,8 +30,16 @@ pub struct Limits {
     bounds: config::Limits,
     all: Count,
     connections: Count,
+    turned_away: Mutex<TurnedAway>,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     pressure: Arc<Pressure>,
+}
+
+/// Connections for which there was no room.
+#[derive(Debug, Default)]
+struct TurnedAway {
+    since: usize,
+    said: Option<Instant>,
 }
 
 /// The right to one open stream.
@@ -60,6 +73,7 @@ impl Limits {
             bounds,
             all: Count::default(),
             connections: Count::default(),
+            turned_away: Mutex::default(),
             callers: Mutex::default(),
         }
     }
@@ -92,6 +106,20 @@ impl Limits {
     /// Room for one more connection of a caller, if there is.
     pub fn connection(&self) -> Option<Taken> {
         take(&self.connections, self.bounds.connections)
+    }
+
+    /// Notes that there was none. Where it is time to say so: how many there were since it was said last.
+    pub fn turned_away(&self) -> Option<usize> {
+        let mut turned = self
+            .turned_away
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        turned.since += 1;
+        if turned.said.is_some_and(|said| said.elapsed() < SAY) {
+            return None;
+        }
+        turned.said = Some(Instant::now());
+        Some(std::mem::take(&mut turned.since))
     }
 
     /// Room for one more stream.
@@ -153,6 +181,20 @@ mod tests {
             1,
             "the same count"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_of_connections_is_told_now_and_then() {
+        let limits = Limits::new(config::Limits {
+            connections: 1,
+            ..config::Limits::default()
+        });
+        let _room = limits.connection().unwrap();
+        assert!(limits.connection().is_none());
+        assert_eq!(limits.turned_away(), Some(1));
+        assert!((0..5).all(|_| limits.turned_away().is_none()));
+        tokio::time::advance(SAY).await;
+        assert_eq!(limits.turned_away(), Some(6));
     }
 
     #[test]
