@@ -216,9 +216,21 @@ pub struct Nodes {
 impl Nodes {
     /// Notes a node in place of what was known of it.
     pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
+        self.put_all([record])
+    }
+
+    /// As [`Nodes::put`] for many, which take the disk once: one by one, each would rewrite all before it.
+    pub fn put_all(
+        &self,
+        records: impl IntoIterator<Item = NodeRecord>,
+    ) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                nodes.insert(record.node.clone(), record);
+                nodes.extend(
+                    records
+                        .into_iter()
+                        .map(|record| (record.node.clone(), record)),
+                );
                 Ok(())
             })
     }

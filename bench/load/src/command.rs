@@ -1,0 +1,30 @@
+//! One file for each subcommand: arguments in, lines out, until it is done or told to stop.
+
+mod app;
+mod connect;
+mod fleet;
+mod idle;
+mod link;
+mod mint;
+mod relay;
+mod stall;
+mod way;
+
+use crate::{cli::Command, stop::Stop};
+
+/// Runs one of them.
+///
+/// # Errors
+/// What went wrong, with the address or the file.
+pub(crate) async fn run(command: Command, stop: Stop) -> anyhow::Result<()> {
+    match command {
+        Command::App(asked) => app::run(&asked, stop).await,
+        Command::Mint(asked) => mint::run(&asked),
+        Command::Fleet(asked) => Box::pin(fleet::run(asked, stop)).await,
+        Command::Relay(asked) => relay::run(&asked, stop).await,
+        Command::Link(asked) => link::run(&asked, stop).await,
+        Command::Stall(asked) => stall::run(asked, stop).await,
+        Command::Idle(asked) => idle::run(asked, stop).await,
+        Command::Connect(asked) => connect::run(asked, stop).await,
+    }
+}

@@ -1,0 +1,269 @@
+//! A plain HTTP/1.1 app, cheap enough not to be what limits a benchmark.
+//!
+//! `GET /1k` and `GET /N` answer that many bytes, from one block that is never copied; `PUT` and `POST /sink` count a
+//! body. By Upgrade, to whatever token is asked for: `/echo`, `/source/N` (N bytes and the end) and
+//! `/drain` (reads to the end, then says how much there was). Memory does not grow with a body's length.
+
+use crate::{cli, report, stop::Stop};
+use anyhow::Context as _;
+use bytes::Bytes;
+use causeway_tunnel::{
+    listener::{Bound, Listener},
+    socket::Socket,
+    task::Tasks,
+};
+use http::{
+    HeaderValue, Method, Request, Response, StatusCode,
+    header::{CONNECTION, UPGRADE},
+};
+use http_body_util::BodyExt;
+use hyper::{
+    body::{Body, Frame, Incoming, SizeHint},
+    server::conn::http1,
+    service::service_fn,
+    upgrade::OnUpgrade,
+};
+use hyper_util::rt::TokioIo;
+use serde_json::json;
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tracing::Span;
+
+/// What bodies are made of.
+static BLOCK: [u8; 256 << 10] = [b'.'; 256 << 10];
+/// What an idle echo holds, and what a busy one does.
+const ECHO: (usize, usize) = (4 << 10, 64 << 10);
+/// What open connections get to end.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// Serves until it is told to stop.
+pub(crate) async fn run(asked: &cli::App, stop: Stop) -> anyhow::Result<()> {
+    let bound = Bound::tcp(asked.listen).with_context(|| format!("{}", asked.listen))?;
+    let address = bound.local_addr().context("the listener has no address")?;
+    let listener = bound.attach()?;
+    report::say(&json!({"event": "ready", "listen": address}));
+    let connections = Arc::new(Tasks::default());
+    stop.token
+        .run_until_cancelled(accept(listener, &connections))
+        .await;
+    connections.drain(GRACE).await;
+    Ok(())
+}
+
+async fn accept(listener: Listener, connections: &Arc<Tasks>) {
+    loop {
+        let (socket, _) = listener.accept().await;
+        connections.spawn(Span::none(), serve(socket, connections.clone()));
+    }
+}
+
+async fn serve(socket: Socket, tasks: Arc<Tasks>) {
+    let service = service_fn(move |request| {
+        let tasks = tasks.clone();
+        async move { Ok::<_, Infallible>(answer(request, &tasks).await) }
+    });
+    let mut server = http1::Builder::new();
+    let serving = server
+        .header_read_timeout(None)
+        .serve_connection(TokioIo::new(socket), service)
+        .with_upgrades();
+    // Callers that hang up are what a benchmark is full of.
+    let _ = serving.await;
+}
+
+/// What a path asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asked {
+    Bytes(u64),
+    Sink,
+    Echo,
+    Source(u64),
+    Drain,
+    Nothing,
+}
+
+fn understand(path: &str) -> Asked {
+    let path = path.strip_prefix('/').unwrap_or(path);
+    match path.split_once('/') {
+        None => match path {
+            "1k" => Asked::Bytes(1024),
+            "sink" => Asked::Sink,
+            "echo" => Asked::Echo,
+            "drain" => Asked::Drain,
+            _ => path.parse().map_or(Asked::Nothing, Asked::Bytes),
+        },
+        Some(("source", length)) => length.parse().map_or(Asked::Nothing, Asked::Source),
+        Some(_) => Asked::Nothing,
+    }
+}
+
+async fn answer(mut request: Request<Incoming>, tasks: &Tasks) -> Response<Filling> {
+    let asked = understand(request.uri().path());
+    let method = request.method();
+    match asked {
+        Asked::Bytes(length) if matches!(*method, Method::GET | Method::HEAD) => {
+            Response::new(Filling::new(length))
+        }
+        Asked::Sink if matches!(*method, Method::PUT | Method::POST) => count(request).await,
+        Asked::Echo | Asked::Source(_) | Asked::Drain => {
+            let Some(token) = request.headers().get(UPGRADE).cloned() else {
+                return plain(StatusCode::UPGRADE_REQUIRED, "this wants an Upgrade\n");
+            };
+            let upgrade = hyper::upgrade::on(&mut request);
+            tasks.spawn(Span::none(), switched(upgrade, asked));
+            let mut answer = plain(StatusCode::SWITCHING_PROTOCOLS, "");
+            let fields = answer.headers_mut();
+            fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+            fields.insert(UPGRADE, token);
+            answer
+        }
+        Asked::Bytes(_) | Asked::Sink => {
+            plain(StatusCode::METHOD_NOT_ALLOWED, "another method, please\n")
+        }
+        Asked::Nothing => plain(
+            StatusCode::NOT_FOUND,
+            "there is /1k, /N, /sink, /echo, /source/N and /drain\n",
+        ),
+    }
+}
+
+async fn count(request: Request<Incoming>) -> Response<Filling> {
+    let mut body = request.into_body();
+    let mut bytes = 0;
+    while let Some(frame) = body.frame().await {
+        match frame.map(Frame::into_data) {
+            Ok(Ok(data)) => bytes += data.len(),
+            Ok(Err(_)) => {}
+            Err(_) => return plain(StatusCode::BAD_REQUEST, "the body broke off\n"),
+        }
+    }
+    plain(StatusCode::OK, format!("{bytes}\n"))
+}
+
+fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Filling> {
+    let mut answer = Response::new(Filling {
+        text: text.into(),
+        left: 0,
+    });
+    *answer.status_mut() = status;
+    answer
+}
+
+async fn switched(upgrade: OnUpgrade, asked: Asked) {
+    let Ok(upgraded) = upgrade.await else {
+        return;
+    };
+    let mut io = TokioIo::new(upgraded);
+    // A caller that goes ends its session, however it goes.
+    let _ = match asked {
+        Asked::Source(length) => source(&mut io, length).await,
+        Asked::Drain => drain(&mut io).await,
+        _ => echo(&mut io).await,
+    };
+}
+
+async fn source(io: &mut (impl AsyncWrite + Unpin), mut left: u64) -> std::io::Result<()> {
+    while left > 0 {
+        let block = block(&mut left);
+        io.write_all(block).await?;
+    }
+    io.shutdown().await
+}
+
+async fn drain(io: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result<()> {
+    let mut buffer = vec![0; ECHO.1];
+    let mut bytes: u64 = 0;
+    loop {
+        match io.read(&mut buffer).await? {
+            0 => break,
+            read => bytes += u64::try_from(read).unwrap_or_default(),
+        }
+    }
+    io.write_all(format!("{bytes}\n").as_bytes()).await?;
+    io.shutdown().await
+}
+
+async fn echo(io: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result<()> {
+    let mut buffer = vec![0; ECHO.0];
+    loop {
+        let read = io.read(&mut buffer).await?;
+        if read == 0 {
+            return io.shutdown().await;
+        }
+        io.write_all(buffer.get(..read).unwrap_or_default()).await?;
+        io.flush().await?;
+        if read == buffer.len() {
+            buffer.resize(ECHO.1, 0);
+        }
+    }
+}
+
+/// A text, or bytes that mean nothing.
+struct Filling {
+    text: Bytes,
+    left: u64,
+}
+
+impl Filling {
+    fn new(length: u64) -> Self {
+        Self {
+            text: Bytes::new(),
+            left: length,
+        }
+    }
+}
+
+/// The next part of that many bytes.
+fn block(left: &mut u64) -> &'static [u8] {
+    let length = usize::try_from(*left)
+        .unwrap_or(usize::MAX)
+        .min(BLOCK.len());
+    *left -= u64::try_from(length).unwrap_or_default();
+    BLOCK.get(..length).unwrap_or_default()
+}
+
+impl Body for Filling {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if !self.text.is_empty() {
+            return Poll::Ready(Some(Ok(Frame::data(std::mem::take(&mut self.text)))));
+        }
+        let part = block(&mut self.left);
+        let frame = (!part.is_empty()).then(|| Ok(Frame::data(Bytes::from_static(part))));
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.text.is_empty() && self.left == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let text = u64::try_from(self.text.len()).unwrap_or_default();
+        SizeHint::with_exact(self.left.saturating_add(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_say_what_is_wanted() {
+        assert_eq!(understand("/1k"), Asked::Bytes(1024));
+        assert_eq!(understand("/1073741824"), Asked::Bytes(1 << 30));
+        assert_eq!(understand("/source/7"), Asked::Source(7));
+        assert_eq!(understand("/source/x"), Asked::Nothing);
+        assert_eq!(understand("/-1"), Asked::Nothing);
+    }
+}

@@ -1,0 +1,72 @@
+//! A caller's load, the same over every road: through a CONNECT, as kube-apiserver reaches a kubelet through
+//! Konnectivity; straight to a front; or straight to an app.
+//!
+//! Closed loops: each caller has one request, or one transfer, on its way. What a ready-made generator does over
+//! plain HTTPS is here as well, so that both roads are walked by the same feet.
+
+mod requests;
+mod transfers;
+
+use crate::{
+    cli, files,
+    road::{Road, Tls},
+    stop::Stop,
+};
+use anyhow::Context;
+use causeway_config::{Listen, host_port};
+use rustls_pki_types::ServerName;
+use std::sync::Arc;
+
+/// The token that upgrades ask for.
+const TOKEN: &str = "bench";
+
+/// Runs the load until its time, or its bytes, are over.
+pub(crate) async fn run(asked: cli::Connect, stop: Stop) -> anyhow::Result<()> {
+    anyhow::ensure!(asked.callers > 0, "--callers 0 would be no load");
+    files::enough(asked.callers)?;
+    let road = Arc::new(road(&asked)?);
+    let work = async {
+        match (asked.download, asked.upload) {
+            (None, None) => requests::run(&asked, road).await,
+            (Some(bytes), _) => transfers::run(&asked, road, transfers::Kind::Down(bytes)).await,
+            (None, Some(bytes)) => transfers::run(&asked, road, transfers::Kind::Up(bytes)).await,
+        }
+    };
+    stop.token
+        .run_until_cancelled(work)
+        .await
+        .unwrap_or_else(|| anyhow::bail!("told to stop before it was done"))
+}
+
+fn road(asked: &cli::Connect) -> anyhow::Result<Road> {
+    let (host, _) = host_port(&asked.target).map_err(|why| anyhow::anyhow!("--target: {why}"))?;
+    let place = asked.proxy.as_ref().or(asked.front.as_ref());
+    let place = place.context("neither --proxy nor --front")?.clone();
+    let through = asked.proxy.is_some();
+    let name = match (&asked.server_name, &place) {
+        (Some(name), _) => name.clone(),
+        (None, Listen::Tcp(address)) if through => address.ip().into(),
+        _ => ServerName::try_from(host.to_owned())?,
+    };
+    let tls = if asked.tls {
+        // kube-apiserver offers no protocol where it asks for a CONNECT.
+        let alpn: &[&[u8]] = if through { &[] } else { &[b"http/1.1"] };
+        let tls = Tls::new(name, asked.ca.as_deref(), &asked.caller, alpn)?;
+        Some(if asked.resume { tls } else { tls.forgetful() })
+    } else {
+        None
+    };
+    Ok(Road {
+        place,
+        tls,
+        connect: through.then(|| asked.target.clone()),
+    })
+}
+
+/// What asks for an upgrade.
+pub(super) fn upgrade(path: &str, host: &str) -> Vec<u8> {
+    format!(
+        "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {TOKEN}\r\n\r\n"
+    )
+    .into_bytes()
+}

@@ -1,0 +1,138 @@
+//! Bulk: each caller moves its bytes once, all beginning at the same moment.
+//!
+//! The time is from that moment until the last caller is done, which for an upload is when the app has said how
+//! much it got; another number than was sent is an error.
+
+use crate::{
+    cli,
+    http1::Line,
+    measure::per_second,
+    report::{self, rounded},
+    road::Road,
+};
+use anyhow::{Context, ensure};
+use serde_json::json;
+use std::{sync::Arc, time::Duration};
+use tokio::{sync::Barrier, task::JoinSet, time::Instant};
+
+/// What is sent.
+static BLOCK: [u8; 64 << 10] = [b'.'; 64 << 10];
+/// Longest answer to an upload.
+const SHORT: u64 = 64;
+
+/// Which way, and how many bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Kind {
+    Down(u64),
+    Up(u64),
+}
+
+/// Runs them and reports.
+pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>, kind: Kind) -> anyhow::Result<()> {
+    let start = Arc::new(Barrier::new(asked.callers + 1));
+    let mut callers = JoinSet::new();
+    for _ in 0..asked.callers {
+        let (road, start) = (road.clone(), start.clone());
+        let (host, upgrade) = (asked.target.clone(), asked.upgrade.clone());
+        callers.spawn(async move {
+            let opened = road.open().await;
+            // Nobody waits at the barrier for one that failed.
+            start.wait().await;
+            let began = Instant::now();
+            transfer(opened?.line, kind, &host, upgrade.as_deref()).await?;
+            anyhow::Ok(began.elapsed())
+        });
+    }
+    start.wait().await;
+    report::say(&json!({"event": "ready", "callers": asked.callers}));
+    let began = Instant::now();
+    let mut each = Vec::new();
+    while let Some(done) = callers.join_next().await {
+        let took: Duration = done.context("a caller panicked")??;
+        each.push(rounded(took.as_secs_f64(), 3));
+    }
+    let took = began.elapsed();
+    let (way, bytes) = match kind {
+        Kind::Down(bytes) => ("down", bytes),
+        Kind::Up(bytes) => ("up", bytes),
+    };
+    let bytes = bytes.saturating_mul(u64::try_from(asked.callers)?);
+    report::say(&json!({
+        "event": "result",
+        "callers": asked.callers,
+        "way": way,
+        "bytes": bytes,
+        "seconds": rounded(took.as_secs_f64(), 3),
+        "mb_per_second": rounded(per_second(bytes, took) / 1e6, 2),
+        "each_seconds": each,
+    }));
+    Ok(())
+}
+
+async fn transfer(
+    mut line: Line,
+    kind: Kind,
+    host: &str,
+    upgrade: Option<&str>,
+) -> anyhow::Result<()> {
+    let (request, wanted) = match (upgrade, kind) {
+        (Some(path), _) => (super::upgrade(path, host), 101),
+        (None, Kind::Down(bytes)) => (
+            format!("GET /{bytes} HTTP/1.1\r\nHost: {host}\r\n\r\n").into_bytes(),
+            200,
+        ),
+        (None, Kind::Up(bytes)) => (
+            format!("PUT /sink HTTP/1.1\r\nHost: {host}\r\nContent-Length: {bytes}\r\n\r\n")
+                .into_bytes(),
+            200,
+        ),
+    };
+    line.send(&request).await?;
+    match kind {
+        Kind::Down(bytes) => {
+            answered(&mut line, wanted).await?;
+            line.skip(bytes).await
+        }
+        Kind::Up(bytes) => {
+            if upgrade.is_some() {
+                answered(&mut line, wanted).await?;
+            }
+            pour(&mut line, bytes).await?;
+            let said = if upgrade.is_some() {
+                line.finish().await?;
+                line.rest().await?
+            } else {
+                let length = answered(&mut line, wanted).await?;
+                let mut said = vec![0; usize::try_from(length.unwrap_or(0).min(SHORT))?];
+                line.exact(&mut said).await?;
+                said
+            };
+            let said = String::from_utf8_lossy(&said);
+            ensure!(
+                said.trim() == bytes.to_string(),
+                "of {bytes} bytes the app says {said:?}"
+            );
+            Ok(())
+        }
+    }
+}
+
+async fn answered(line: &mut Line, wanted: u16) -> anyhow::Result<Option<u64>> {
+    let head = line.head().await?;
+    ensure!(
+        head.status == wanted,
+        "a transfer was answered {} {}",
+        head.status,
+        head.reason
+    );
+    Ok(head.length)
+}
+
+async fn pour(line: &mut Line, mut left: u64) -> anyhow::Result<()> {
+    while left > 0 {
+        let length = usize::try_from(left).unwrap_or(usize::MAX).min(BLOCK.len());
+        line.send(BLOCK.get(..length).unwrap_or_default()).await?;
+        left -= u64::try_from(length)?;
+    }
+    Ok(())
+}

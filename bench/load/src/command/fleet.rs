@@ -1,0 +1,73 @@
+//! Many light edges in one process: real TLS with a certificate each, real HTTP/2, the real hello.
+//!
+//! 1. All dial, some at a time, and register.
+//! 2. Each answers whatever stream it is sent. One whose tunnel falls dials anew: after a short random wait if
+//!    `--jitter` says so, else with the very back-off of an edge.
+//! 3. When all are registered the report says so, and after each fall it says when they came back.
+//!
+//! Light means: one tunnel for each node, no policy, no app, no renewal, no second tunnel for bulk.
+
+mod node;
+mod roll;
+mod storm;
+
+use super::mint;
+use crate::{cli, files, report, stop::Stop};
+use bytes::Bytes;
+use causeway_tunnel::task::Tasks;
+use node::Node;
+use roll::Roll;
+use serde_json::json;
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+use tokio::sync::{Semaphore, mpsc};
+use tracing::Span;
+
+/// The body of every answer.
+const BODY: &[u8] = &[b'.'; 1024];
+
+/// What all nodes share.
+struct Fleet {
+    gateway: SocketAddr,
+    jitter: Option<Duration>,
+    body: Bytes,
+    roll: Roll,
+    /// How many dial at once before each has stood once.
+    first: Semaphore,
+    /// One task for each open stream.
+    streams: Tasks,
+    /// Random: a gateway tells processes apart by it.
+    instance: String,
+}
+
+/// Runs the fleet until it is told to stop, or the storm until its time is over.
+pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
+    let identities = mint::read(&asked.identities, asked.nodes, asked.resume)?;
+    let count = identities.len();
+    let (changed, changes) = mpsc::unbounded_channel();
+    let fleet = Arc::new(Fleet {
+        gateway: asked.gateway,
+        jitter: asked.jitter,
+        body: Bytes::from_static(BODY),
+        roll: Roll::new(changed),
+        first: Semaphore::new(asked.at_once),
+        streams: Tasks::default(),
+        instance: format!("{:032x}", rand::random::<u128>()),
+    });
+    if let Some(lasting) = asked.lasting {
+        files::enough(asked.callers)?;
+        return storm::run(&fleet, identities, &asked, lasting, &stop.token).await;
+    }
+    files::enough(count)?;
+    report::say(&json!({"event": "ready", "nodes": count}));
+    let nodes = Tasks::new(&stop.token);
+    for identity in identities {
+        let node = Node::new(identity, fleet.clone());
+        nodes.spawn(Span::none(), Box::pin(node.live()));
+    }
+    stop.token
+        .run_until_cancelled(roll::watch(&fleet.roll, changes, count))
+        .await;
+    nodes.drain(Duration::ZERO).await;
+    report::say(&json!({"event": "end", "counts": fleet.roll.counts()}));
+    Ok(())
+}

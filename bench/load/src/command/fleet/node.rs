@@ -1,0 +1,303 @@
+//! One light edge: dial, hello, serve, and again.
+//!
+//! The bounds and the back-off are an edge's own, so that a storm of these is the storm that a gateway would see.
+
+use super::{super::mint::Identity, Fleet};
+use crate::files;
+use causeway_tunnel::{
+    Receive, Send,
+    backoff::Backoff,
+    hello::{Control, ControlError, ToEdge, ToGateway, Welcome},
+    server::{self, Asked, Incoming, Kind, Server, Settings},
+    socket::{Counted, tune_tunnel},
+    wire,
+};
+use http::{HeaderValue, Response, header::CONTENT_LENGTH};
+use rustls::HandshakeKind;
+use rustls_pki_types::ServerName;
+use std::{io, pin::pin, sync::Arc, time::Duration};
+use tokio::{
+    net::TcpStream,
+    time::{Instant, sleep, timeout},
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use tracing::Span;
+
+/// A gateway's TCP handshake, and its TLS and its hello: an edge's defaults.
+const TCP: Duration = Duration::from_secs(2);
+const BOUND: Duration = Duration::from_secs(5);
+/// The longest waits of an edge: where nobody answers, and where a gateway refuses.
+const SILENT_MAX: Duration = Duration::from_secs(2);
+const REFUSED_MAX: Duration = Duration::from_mins(1);
+
+pub(super) type Io = TlsStream<Counted<TcpStream>>;
+
+/// One node of the fleet.
+pub(super) struct Node {
+    identity: Identity,
+    fleet: Arc<Fleet>,
+}
+
+/// Why there is no tunnel.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failed {
+    /// Nobody answers; it is tried again soon.
+    #[error("{0}")]
+    Silent(String),
+    /// The gateway said no, and maybe for how long.
+    #[error("{0}")]
+    Refused(String, Option<Duration>),
+}
+
+/// A registered tunnel.
+struct Standing {
+    server: Server<Io>,
+    control: Control,
+}
+
+impl Node {
+    pub(super) fn new(identity: Identity, fleet: Arc<Fleet>) -> Self {
+        Self { identity, fleet }
+    }
+
+    /// Dials, serves, and dials anew, without end.
+    pub(super) async fn live(self) {
+        let mut backoff = Backoff::new(SILENT_MAX, REFUSED_MAX);
+        let mut stood = false;
+        loop {
+            let failed = match self.register(stood).await {
+                Ok(standing) => {
+                    stood = true;
+                    backoff.reset();
+                    self.fleet.roll.up();
+                    let failed = standing.serve(&self.fleet).await;
+                    self.fleet.roll.down();
+                    failed
+                }
+                Err(failed) => {
+                    self.fleet.roll.failed(&failed);
+                    failed
+                }
+            };
+            sleep(self.pause(&failed, &mut backoff)).await;
+        }
+    }
+
+    fn pause(&self, failed: &Failed, backoff: &mut Backoff) -> Duration {
+        let random = rand::random();
+        match (failed, self.fleet.jitter) {
+            (_, Some(jitter)) => jitter.mul_f64(random),
+            (Failed::Silent(_), None) => backoff.silent(random),
+            (Failed::Refused(_, asked), None) => backoff.refused(*asked, random),
+        }
+    }
+
+    async fn register(&self, stood: bool) -> Result<Standing, Failed> {
+        // At the beginning some at a time, since nobody asks how fast a fleet is first made; later as they come.
+        let _turn = match stood {
+            false => self.fleet.first.acquire().await.ok(),
+            true => None,
+        };
+        let (io, round_trip) = dial(&self.identity, &self.fleet).await?;
+        let greeted = timeout(BOUND, greet(io, round_trip, &self.fleet)).await;
+        greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())))
+    }
+}
+
+/// TCP and TLS; what the TLS handshake took.
+pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Duration), Failed> {
+    let silent = |what: &str, error: &io::Error| {
+        let hint = if files::ran_out(error) {
+            " (raise the limit of open files)"
+        } else {
+            ""
+        };
+        Failed::Silent(format!("{what}: {error}{hint}"))
+    };
+    let tcp = timeout(TCP, TcpStream::connect(fleet.gateway))
+        .await
+        .map_err(|_| Failed::Silent("TCP: no answer in time".into()))?
+        .map_err(|error| silent("TCP", &error))?;
+    tune_tunnel(&tcp);
+    let name = ServerName::from(fleet.gateway.ip());
+    let connector = TlsConnector::from(identity.tls.clone());
+    let began = Instant::now();
+    let io = timeout(BOUND, connector.connect(name, Counted::new(tcp)))
+        .await
+        .map_err(|_| Failed::Silent("TLS: not finished in time".into()))?
+        .map_err(|error| silent("TLS", &error))?;
+    let resumed = io.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
+    fleet.roll.shook_hands(resumed);
+    Ok((io, began.elapsed()))
+}
+
+/// HTTP/2 and the hello, until the gateway says that the tunnel is registered.
+async fn greet(io: Io, round_trip: Duration, fleet: &Arc<Fleet>) -> Result<Standing, Failed> {
+    let settings = Settings {
+        round_trip,
+        ..Settings::default()
+    };
+    let traffic = io.get_ref().0.traffic();
+    let mut server = server::accept(io, traffic, settings)
+        .await
+        .map_err(|ended| Failed::Silent(format!("HTTP/2: {ended}")))?;
+    let mut control = loop {
+        match server.next().await {
+            Ok(Incoming::Control(control)) => break control,
+            Ok(Incoming::Stream(_)) => {}
+            Err(ended) => return Err(Failed::Silent(format!("hello: {ended}"))),
+        }
+    };
+    match drive(&mut server, fleet, control.hear()).await? {
+        ToEdge::Hello(_) => {}
+        other => return Err(unexpected(&other)),
+    }
+    let welcome = ToGateway::Welcome(welcome(fleet));
+    drive(&mut server, fleet, control.tell(&welcome)).await?;
+    loop {
+        match drive(&mut server, fleet, control.hear()).await? {
+            ToEdge::Registered => return Ok(Standing { server, control }),
+            ToEdge::Gateways { .. } => {}
+            other => return Err(unexpected(&other)),
+        }
+    }
+}
+
+/// As [`greet`], and hangs up.
+pub(super) async fn greet_once(
+    io: Io,
+    round_trip: Duration,
+    fleet: &Arc<Fleet>,
+) -> Result<(), Failed> {
+    greet(io, round_trip, fleet).await.map(drop)
+}
+
+fn welcome(fleet: &Fleet) -> Welcome {
+    Welcome {
+        protocol: wire::VERSION,
+        version: env!("CARGO_PKG_VERSION").into(),
+        instance: fleet.instance.clone(),
+        turns: true,
+        ..Welcome::default()
+    }
+}
+
+/// Waits for `future` while the tunnel moves.
+async fn drive<T>(
+    server: &mut Server<Io>,
+    fleet: &Arc<Fleet>,
+    future: impl Future<Output = Result<T, ControlError>>,
+) -> Result<T, Failed> {
+    let mut future = pin!(future);
+    loop {
+        tokio::select! {
+            done = &mut future => {
+                return done.map_err(|error| Failed::Silent(format!("hello: {error}")));
+            }
+            next = server.next() => match next {
+                Ok(incoming) => take(incoming, fleet),
+                Err(ended) => return Err(Failed::Silent(format!("the tunnel ended: {ended}"))),
+            },
+        }
+    }
+}
+
+fn unexpected(line: &ToEdge) -> Failed {
+    match line {
+        ToEdge::Dismiss {
+            detail,
+            retry_after_ms,
+            ..
+        } => Failed::Refused(
+            format!("dismissed: {detail}"),
+            Some(Duration::from_millis(*retry_after_ms)),
+        ),
+        ToEdge::Drain { .. } => Failed::Silent("the gateway drains".into()),
+        _ => Failed::Refused("something that has no place in a hello".into(), None),
+    }
+}
+
+impl Standing {
+    /// Serves until the tunnel ends.
+    async fn serve(mut self, fleet: &Arc<Fleet>) -> Failed {
+        let mut heard = true;
+        loop {
+            tokio::select! {
+                next = self.server.next() => match next {
+                    Ok(incoming) => take(incoming, fleet),
+                    Err(ended) => return Failed::Silent(format!("the tunnel ended: {ended}")),
+                },
+                line = self.control.hear(), if heard => match line {
+                    Ok(ToEdge::Window { bytes }) => {
+                        let bytes = self.server.resize(bytes);
+                        let line = ToGateway::Window { bytes };
+                        let told = self.control.tell(&line);
+                        if let Err(failed) = drive(&mut self.server, fleet, told).await {
+                            return failed;
+                        }
+                    }
+                    Ok(line @ ToEdge::Dismiss { .. }) => return unexpected(&line),
+                    // There is nowhere else to go: what drains is served until it ends.
+                    Ok(_) => {}
+                    Err(_) => heard = false,
+                },
+            }
+        }
+    }
+}
+
+fn take(incoming: Incoming, fleet: &Arc<Fleet>) {
+    if let Incoming::Stream(asked) = incoming {
+        fleet.roll.asked();
+        fleet
+            .streams
+            .spawn(Span::none(), answer(*asked, fleet.body.clone()));
+    }
+}
+
+/// Answers a request with the body, and echoes everything else. What fails is reset by being dropped.
+async fn answer(asked: Asked, bytes: bytes::Bytes) {
+    let Asked {
+        kind,
+        mut body,
+        reply,
+        ..
+    } = asked;
+    let mut head = Response::new(());
+    match kind {
+        Kind::Request => {
+            while let Some(chunk) = body.data().await {
+                if chunk.is_err() {
+                    return;
+                }
+            }
+            let length = HeaderValue::from(bytes.len());
+            head.headers_mut().insert(CONTENT_LENGTH, length);
+            if let Ok(mut send) = reply.send(head, false) {
+                // A caller that has gone needs no answer.
+                let _ = send.last(bytes).await;
+            }
+            return;
+        }
+        Kind::Upgrade(token) => {
+            let Ok(token) = HeaderValue::try_from(token) else {
+                return;
+            };
+            head.headers_mut().insert(wire::SWITCHED, token);
+        }
+        Kind::Tcp => {}
+    }
+    if let Ok(send) = reply.send(head, false) {
+        echo(send, body).await;
+    }
+}
+
+async fn echo(mut send: Send, mut body: Receive) {
+    while let Some(Ok(chunk)) = body.data().await {
+        if send.data(chunk).await.is_err() {
+            return;
+        }
+    }
+    // The other side may have gone first.
+    let _ = send.end();
+}

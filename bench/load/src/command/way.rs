@@ -1,0 +1,81 @@
+//! A way in one direction: what enters leaves at the rate, and arrives the delay later, in order.
+//!
+//! Only times are kept here, so that it can be tested without a clock: whoever holds the bytes asks when they
+//! are due. The queue in front of the way is a length of time: how long the rate needs for what waits.
+
+use crate::cli;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// One direction.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Way {
+    asked: cli::Way,
+    /// When all that has entered will have left.
+    free: Instant,
+}
+
+impl Way {
+    /// Empty.
+    pub(super) fn new(asked: cli::Way, now: Instant) -> Self {
+        Self { asked, free: now }
+    }
+
+    /// When there is room in the queue, which may be now.
+    pub(super) fn room(&self, now: Instant) -> Instant {
+        self.free
+            .checked_sub(self.asked.queue)
+            .unwrap_or(now)
+            .max(now)
+    }
+
+    /// Lets that many bytes enter; when they arrive.
+    pub(super) fn enter(&mut self, bytes: usize, now: Instant) -> Instant {
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
+        self.free = self.free.max(now) + takes(bytes, self.asked.rate);
+        self.free + self.asked.delay
+    }
+}
+
+/// What the rate needs for that many bytes.
+fn takes(bytes: u64, rate: Option<u64>) -> Duration {
+    let Some(rate) = rate else {
+        return Duration::ZERO;
+    };
+    let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_wait_for_those_before_them_and_for_the_delay() {
+        let begin = Instant::now();
+        let after = |millis| begin + Duration::from_millis(millis);
+        let asked = cli::Way {
+            delay: Duration::from_millis(25),
+            rate: Some(1_000_000),
+            queue: Duration::from_millis(10),
+        };
+        let mut way = Way::new(asked, begin);
+        assert_eq!(way.enter(1_000, begin), after(26));
+        assert_eq!(way.enter(20_000, begin), after(46));
+        assert_eq!(way.room(begin), after(11));
+        assert_eq!(way.enter(1_000, after(100)), after(126));
+    }
+
+    #[test]
+    fn without_a_rate_there_is_the_delay_alone() {
+        let begin = Instant::now();
+        let asked = cli::Way {
+            delay: Duration::from_millis(5),
+            rate: None,
+            queue: Duration::ZERO,
+        };
+        let mut way = Way::new(asked, begin);
+        assert_eq!(way.enter(1 << 30, begin), begin + asked.delay);
+        assert_eq!(way.room(begin), begin);
+    }
+}

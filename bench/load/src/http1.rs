@@ -1,0 +1,206 @@
+//! HTTP/1.1 as a generator speaks it: one request at a time, answers whose length is known, bodies thrown away.
+//!
+//! Cheap on purpose: what a generator takes from the machine is missing elsewhere. What it does not
+//! understand (chunked answers) is an error and never a wrong count.
+
+use anyhow::{Context, bail};
+use bytes::{Buf, BufMut, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// A connection, whatever is below it.
+pub(crate) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// Room for each read.
+const READ: usize = 256 << 10;
+/// Room for a head and a small body.
+const SMALL: usize = 8 << 10;
+/// Longest head.
+const HEAD: usize = 64 << 10;
+/// Fields in a head at most.
+const FIELDS: usize = 64;
+
+/// A connection with what was read of it and not used yet.
+pub(crate) struct Line {
+    io: Box<dyn Io>,
+    unread: BytesMut,
+}
+
+/// The head of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Head {
+    /// Its status.
+    pub(crate) status: u16,
+    /// The words behind the status.
+    pub(crate) reason: String,
+    /// How long its body is; `None` where the end of the connection says so.
+    pub(crate) length: Option<u64>,
+    /// Whether the connection ends behind it.
+    pub(crate) close: bool,
+}
+
+impl Line {
+    /// Nothing has been said on `io` yet.
+    pub(crate) fn new(io: impl Io + 'static) -> Self {
+        Self {
+            io: Box::new(io),
+            unread: BytesMut::new(),
+        }
+    }
+
+    /// Sends a request's head, or anything.
+    pub(crate) async fn send(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        self.io.write_all(bytes).await.context("cannot send")?;
+        self.io.flush().await.context("cannot send")
+    }
+
+    /// Ends what this side sends.
+    pub(crate) async fn finish(&mut self) -> anyhow::Result<()> {
+        self.io.shutdown().await.context("cannot end")
+    }
+
+    /// Sends a request and reads the head of its answer.
+    pub(crate) async fn ask(&mut self, request: &[u8]) -> anyhow::Result<Head> {
+        self.send(request).await?;
+        self.head().await
+    }
+
+    /// The head of the next answer that is not interim; a 101 is not.
+    pub(crate) async fn head(&mut self) -> anyhow::Result<Head> {
+        loop {
+            while let Some((head, length)) = parse(&self.unread)? {
+                self.unread.advance(length);
+                if !(100..200).contains(&head.status) || head.status == 101 {
+                    return Ok(head);
+                }
+            }
+            if self.unread.len() > HEAD {
+                bail!("a head is longer than {HEAD} bytes");
+            }
+            if self.read(SMALL).await? == 0 {
+                bail!("the connection ended before an answer");
+            }
+        }
+    }
+
+    /// Reads that many bytes and throws them away.
+    pub(crate) async fn skip(&mut self, mut bytes: u64) -> anyhow::Result<()> {
+        while bytes > 0 {
+            match self.some(bytes).await? {
+                0 => bail!("the connection ended {bytes} bytes too early"),
+                read => bytes -= read,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads something, at most that many bytes, and throws it away. Nothing is the end.
+    pub(crate) async fn some(&mut self, most: u64) -> anyhow::Result<u64> {
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        if self.unread.is_empty() && self.read(most.clamp(SMALL, READ)).await? == 0 {
+            return Ok(0);
+        }
+        let read = self.unread.len().min(most);
+        self.unread.advance(read);
+        Ok(u64::try_from(read)?)
+    }
+
+    /// What comes until the end: a sentence, not a body.
+    pub(crate) async fn rest(&mut self) -> anyhow::Result<Vec<u8>> {
+        let mut rest = self.unread.split().to_vec();
+        let limited = (&mut self.io).take(u64::try_from(HEAD)?);
+        tokio::pin!(limited);
+        limited
+            .read_to_end(&mut rest)
+            .await
+            .context("cannot read")?;
+        Ok(rest)
+    }
+
+    /// Exactly as many bytes as `into` has.
+    pub(crate) async fn exact(&mut self, into: &mut [u8]) -> anyhow::Result<()> {
+        while self.unread.len() < into.len() {
+            if self.read(SMALL).await? == 0 {
+                bail!("the connection ended");
+            }
+        }
+        self.unread.copy_to_slice(into);
+        Ok(())
+    }
+
+    async fn read(&mut self, room: usize) -> anyhow::Result<usize> {
+        self.unread.reserve(room);
+        let mut room = (&mut self.unread).limit(room);
+        self.io.read_buf(&mut room).await.context("cannot read")
+    }
+}
+
+/// The head at the beginning of `bytes` and its length, if it is there whole.
+fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
+    let mut fields = [httparse::EMPTY_HEADER; FIELDS];
+    let mut response = httparse::Response::new(&mut fields);
+    let length = match response
+        .parse(bytes)
+        .context("this is no HTTP/1.1 answer")?
+    {
+        httparse::Status::Complete(length) => length,
+        httparse::Status::Partial => return Ok(None),
+    };
+    let mut head = Head {
+        status: response.code.unwrap_or_default(),
+        reason: response.reason.unwrap_or_default().to_owned(),
+        length: None,
+        close: false,
+    };
+    for field in response.headers {
+        if field.name.eq_ignore_ascii_case("content-length") {
+            let text = std::str::from_utf8(field.value)?;
+            head.length = Some(
+                text.trim()
+                    .parse()
+                    .context("a Content-Length is no number")?,
+            );
+        } else if field.name.eq_ignore_ascii_case("connection") {
+            head.close = field.value.eq_ignore_ascii_case(b"close");
+        } else if field.name.eq_ignore_ascii_case("transfer-encoding") {
+            bail!("an answer in chunks: this generator wants a Content-Length");
+        }
+    }
+    if matches!(head.status, 204 | 304) {
+        head.length = Some(0);
+    }
+    Ok(Some((head, length)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn interim_answers_are_passed_over_and_bodies_counted() {
+        let (near, mut far) = tokio::io::duplex(1024);
+        let mut line = Line::new(near);
+        let said =
+            "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 Fine\r\ncontent-LENGTH: 3\r\n\r\nabcdef";
+        far.write_all(said.as_bytes()).await.unwrap();
+        let head = line.head().await.unwrap();
+        assert_eq!(
+            (head.status, head.reason.as_str(), head.length),
+            (200, "Fine", Some(3))
+        );
+        line.skip(3).await.unwrap();
+        let mut rest = [0; 3];
+        line.exact(&mut rest).await.unwrap();
+        assert_eq!(&rest, b"def");
+        drop(far);
+        assert!(line.skip(1).await.is_err());
+    }
+
+    #[test]
+    fn what_is_not_understood_is_an_error() {
+        assert!(parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
+        assert!(parse(b"SSH-2.0\r\n\r\n").is_err());
+        assert_eq!(parse(b"HTTP/1.1 200 OK\r\nContent-").unwrap(), None);
+    }
+}

@@ -1,0 +1,107 @@
+//! What callers met: how long requests took, and what failed; counted by each, joined at the end.
+
+use crate::report::rounded;
+use hdrhistogram::Histogram;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, time::Duration};
+
+/// The longest that can be told from longer ones, in microseconds.
+const LONGEST: u64 = 600_000_000;
+
+/// Latencies, in microseconds, with three digits.
+#[derive(Clone, Debug)]
+pub(crate) struct Latencies(Histogram<u64>);
+
+impl Latencies {
+    /// None yet.
+    pub(crate) fn new() -> Self {
+        let histogram = Histogram::new_with_bounds(1, LONGEST, 3);
+        Self(histogram.expect("the bounds are sound"))
+    }
+
+    /// One more.
+    pub(crate) fn add(&mut self, took: Duration) {
+        let micros = u64::try_from(took.as_micros()).unwrap_or(LONGEST);
+        self.0.saturating_record(micros.clamp(1, LONGEST));
+    }
+
+    /// Another caller's as well.
+    pub(crate) fn join(&mut self, other: &Self) {
+        self.0 += &other.0;
+    }
+
+    /// How many.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// Their percentiles, in microseconds.
+    pub(crate) fn summary(&self) -> Value {
+        json!({
+            "mean": rounded(self.0.mean(), 1),
+            "p50": self.0.value_at_quantile(0.5),
+            "p90": self.0.value_at_quantile(0.9),
+            "p99": self.0.value_at_quantile(0.99),
+            "p99.9": self.0.value_at_quantile(0.999),
+            "max": self.0.max(),
+        })
+    }
+}
+
+/// Kinds of failure that are told apart.
+const KINDS: usize = 16;
+
+/// What went wrong, and how often.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Failures(BTreeMap<String, u64>);
+
+impl Failures {
+    /// One more of this kind.
+    pub(crate) fn add(&mut self, kind: String) {
+        self.more(kind, 1);
+    }
+
+    /// Another caller's as well.
+    pub(crate) fn join(&mut self, other: Self) {
+        for (kind, count) in other.0 {
+            self.more(kind, count);
+        }
+    }
+
+    /// How many in all.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    fn more(&mut self, kind: String, count: u64) {
+        let known = self.0.len() < KINDS || self.0.contains_key(&kind);
+        let kind = if known { kind } else { "others".into() };
+        *self.0.entry(kind).or_default() += count;
+    }
+}
+
+/// So many in that time, for a second.
+pub(crate) fn per_second(count: u64, took: Duration) -> f64 {
+    // A count beyond 2^53 would not be reached in a lifetime.
+    #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+    let count = count as f64;
+    rounded(count / took.as_secs_f64().max(1e-9), 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latencies_of_several_callers_are_one_histogram() {
+        let (mut one, mut two) = (Latencies::new(), Latencies::new());
+        (1..=99).for_each(|_| one.add(Duration::from_micros(100)));
+        two.add(Duration::from_secs(1));
+        one.join(&two);
+        let summary = one.summary();
+        assert_eq!((one.count(), &summary["p50"]), (100, &json!(100)));
+        assert!(summary["max"].as_u64().is_some_and(|max| max > 990_000));
+    }
+}

@@ -1,0 +1,242 @@
+//! How a caller reaches an app: TCP or a unix socket, TLS or none, through a CONNECT or straight.
+
+use crate::{cli, http1::Line};
+use anyhow::{Context, bail};
+use causeway_certs::verify::provider;
+use causeway_config::Listen;
+use causeway_tunnel::{resolve::resolve, socket::tune};
+use rustls::{
+    ClientConfig, DigitallySignedStruct, Error, HandshakeKind, RootCertStore, SignatureScheme,
+    client::{
+        Resumption,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature},
+};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject};
+use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
+use tokio::{
+    net::{TcpStream, UnixStream},
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+/// What opening takes at most. Long: a gateway that is overloaded is what is measured.
+const OPENING: Duration = Duration::from_secs(30);
+
+/// A way to an app, to be opened as often as needed.
+pub(crate) struct Road {
+    /// What is dialled.
+    pub(crate) place: Listen,
+    /// With whom TLS is spoken.
+    pub(crate) tls: Option<Tls>,
+    /// The target of a CONNECT.
+    pub(crate) connect: Option<String>,
+}
+
+/// TLS with the first hop.
+pub(crate) struct Tls {
+    connector: TlsConnector,
+    name: ServerName<'static>,
+}
+
+/// An open road.
+pub(crate) struct Opened {
+    /// The connection, at whose end the app listens.
+    pub(crate) line: Line,
+    /// Whether its TLS session was resumed, if it has one.
+    pub(crate) resumed: Option<bool>,
+}
+
+impl Road {
+    /// The road to what a URL names; `to` is dialled in its place. Over https any certificate is accepted.
+    pub(crate) async fn of(
+        url: &http::Uri,
+        to: Option<SocketAddr>,
+        caller: &cli::Caller,
+    ) -> anyhow::Result<Self> {
+        let host = url.host().context("the URL names no host")?;
+        let secure = match url.scheme_str() {
+            Some("https") => true,
+            Some("http") => false,
+            _ => bail!("the URL begins with neither http:// nor https://"),
+        };
+        let port = url.port_u16().unwrap_or(if secure { 443 } else { 80 });
+        let bare = host.trim_matches(['[', ']']);
+        let place = match to {
+            Some(to) => to,
+            None => *resolve(bare, port)
+                .await
+                .with_context(|| format!("cannot resolve {host} (--to says what to dial)"))?
+                .first()
+                .with_context(|| format!("{host} has no address"))?,
+        };
+        let tls = if secure {
+            let name = ServerName::try_from(bare.to_owned())?;
+            Some(Tls::new(name, None, caller, &[b"http/1.1"])?)
+        } else {
+            None
+        };
+        Ok(Self {
+            place: Listen::Tcp(place),
+            tls,
+            connect: None,
+        })
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// If it does not stand within half a minute, with what went wrong where.
+    pub(crate) async fn open(&self) -> anyhow::Result<Opened> {
+        let opening = timeout(OPENING, self.lay());
+        let opened = opening.await.context("not open within 30 s");
+        opened
+            .and_then(|laid| laid)
+            .with_context(|| format!("{}", self.place))
+    }
+
+    async fn lay(&self) -> anyhow::Result<Opened> {
+        let mut opened = match &self.place {
+            Listen::Tcp(address) => {
+                let tcp = TcpStream::connect(address).await.context("cannot dial")?;
+                tune(&tcp);
+                self.secure(tcp).await?
+            }
+            Listen::Unix(path) => {
+                let unix = UnixStream::connect(path).await.context("cannot dial")?;
+                self.secure(unix).await?
+            }
+        };
+        if let Some(target) = &self.connect {
+            let asked = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
+            let head = opened.line.ask(asked.as_bytes()).await?;
+            if head.status != 200 {
+                bail!(
+                    "CONNECT {target} was answered {} {}",
+                    head.status,
+                    head.reason
+                );
+            }
+        }
+        Ok(opened)
+    }
+
+    async fn secure<S: crate::http1::Io + 'static>(&self, socket: S) -> anyhow::Result<Opened> {
+        let Some(tls) = &self.tls else {
+            return Ok(Opened {
+                line: Line::new(socket),
+                resumed: None,
+            });
+        };
+        let io: TlsStream<S> = tls
+            .connector
+            .connect(tls.name.clone(), socket)
+            .await
+            .context("TLS failed")?;
+        let resumed = io.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
+        Ok(Opened {
+            line: Line::new(io),
+            resumed: Some(resumed),
+        })
+    }
+}
+
+impl Tls {
+    /// Sessions are kept and resumed until [`Tls::forgetful`] says otherwise.
+    pub(crate) fn new(
+        name: ServerName<'static>,
+        ca: Option<&Path>,
+        caller: &cli::Caller,
+        alpn: &[&[u8]],
+    ) -> anyhow::Result<Self> {
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()?;
+        let builder = match ca {
+            Some(ca) => builder.with_root_certificates(roots(ca)?),
+            None => builder
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(Anybody(provider()))),
+        };
+        let mut config = match (&caller.cert, &caller.key) {
+            (Some(cert), Some(key)) => {
+                let read = PrivateKeyDer::from_pem_file(key)
+                    .with_context(|| format!("no key in {}", key.display()))?;
+                builder.with_client_auth_cert(certificates(cert)?, read)?
+            }
+            _ => builder.with_no_client_auth(),
+        };
+        config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+        Ok(Self {
+            connector: TlsConnector::from(Arc::new(config)),
+            name,
+        })
+    }
+
+    /// Each handshake is a full one.
+    pub(crate) fn forgetful(mut self) -> Self {
+        let mut config = ClientConfig::clone(self.connector.config());
+        config.resumption = Resumption::disabled();
+        self.connector = TlsConnector::from(Arc::new(config));
+        self
+    }
+}
+
+fn certificates(path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {
+    let place = || format!("no certificate in {}", path.display());
+    let read: Result<Vec<_>, _> = CertificateDer::pem_file_iter(path)
+        .with_context(place)?
+        .collect();
+    let read = read.with_context(place)?;
+    anyhow::ensure!(!read.is_empty(), "{}", place());
+    Ok(read)
+}
+
+fn roots(path: &Path) -> anyhow::Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        roots.add(certificate)?;
+    }
+    Ok(roots)
+}
+
+/// Takes any certificate, at the cost of taking a good one: what a server signed is checked.
+#[derive(Debug)]
+struct Anybody(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls12_signature(message, cert, dss, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls13_signature(message, cert, dss, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
