@@ -128,18 +128,11 @@ pub(crate) struct Link {
         long,
         value_name = "NETNS,NETNS",
         value_delimiter = ',',
-        num_args = 2,
         required = true
     )]
     pub(crate) between: Vec<String>,
     /// The addresses of the link's ends, in the same order
-    #[arg(
-        long,
-        value_name = "IP,IP",
-        value_delimiter = ',',
-        num_args = 2,
-        required = true
-    )]
+    #[arg(long, value_name = "IP,IP", value_delimiter = ',', required = true)]
     pub(crate) addresses: Vec<IpAddr>,
     /// The interface's name in both
     #[arg(long, default_value = "road0")]

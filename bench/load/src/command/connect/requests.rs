@@ -82,6 +82,7 @@ pub(super) async fn run(asked: &cli::Connect, road: Arc<Road>) -> anyhow::Result
         "full": all.full,
         "resumed": all.resumed,
     }));
+    ensure!(requests > 0, "not one request was answered");
     Ok(())
 }
 

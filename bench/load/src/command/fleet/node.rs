@@ -4,6 +4,7 @@
 
 use super::{super::mint::Identity, Fleet};
 use crate::files;
+use bytes::{Buf, Bytes, BytesMut};
 use causeway_tunnel::{
     Receive, Send,
     backoff::Backoff,
@@ -99,7 +100,7 @@ impl Node {
             true => None,
         };
         let (io, round_trip) = dial(&self.identity, &self.fleet).await?;
-        let greeted = timeout(BOUND, greet(io, round_trip, &self.fleet)).await;
+        let greeted = timeout(BOUND, greet((io, round_trip), &self.identity, &self.fleet)).await;
         greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())))
     }
 }
@@ -132,7 +133,11 @@ pub(super) async fn dial(identity: &Identity, fleet: &Fleet) -> Result<(Io, Dura
 }
 
 /// HTTP/2 and the hello, until the gateway says that the tunnel is registered.
-async fn greet(io: Io, round_trip: Duration, fleet: &Arc<Fleet>) -> Result<Standing, Failed> {
+async fn greet(
+    (io, round_trip): (Io, Duration),
+    identity: &Identity,
+    fleet: &Arc<Fleet>,
+) -> Result<Standing, Failed> {
     let settings = Settings {
         round_trip,
         ..Settings::default()
@@ -149,7 +154,7 @@ async fn greet(io: Io, round_trip: Duration, fleet: &Arc<Fleet>) -> Result<Stand
         }
     };
     match drive(&mut server, fleet, control.hear()).await? {
-        ToEdge::Hello(_) => {}
+        ToEdge::Hello(hello) if *hello.node == *identity.node => {}
         other => return Err(unexpected(&other)),
     }
     let welcome = ToGateway::Welcome(welcome(fleet));
@@ -165,11 +170,11 @@ async fn greet(io: Io, round_trip: Duration, fleet: &Arc<Fleet>) -> Result<Stand
 
 /// As [`greet`], and hangs up.
 pub(super) async fn greet_once(
-    io: Io,
-    round_trip: Duration,
+    dialled: (Io, Duration),
+    identity: &Identity,
     fleet: &Arc<Fleet>,
 ) -> Result<(), Failed> {
-    greet(io, round_trip, fleet).await.map(drop)
+    greet(dialled, identity, fleet).await.map(drop)
 }
 
 fn welcome(fleet: &Fleet) -> Welcome {
@@ -255,47 +260,73 @@ fn take(incoming: Incoming, fleet: &Arc<Fleet>) {
     }
 }
 
-/// Answers a request with the body, and echoes everything else. What fails is reset by being dropped.
-async fn answer(asked: Asked, bytes: bytes::Bytes) {
+/// Answers each request with the body, also those inside a session, and echoes what an upgrade says. What
+/// fails is reset by being dropped.
+async fn answer(asked: Asked, bytes: Bytes) {
     let Asked {
-        kind,
-        mut body,
-        reply,
-        ..
+        kind, body, reply, ..
     } = asked;
     let mut head = Response::new(());
     match kind {
         Kind::Request => {
-            while let Some(chunk) = body.data().await {
-                if chunk.is_err() {
-                    return;
-                }
-            }
             let length = HeaderValue::from(bytes.len());
             head.headers_mut().insert(CONTENT_LENGTH, length);
-            if let Ok(mut send) = reply.send(head, false) {
+            if read(body).await
+                && let Ok(mut send) = reply.send(head, false)
+            {
                 // A caller that has gone needs no answer.
                 let _ = send.last(bytes).await;
             }
-            return;
         }
         Kind::Upgrade(token) => {
             let Ok(token) = HeaderValue::try_from(token) else {
                 return;
             };
             head.headers_mut().insert(wire::SWITCHED, token);
+            if let Ok(send) = reply.send(head, false) {
+                echo(send, body).await;
+            }
         }
-        Kind::Tcp => {}
+        Kind::Tcp => {
+            if let Ok(send) = reply.send(head, false) {
+                converse(send, body, &bytes).await;
+            }
+        }
     }
-    if let Ok(send) = reply.send(head, false) {
-        echo(send, body).await;
+}
+
+/// Reads to the end; whether it was one.
+async fn read(mut body: Receive) -> bool {
+    while let Some(chunk) = body.data().await {
+        if chunk.is_err() {
+            return false;
+        }
     }
+    true
 }
 
 async fn echo(mut send: Send, mut body: Receive) {
     while let Some(Ok(chunk)) = body.data().await {
         if send.data(chunk).await.is_err() {
             return;
+        }
+    }
+    // The other side may have gone first.
+    let _ = send.end();
+}
+
+/// HTTP/1.1 for requests without a body.
+async fn converse(mut send: Send, mut body: Receive, bytes: &Bytes) {
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", bytes.len());
+    let whole = Bytes::from([head.as_bytes(), bytes].concat());
+    let mut unread = BytesMut::new();
+    while let Some(Ok(chunk)) = body.data().await {
+        unread.extend_from_slice(&chunk);
+        while let Some(end) = unread.windows(4).position(|end| end == b"\r\n\r\n") {
+            unread.advance(end + 4);
+            if send.data(whole.clone()).await.is_err() {
+                return;
+            }
         }
     }
     // The other side may have gone first.

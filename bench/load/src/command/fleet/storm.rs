@@ -102,11 +102,12 @@ async fn shake(fleet: &Arc<Fleet>, identity: &Identity, hello: bool, own: &mut L
 }
 
 async fn once(fleet: &Arc<Fleet>, identity: &Identity, hello: bool) -> Result<(), Failed> {
-    let (mut io, round_trip) = dial(identity, fleet).await?;
+    let mut dialled = dial(identity, fleet).await?;
     if hello {
-        let greeted = timeout(BOUND, greet_once(io, round_trip, fleet)).await;
+        let greeted = timeout(BOUND, greet_once(dialled, identity, fleet)).await;
         return greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())));
     }
+    let io = &mut dialled.0;
     let mut first = [0; 64];
     match timeout(BOUND, io.read(&mut first)).await {
         Ok(Ok(1..)) => {

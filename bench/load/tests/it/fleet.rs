@@ -1,0 +1,169 @@
+//! A fleet at a real gateway: registered, called, restarted under, and shaken hands with.
+
+use crate::process::{Load, result};
+use causeway_certs::{Access, Store};
+use causeway_gateway::{
+    Config, Gateway,
+    config::{AccessLog, Front, Kind, Listen},
+    gateway::Addresses,
+};
+use causeway_tunnel::task::Tasks;
+use serde_json::json;
+use std::{fs, net::SocketAddr, path::Path, time::Duration};
+use tokio_util::sync::CancellationToken;
+use tracing::Span;
+
+const NODES: usize = 20;
+
+/// A gateway on this thread, until it is stopped.
+struct Running {
+    addresses: Addresses,
+    stop: CancellationToken,
+    tasks: Tasks,
+}
+
+impl Running {
+    fn start(data: &Path, tunnel: SocketAddr) -> Self {
+        let free = SocketAddr::from(([127, 0, 0, 1], 0));
+        let mut config = Config {
+            data_dir: data.to_owned(),
+            cores: 1,
+            access_log: AccessLog::None,
+            ..Config::default()
+        };
+        config.tunnel.listen = tunnel;
+        config.admin.listen = free;
+        config.timeouts.drain = Duration::ZERO;
+        let front = |name, kind| Front::new(name, kind, Listen::Tcp(free));
+        config.fronts = vec![front("https", Kind::Https), front("connect", Kind::Connect)];
+        let bound = Gateway::new(config).bind().unwrap();
+        let addresses = bound.addresses().clone();
+        let (stop, tasks) = (CancellationToken::new(), Tasks::default());
+        tasks.spawn(Span::none(), bound.run(stop.clone()));
+        Self {
+            addresses,
+            stop,
+            tasks,
+        }
+    }
+
+    fn front(&self, name: &str) -> SocketAddr {
+        self.addresses.front(name).unwrap()
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        assert_eq!(self.tasks.drain(Duration::from_mins(1)).await, 0);
+    }
+}
+
+/// Mints the nodes and a caller; the flags of both.
+async fn mint(folder: &Path) -> (String, String) {
+    let (data, out) = (folder.join("data"), folder.join("fleet.json"));
+    let line = format!(
+        "mint --data-dir {} --nodes {NODES} --out {}",
+        data.display(),
+        out.display()
+    );
+    let minted = Load::start(&line).wait().await;
+    assert_eq!(minted.last()["nodes"], NODES);
+    let ca = Store::open(&data, Access::Existing).unwrap();
+    let ca = ca.ca().unwrap().unwrap();
+    let leaf = ca
+        .issue_caller("bench", &[], Duration::from_hours(1))
+        .unwrap();
+    let (root, caller) = (folder.join("ca.pem"), folder.join("caller.pem"));
+    fs::write(&root, ca.root_pem()).unwrap();
+    fs::write(&caller, leaf.chain_pem() + leaf.key_pem().expose()).unwrap();
+    let caller = caller.display();
+    (
+        format!("--identities {}", out.display()),
+        format!(
+            "--cert {caller} --key {caller} --tls --ca {}",
+            root.display()
+        ),
+    )
+}
+
+#[tokio::test]
+async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir().unwrap();
+    let (identities, caller) = mint(folder.path()).await;
+    let data = folder.path().join("data");
+    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    let tunnel = gateway.addresses.tunnel;
+    let mut fleet = Load::start(&format!("fleet --gateway {tunnel} {identities}"));
+    fleet.event("ready").await;
+    let up = fleet.event("up").await;
+    assert_eq!(
+        (&up["nodes"], &up["full"]),
+        (&json!(NODES), &json!(NODES)),
+        "{up}"
+    );
+
+    for node in [1, NODES] {
+        let target = format!("--target node-{node}:9100 --callers 2 --for 100ms {caller}");
+        let front = gateway.front("https");
+        let met = result(&format!("connect --front {front} {target}")).await;
+        assert_eq!(
+            (&met["failed"], &met["full"]),
+            (&json!(0), &json!(2)),
+            "{met}"
+        );
+        let proxy = gateway.front("connect");
+        let met = result(&format!("connect --proxy {proxy} {target}")).await;
+        assert_eq!(met["failed"], 0, "{met}");
+    }
+    let front = gateway.front("https");
+    let caller = caller.split(" --tls").next().unwrap();
+    let mut idle = Load::start(&format!(
+        "idle --url https://node-2:9100/any --to {front} --count 5 {caller}"
+    ));
+    idle.event("ready").await;
+    assert_eq!(idle.stop().await.last()["alive"], 5);
+
+    gateway.stop().await;
+    fleet.event("fell").await;
+    let gateway = Running::start(&data, tunnel);
+    let back = fleet.event("back").await;
+    assert_eq!(
+        (&back["nodes"], &back["fell"]),
+        (&json!(NODES), &json!(NODES)),
+        "{back}"
+    );
+    let bins = back["per_100_ms"].as_array().unwrap();
+    let came: u64 = bins.iter().map(|bin| bin[1].as_u64().unwrap()).sum();
+    assert_eq!(came, 20, "{back}");
+    fleet.stop().await.last();
+    gateway.stop().await;
+}
+
+#[tokio::test]
+async fn handshakes_are_resumed_or_not_as_asked() {
+    causeway_certs::install_provider();
+    let folder = tempfile::tempdir().unwrap();
+    let (identities, _) = mint(folder.path()).await;
+    let data = folder.path().join("data");
+    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    let load = format!(
+        "fleet --gateway {} {identities} --handshakes-only --for 400ms --callers 2",
+        gateway.addresses.tunnel
+    );
+    let count = |met: &serde_json::Value, what: &str| met[what].as_u64().unwrap();
+    let full = result(&format!("{load} --resume no")).await;
+    assert!(
+        count(&full, "handshakes") > 0 && count(&full, "resumed") == 0,
+        "{full}"
+    );
+    for hello in ["", "--hello"] {
+        let met = result(&format!("{load} --resume yes {hello}")).await;
+        // The first of each caller has nothing to resume.
+        assert!(
+            count(&met, "handshakes") > 0 && count(&met, "full") <= 2,
+            "{met}"
+        );
+        assert_eq!(met["counts"]["failures"], json!({}), "{met}");
+    }
+    gateway.stop().await;
+}

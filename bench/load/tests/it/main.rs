@@ -1,0 +1,8 @@
+//! The generators as `bench/run` uses them: the built binary, real sockets, a real gateway.
+//!
+//! Nothing here judges how fast anything is; what is checked is that what is counted is what happened.
+
+mod callers;
+mod fleet;
+mod process;
+mod ways;

@@ -1,0 +1,122 @@
+//! The binary, started, listened to and stopped. It ends with the value, since its standard input does.
+
+use serde_json::Value;
+use std::{process::Stdio, time::Duration};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, BufReader, Lines},
+    process::{Child, ChildStdout, Command},
+    time::timeout,
+};
+
+/// For a machine that does other work besides.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// A generator that runs.
+pub(crate) struct Load {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+/// What a generator came to.
+pub(crate) struct Outcome {
+    pub(crate) good: bool,
+    /// The lines that nobody has read.
+    pub(crate) lines: Vec<Value>,
+    pub(crate) complaint: String,
+}
+
+impl Load {
+    /// Starts it with these arguments, split at blanks.
+    pub(crate) fn start(line: &str) -> Self {
+        Self::run(
+            Command::new(env!("CARGO_BIN_EXE_causeway-bench-load")),
+            line,
+        )
+    }
+
+    /// As [`Load::start`], in a network namespace.
+    pub(crate) fn start_in(netns: &str, line: &str) -> Self {
+        let mut command = Command::new("ip");
+        let binary = env!("CARGO_BIN_EXE_causeway-bench-load");
+        command.args(["netns", "exec", netns, binary]);
+        Self::run(command, line)
+    }
+
+    fn run(mut command: Command, line: &str) -> Self {
+        let mut child = command
+            .args(line.split_whitespace())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, lines }
+    }
+
+    /// Its next line, which must be this event.
+    pub(crate) async fn event(&mut self, name: &str) -> Value {
+        let Some(line) = self.line().await else {
+            let mut complaint = String::new();
+            let stderr = self.child.stderr.as_mut().unwrap();
+            stderr.read_to_string(&mut complaint).await.unwrap();
+            panic!("no {name}: {complaint}");
+        };
+        assert_eq!(line["event"], name, "{line}");
+        line
+    }
+
+    async fn line(&mut self) -> Option<Value> {
+        let line = timeout(PATIENCE, self.lines.next_line()).await;
+        let line = line.expect("a line in time").unwrap()?;
+        Some(serde_json::from_str(&line).unwrap())
+    }
+
+    /// Ends its input, which asks it to stop, and waits for its end.
+    pub(crate) async fn stop(mut self) -> Outcome {
+        drop(self.child.stdin.take());
+        self.wait().await
+    }
+
+    /// Waits until it ends by itself.
+    pub(crate) async fn wait(mut self) -> Outcome {
+        let mut lines = Vec::new();
+        while let Some(line) = self.line().await {
+            lines.push(line);
+        }
+        let stdin = self.child.stdin.take();
+        let ended = timeout(PATIENCE, self.child.wait_with_output()).await;
+        let ended = ended.expect("an end in time").unwrap();
+        drop(stdin);
+        Outcome {
+            good: ended.status.success(),
+            lines,
+            complaint: String::from_utf8(ended.stderr).unwrap(),
+        }
+    }
+}
+
+impl Outcome {
+    /// The last line of one that did well.
+    pub(crate) fn last(&self) -> &Value {
+        assert!(self.good, "{}", self.complaint);
+        self.lines.last().expect("a last line")
+    }
+}
+
+/// Runs one that ends by itself; its result.
+pub(crate) async fn result(line: &str) -> Value {
+    let outcome = Load::start(line).wait().await;
+    let last = outcome.last();
+    assert_eq!(last["event"], "result", "{last}");
+    last.clone()
+}
+
+/// The app, and its address.
+pub(crate) async fn app() -> (Load, String) {
+    let mut app = Load::start("app --listen 127.0.0.1:0");
+    let ready = app.event("ready").await;
+    let address = ready["listen"].as_str().unwrap().to_owned();
+    (app, address)
+}

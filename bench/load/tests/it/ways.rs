@@ -1,0 +1,95 @@
+//! Ways that take time: never less than they should. How much more is the machine's affair.
+
+use crate::process::{Load, app, result};
+use serde_json::Value;
+use std::{env, process::Command};
+
+/// The least that a request took, which is what half of them took at least, in milliseconds.
+fn median(result: &Value) -> u64 {
+    result["latency_us"]["p50"].as_u64().unwrap() / 1000
+}
+
+#[tokio::test]
+async fn a_relay_delays_both_directions_and_keeps_its_rate() {
+    let (_app, address) = app().await;
+    let line = format!("relay --listen 127.0.0.1:0 --to {address} --delay 20ms --rate 4MB/s");
+    let mut relay = Load::start(&line);
+    let ready = relay.event("ready").await;
+    let load = format!(
+        "connect --front {} --target any:1",
+        ready["listen"].as_str().unwrap()
+    );
+    assert!(median(&result(&format!("{load} --for 300ms")).await) >= 40);
+    for way in ["download", "upload"] {
+        let moved = result(&format!("{load} --{way} 2MB")).await;
+        assert!(moved["seconds"].as_f64() >= Some(0.4), "{moved}");
+    }
+    assert!(relay.stop().await.good);
+}
+
+/// Two network namespaces; dropping it removes them.
+struct Spaces(String, String);
+
+impl Spaces {
+    /// None where they cannot be made, which is an error where everything is required.
+    fn new() -> Option<Self> {
+        let name = |end| format!("cwbl{}-{end}", std::process::id());
+        let spaces = Self(name("a"), name("b"));
+        let made = ip(&["netns", "add", &spaces.0]) && ip(&["netns", "add", &spaces.1]);
+        if made {
+            return Some(spaces);
+        }
+        let required = env::var("CAUSEWAY_TEST_REQUIRE_ALL").is_ok_and(|all| all == "1");
+        assert!(!required, "needs root and ip netns");
+        eprintln!("skipped: needs root and ip netns");
+        None
+    }
+}
+
+impl Drop for Spaces {
+    fn drop(&mut self) {
+        ip(&["netns", "del", &self.0]);
+        ip(&["netns", "del", &self.1]);
+    }
+}
+
+fn ip(arguments: &[&str]) -> bool {
+    let ran = Command::new("ip").args(arguments).output();
+    ran.is_ok_and(|ran| ran.status.success())
+}
+
+#[tokio::test]
+async fn a_link_delays_packets_keeps_its_rate_and_drops_what_is_too_much() {
+    let Some(spaces) = Spaces::new() else {
+        return;
+    };
+    let (one, two) = (&spaces.0, &spaces.1);
+    let mut link = Load::start(&format!(
+        "link --between {one},{two} --addresses 10.93.0.1,10.93.0.2 --delay 20ms --rate 4MB/s --queue 20ms"
+    ));
+    link.event("ready").await;
+    let mut app = Load::start_in(one, "app --listen 10.93.0.1:8080");
+    app.event("ready").await;
+    let load = "connect --front 10.93.0.1:8080 --target any:1";
+    let asked = Load::start_in(two, &format!("{load} --for 300ms"))
+        .wait()
+        .await;
+    assert!(median(asked.last()) >= 39, "{}", asked.last());
+    let moved = Load::start_in(two, &format!("{load} --download 4MB"))
+        .wait()
+        .await;
+    assert!(
+        moved.last()["seconds"].as_f64() >= Some(1.0),
+        "{}",
+        moved.last()
+    );
+    app.stop().await;
+    let outcome = link.stop().await;
+    let carried = outcome.last();
+    assert!(
+        carried["forth"]["bytes"].as_u64() >= Some(4_000_000),
+        "{carried}"
+    );
+    // Slow start finds a queue of 80 kB too short.
+    assert!(carried["forth"]["dropped"].as_u64() >= Some(1), "{carried}");
+}
