@@ -205,11 +205,12 @@ pub(crate) struct Idle {
     pub(crate) caller: Caller,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("road").required(true))]
 #[command(group = clap::ArgGroup::new("bytes"))]
 pub(crate) struct Connect {
-    /// A proxy that is asked to CONNECT to the target: an address, or unix:/path
+    /// A proxy that is asked to CONNECT to the target: an address, or `unix:/path`
     #[arg(long, value_name = "ADDR", group = "road")]
     pub(crate) proxy: Option<Listen>,
     /// An address that is called straight, as if it were the target: an https front, or an app

@@ -43,12 +43,12 @@ struct Fleet {
 pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
     let identities = mint::read(&asked.identities, asked.nodes, asked.resume)?;
     let count = identities.len();
-    let (changed, changes) = mpsc::unbounded_channel();
+    let (told, changes) = mpsc::unbounded_channel();
     let fleet = Arc::new(Fleet {
         gateway: asked.gateway,
         jitter: asked.jitter,
         body: Bytes::from_static(BODY),
-        roll: Roll::new(changed),
+        roll: Roll::new(told),
         first: Semaphore::new(asked.at_once),
         streams: Tasks::default(),
         instance: format!("{:032x}", rand::random::<u128>()),

@@ -2,6 +2,8 @@
 //!
 //! Nothing here judges how fast anything is; what is checked is that what is counted is what happened.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod callers;
 mod fleet;
 mod process;

@@ -95,9 +95,10 @@ impl Node {
 
     async fn register(&self, stood: bool) -> Result<Standing, Failed> {
         // At the beginning some at a time, since nobody asks how fast a fleet is first made; later as they come.
-        let _turn = match stood {
-            false => self.fleet.first.acquire().await.ok(),
-            true => None,
+        let _turn = if stood {
+            None
+        } else {
+            self.fleet.first.acquire().await.ok()
         };
         let (io, round_trip) = dial(&self.identity, &self.fleet).await?;
         let greeted = timeout(BOUND, greet((io, round_trip), &self.identity, &self.fleet)).await;
