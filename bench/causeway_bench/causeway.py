@@ -1,0 +1,131 @@
+"""Causeway: a gateway with one core, an `https` and a `connect` front, and an edge whose node is called `localhost`.
+
+The name lets generators that cannot be told where to connect ask for https://localhost:PORT, so that SNI names the node.
+Both fronts are anonymous, as HAProxy's is.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from .bed import Bed
+from .contestant import Connect, Contestant, Https, fresh_name
+from .process import Process, listens, run, wait_for
+
+NODE = "localhost"
+
+
+@dataclass
+class Causeway(Contestant):
+    """Gateway and edge."""
+
+    needs = ("causeway",)
+    # Where edges dial, if not at the gateway itself: a relay that makes the link long.
+    relay: int | None = None
+    tunnel: int = 0
+    admin: int = 0
+    folder: Path = Path()
+    # Put before the gateway's command: a profiler.
+    under: tuple[str, ...] = ()
+
+    def start(self, bed: Bed, app: int) -> None:
+        self.bootstrap(bed)
+        self.start_gateway(bed, app)
+        self.start_edge(bed, app)
+
+    @property
+    def data(self) -> Path:
+        """The gateway's data directory."""
+        return self.folder / "gateway"
+
+    def bootstrap(self, bed: Bed) -> None:
+        """A new data directory, and a token for the node."""
+        program = bed.tools.path("causeway")
+        self.folder = bed.scratch / fresh_name("causeway")
+        run([program, "bootstrap", "--node", NODE, "--out", str(self.folder / "out"), "--data-dir", str(self.data)])
+
+    def start_gateway(self, bed: Bed, app: int) -> None:
+        """The gateway alone, on the data directory that is there."""
+        https, connect = bed.port(), bed.port()
+        self.tunnel = self.tunnel or bed.port()
+        self.admin = bed.port()
+        advertised = [self.tunnel] + ([self.relay] if self.relay else [])
+        configuration = bed.write(
+            "causeway/gateway.yaml",
+            _GATEWAY.format(
+                data=self.data,
+                tunnel=self.tunnel,
+                advertise=", ".join(f'"127.0.0.1:{port}"' for port in advertised),
+                admin=self.admin,
+                https=https,
+                connect=connect,
+                app=app,
+            ),
+        )
+        command = [*self.under, bed.tools.path("causeway"), "gateway", "--config", str(configuration)]
+        gateway = bed.spawn(f"{self.folder.name}-gateway", command, "cloud")
+        self.processes["front"] = gateway
+        bound = 120 if self.under else 20
+        wait_for("the gateway is ready", lambda: answers(self.admin, "/readyz"), [gateway], bound)
+        wait_for("its front listens", lambda: listens(https), [gateway], bound)
+        ca = self.folder / "out" / "ca.pem"
+        self.https = Https(https, ca)
+        self.connect = Connect(connect, ca, f"{NODE}:{app}")
+
+    def start_edge(self, bed: Bed, app: int) -> Process:
+        """The edge of the one node; returns when it has a tunnel."""
+        admin = bed.port()
+        configuration = bed.write(
+            "causeway/edge.yaml",
+            _EDGE.format(
+                data=self.folder / "edge",
+                tunnel=self.relay or self.tunnel,
+                token=self.folder / "out" / f"{NODE}.token",
+                admin=admin,
+                app=app,
+            ),
+        )
+        command = [bed.tools.path("causeway"), "edge", "--config", str(configuration)]
+        edge = bed.spawn(f"{self.folder.name}-edge", command, "rest")
+        self.processes["edge"] = edge
+        wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
+        return edge
+
+
+def answers(port: int, path: str) -> bool:
+    """Whether an admin listener says 200."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+_GATEWAY = """\
+data_dir: {data}
+cores: 1
+tunnel:
+  listen: "127.0.0.1:{tunnel}"
+  advertise: [{advertise}]
+admin:
+  listen: "127.0.0.1:{admin}"
+fronts:
+  - {{ name: https, kind: https, listen: "127.0.0.1:{https}", port: {app}, anonymous: true }}
+  - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost], anonymous: true }}
+access_log: none
+log: {{ filter: warn }}
+"""
+
+_EDGE = """\
+data_dir: {data}
+gateways: ["127.0.0.1:{tunnel}"]
+join_file: {token}
+ports:
+  {app}: {{}}
+admin:
+  listen: "127.0.0.1:{admin}"
+log: {{ filter: warn }}
+"""

@@ -1,0 +1,65 @@
+"""What every contestant is: something that leads callers at loopback to an app, in one or two ways."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .bed import Bed
+from .process import Process
+
+# Each start of a contestant gets a folder of its own.
+_START = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Https:
+    """TLS ends at this port; ALPN chooses HTTP/1.1 or HTTP/2; Host is `localhost`."""
+
+    port: int
+    ca: Path
+
+
+@dataclass(frozen=True)
+class Connect:
+    """HTTP CONNECT over TLS at this port, by which `target` is reached."""
+
+    port: int
+    ca: Path
+    target: str
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+@dataclass
+class Contestant:
+    """One running road to one app. `processes` are by role; `front` is the role that meets callers."""
+
+    name: str
+    processes: dict[str, Process] = field(default_factory=dict)
+    https: Https | None = None
+    connect: Connect | None = None
+
+    # The role that holds the callers' connections, whose memory is looked at.
+    front = "front"
+    # Programs without which it cannot start.
+    needs: tuple[str, ...] = ()
+
+    def start(self, bed: Bed, app: int) -> None:
+        """Begins to lead callers to the app at that port, and returns when it does."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.stop()
+        self.processes.clear()
+
+    def trouble(self) -> str:
+        """The last lines of all logs, for whoever reads why it failed."""
+        said = (f"{process.name}: {process.tail(4)}" for process in self.processes.values())
+        return " | ".join(said)
+
+
+def fresh_name(name: str) -> str:
+    return f"{name}-{next(_START)}"

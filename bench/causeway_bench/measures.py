@@ -1,0 +1,232 @@
+"""What a row does with one contestant in one round: each function returns figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from . import load
+from .bed import Bed
+from .callers import Figures, curl_words, h2load, transfer, way_of, wrk
+from .causeway import Causeway
+from .contestant import Contestant
+from .process import Trouble
+from .stalled import stalled
+from .usage import Meter, cpu_seconds, memory
+
+KIB = 1024.0
+
+
+def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
+    return wrk(bed, contestant, callers, bed.pace.seconds)
+
+
+def http2(bed: Bed, contestant: Contestant, callers: int) -> Figures:
+    return h2load(bed, contestant, callers, bed.pace.seconds)
+
+
+def connections(bed: Bed, contestant: Contestant, callers: int) -> Figures:
+    """A new TLS connection for each request, without resumption."""
+    return wrk(bed, contestant, callers, bed.pace.seconds, close=True)
+
+
+def connect(bed: Bed, contestant: Contestant, callers: int) -> Figures:
+    """Requests inside of CONNECT; HAProxy straight is asked for the same by the same caller, without one."""
+    through = contestant.connect is not None
+    return load.requests(bed, contestant, callers, bed.pace.seconds, connect=through)
+
+
+def connect_new(bed: Bed, contestant: Contestant, callers: int) -> Figures:
+    through = contestant.connect is not None
+    return load.requests(bed, contestant, callers, bed.pace.seconds, connect=through, new=True)
+
+
+def down(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    return transfer(bed, contestant, count, up=False)
+
+
+def up(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    return transfer(bed, contestant, count, up=True)
+
+
+def within(bed: Bed, contestant: Contestant, way: str) -> Figures:
+    """One bulk inside of CONNECT or of an upgrade, in both directions."""
+    found: Figures = {}
+    for direction, is_up in (("down", False), ("up", True)):
+        through = way == "connect" and contestant.connect is not None
+        moved = load.transfers(bed, contestant, is_up, connect=through, upgrade=way == "upgrade")
+        found |= {f"{direction}_{figure}": value for figure, value in moved.items()}
+    return found
+
+
+def beside_stalled(bed: Bed, contestant: Contestant, readers: int) -> Figures:
+    """64 callers alone, then beside readers that take nothing; and what these cost at the front."""
+
+    def begin() -> AbstractContextManager[None]:
+        return stalled(way_of(contestant), readers, "endless")
+
+    return _beside(bed, contestant, begin, readers)
+
+
+def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
+    """The same beside readers that take 1 MB a second each."""
+
+    @contextmanager
+    def begin() -> Iterator[None]:
+        words = [*curl_words(bed, way_of(contestant), "endless"), "--limit-rate", "1000000"]
+        curls = [bed.spawn(f"curl-slow-{index}", words, "rest") for index in range(readers)]
+        try:
+            yield
+        finally:
+            for curl in curls:
+                curl.stop()
+
+    return _beside(bed, contestant, begin, readers)
+
+
+def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContextManager[None]], readers: int) -> Figures:
+    def callers() -> Figures:
+        try:
+            return load.requests(bed, contestant, 64, bed.pace.seconds)
+        except Trouble as error:
+            if "not done within" not in str(error):
+                raise
+            # Even kept connections could not be opened: the tunnel hangs.
+            return {"requests_per_s": 0.0}
+
+    alone = callers()
+    if not alone["requests_per_s"]:
+        raise Trouble("not a single request, even before anybody stalled")
+    pid = contestant.processes[contestant.front].pid
+    before = memory(pid).pss
+    with begin():
+        time.sleep(bed.pace.settle)
+        held = memory(pid).pss - before
+        beside = callers()
+    return {
+        "alone_requests_per_s": alone["requests_per_s"],
+        "requests_per_s": beside["requests_per_s"],
+        "kept": beside["requests_per_s"] / alone["requests_per_s"],
+        "p99_ratio": beside.get("p99_us", float("inf")) / alone["p99_us"],
+        "kib_per_reader": held / KIB / readers,
+    }
+
+
+def idle_upgrades(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    """Memory at the front for each upgrade that is open and silent."""
+    process = contestant.processes[contestant.front]
+    before = memory(process.pid)
+    with load.beside(bed, load.idle(bed, contestant, count), "ready"):
+        time.sleep(bed.pace.settle)
+        during = memory(process.pid)
+    time.sleep(bed.pace.settle)
+    after = memory(process.pid)
+    return {
+        "kib_per_upgrade": (during.pss - before.pss) / KIB / count,
+        "front_mib_before": before.pss / KIB / KIB,
+        "front_mib_during": during.pss / KIB / KIB,
+        "front_mib_after": after.pss / KIB / KIB,
+    }
+
+
+def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    """Memory of a gateway for each idle edge, and when all have gone."""
+    gateway = _causeway(contestant)
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, count)
+    gateway.start_gateway(bed, bed.apps["files"])
+    process = gateway.processes["front"]
+    before = memory(process.pid)
+    with load.beside(bed, load.fleet(gateway.tunnel, identities, count), "up", 300) as fleet:
+        up_event = load.event(fleet.said(), "up") or {}
+        time.sleep(bed.pace.settle)
+        during = memory(process.pid)
+        meter = Meter({"front": process})
+        time.sleep(bed.pace.settle * 3)
+        idle_cpu = meter.read()["front"] / (bed.pace.settle * 3)
+    time.sleep(bed.pace.settle)
+    after = memory(process.pid)
+    return {
+        "kib_per_edge": (during.pss - before.pss) / KIB / count,
+        "front_mib_before": before.pss / KIB / KIB,
+        "front_mib_during": during.pss / KIB / KIB,
+        "front_mib_after": after.pss / KIB / KIB,
+        "idle_cpu_share": idle_cpu,
+        "up_seconds": float(up_event.get("seconds", 0.0)),
+    }
+
+
+def storm(bed: Bed, contestant: Contestant, resume: bool) -> Figures:
+    """Edges that dial, say hello and hang up: how many a second, and how many a core could."""
+    gateway = _causeway(contestant)
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, 32)
+    gateway.start_gateway(bed, bed.apps["files"])
+    meter = Meter(gateway.processes)
+    found = load.handshakes(bed, gateway.tunnel, identities, bed.pace.seconds, resume=resume)
+    count = found["handshakes"]
+    if not count:
+        raise Trouble(f"no handshake: {found}")
+    used = meter.read()["front"]
+    return {
+        "per_s": float(found["per_second"]),
+        "per_s_and_core": count / max(used, 0.01),
+        "resumed_share": found["resumed"] / max(1, found["resumed"] + found["full"]),
+        "p99_us": float(found["latency_us"]["p99"]),
+    }
+
+
+def restart(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    """A gateway is killed and starts again: seconds until all edges are back."""
+    gateway = _causeway(contestant)
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, count)
+    gateway.start_gateway(bed, bed.apps["files"])
+    with load.beside(bed, load.fleet(gateway.tunnel, identities, count), "up", 300) as fleet:
+        gateway.processes["front"].child.kill()
+        gateway.stop()
+        begin = time.time()
+        gateway.start_gateway(bed, bed.apps["files"])
+        ready = time.time()
+        end = time.monotonic() + 300
+        while (back := load.event(fleet.said(), "back")) is None:
+            if time.monotonic() > end or not fleet.alive():
+                raise Trouble(f"not all back within 300 s: {fleet.tail(2)}")
+            time.sleep(0.05)
+    return {
+        "seconds_from_start": back["complete_ms"] / 1e3 - begin,
+        "seconds_from_ready": back["complete_ms"] / 1e3 - ready,
+        "gateway_cpu_s": cpu_seconds(gateway.processes["front"].pid),
+    }
+
+
+def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    """Requests of 64 callers to the one real node, while so many others are registered."""
+    gateway = _causeway(contestant)
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, max(count, 1))
+    gateway.start_gateway(bed, bed.apps["files"])
+    gateway.start_edge(bed, bed.apps["files"])
+    wrk(bed, gateway, 64, bed.pace.warm)
+    if not count:
+        return wrk(bed, gateway, 64, bed.pace.seconds)
+    with load.beside(bed, load.fleet(gateway.tunnel, identities, count), "up", 300):
+        return wrk(bed, gateway, 64, bed.pace.seconds)
+
+
+def many_nodes(bed: Bed, contestant: Contestant, nodes: int) -> Figures:
+    """64 callers that ask so many nodes in turn; light edges answer by themselves, without an app."""
+    gateway = _causeway(contestant)
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, nodes)
+    gateway.start_gateway(bed, bed.apps["files"])
+    with load.beside(bed, load.fleet(gateway.tunnel, identities, nodes), "up", 300):
+        wrk(bed, gateway, 64, bed.pace.warm, nodes=nodes)
+        return wrk(bed, gateway, 64, bed.pace.seconds, nodes=nodes)
+
+
+def _causeway(contestant: Contestant) -> Causeway:
+    if not isinstance(contestant, Causeway):
+        raise Trouble(f"{contestant.name} is not Causeway")
+    return contestant

@@ -1,0 +1,155 @@
+"""The rows of the benchmark: who takes part, what is done, and how its figures are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from . import measures
+from .bed import App, Bed
+from .callers import Figures
+from .causeway import Causeway
+from .contestant import Contestant
+from .haproxy import Haproxy
+from .konnectivity import Konnectivity
+from .tunnels import Chisel, Frp, Rathole
+
+CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
+    "haproxy": Haproxy,
+    "causeway": Causeway,
+    "konnectivity": Konnectivity,
+    "frp": Frp,
+    "chisel": Chisel,
+    "rathole": Rathole,
+}
+ALL = tuple(CONTESTANTS)
+# Those that wrk and h2load can call: Konnectivity wants a CONNECT.
+DIRECT = ("haproxy", "causeway", "frp", "chisel", "rathole")
+PAIR = ("haproxy", "causeway")
+CONNECTS = ("haproxy", "causeway", "konnectivity")
+OWN = ("causeway",)
+
+# `together`: all stand for the whole row. `fresh`: each is started anew for every round. `own`: the measure starts it.
+Start = Literal["together", "fresh", "own"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    name: str
+    title: str
+    measure: Callable[[Bed, Contestant], Figures]
+    # The figure that stands for the row, and whether more of it is better.
+    headline: str
+    contestants: tuple[str, ...]
+    higher: bool = True
+    start: Start = "together"
+    app: App = "files"
+    reference: str = "haproxy"
+    # Part of `--quick`, and with whom; none is not at all.
+    quick: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+def _requests() -> list[Row]:
+    rows = []
+    for callers in (1, 64, 256):
+        quick = DIRECT if callers == 64 else PAIR if callers == 256 else ()
+        rows.append(
+            Row(f"http1-{callers}", f"HTTP/1.1, {callers} callers, 1 KiB", partial(measures.http1, callers=callers),
+                "requests_per_s", DIRECT, quick=quick)
+        )  # fmt: skip
+    for callers in (1, 64, 256):
+        rows.append(
+            Row(f"http2-{callers}", f"HTTP/2, {callers} callers, 1 KiB", partial(measures.http2, callers=callers),
+                "requests_per_s", DIRECT, quick=PAIR if callers == 64 else ())
+        )  # fmt: skip
+    for callers in (1, 64, 256):
+        rows.append(
+            Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} callers, 1 KiB",
+                partial(measures.connect, callers=callers), "requests_per_s", CONNECTS,
+                quick=CONNECTS if callers == 64 else (), needs=("bench-load",))
+        )  # fmt: skip
+    rows.append(
+        Row("connections", "a new TLS connection for each request, 64 callers",
+            partial(measures.connections, callers=64), "requests_per_s", DIRECT, quick=PAIR)
+    )  # fmt: skip
+    rows.append(
+        Row("connections-connect", "a new TLS connection and CONNECT for each request, 64 callers",
+            partial(measures.connect_new, callers=64), "requests_per_s", CONNECTS, needs=("bench-load",))
+    )  # fmt: skip
+    return rows
+
+
+def _transfers() -> list[Row]:
+    rows = []
+    for count in (1, 8):
+        word = "one" if count == 1 else "eight"
+        rows.append(
+            Row(f"down-{count}", f"download, {word} at once", partial(measures.down, count=count), "mb_per_s", ALL,
+                quick=ALL if count == 1 else PAIR)
+        )  # fmt: skip
+        rows.append(
+            Row(f"up-{count}", f"upload, {word} at once", partial(measures.up, count=count), "mb_per_s", ALL,
+                app="load", quick=PAIR if count == 1 else (), needs=("bench-load",))
+        )  # fmt: skip
+    for way, who in (("connect", CONNECTS), ("upgrade", DIRECT)):
+        rows.append(
+            Row(f"within-{way}", f"one transfer inside of {way.upper() if way == 'connect' else 'an upgrade'}",
+                partial(measures.within, way=way), "down_mb_per_s", who, app="load", needs=("bench-load",))
+        )  # fmt: skip
+    return rows
+
+
+def _neighbours() -> list[Row]:
+    return [
+        Row("stalled-1", "64 callers beside one reader that reads nothing",
+            partial(measures.beside_stalled, readers=1), "kept", ALL, start="fresh", needs=("bench-load",)),
+        Row("stalled-64", "64 callers beside 64 readers that read nothing",
+            partial(measures.beside_stalled, readers=64), "kept", ALL, start="fresh", quick=PAIR,
+            needs=("bench-load",)),
+        Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), "kept", ALL,
+            start="fresh", quick=PAIR, needs=("bench-load",)),
+    ]  # fmt: skip
+
+
+def _standing() -> list[Row]:
+    rows = [
+        Row(f"idle-edges-{count}", f"gateway with {count:,} idle edges", partial(measures.fleet_memory, count=count),
+            "kib_per_edge", OWN, higher=False, start="own", reference="", quick=OWN if count == 1000 else (),
+            needs=("bench-load",))
+        for count in (1, 1000, 10000)
+    ]  # fmt: skip
+    rows.append(
+        Row("idle-upgrades", "1,000 idle upgrades", partial(measures.idle_upgrades, count=1000), "kib_per_upgrade",
+            DIRECT, higher=False, start="fresh", app="load", quick=PAIR, needs=("bench-load",))
+    )  # fmt: skip
+    for name, resume in (("full", False), ("resumed", True)):
+        rows.append(
+            Row(f"handshakes-{name}", f"edges' {name} handshakes, with hello", partial(measures.storm, resume=resume),
+                "per_s_and_core", OWN, start="own", reference="", quick=() if resume else OWN, needs=("bench-load",))
+        )  # fmt: skip
+    rows.extend(
+        Row(f"restart-{count}", f"{count:,} edges after a gateway's restart", partial(measures.restart, count=count),
+            "seconds_from_start", OWN, higher=False, start="own", reference="", needs=("bench-load",))
+        for count in (1000, 10000)
+    )  # fmt: skip
+    rows.extend(
+        Row(f"growth-{count}", f"HTTP/1.1, 64 callers of one node, {count:,} others registered",
+            partial(measures.growth, count=count), "requests_per_s", OWN, start="own", reference="",
+            needs=("bench-load",))
+        for count in (0, 100, 1000, 10000)
+    )  # fmt: skip
+    rows.extend(
+        Row(f"nodes-{nodes}", f"HTTP/1.1, 64 callers that ask {nodes} nodes in turn",
+            partial(measures.many_nodes, nodes=nodes), "requests_per_s", OWN, start="own", reference="",
+            needs=("bench-load",))
+        for nodes in (1, 100)
+    )  # fmt: skip
+    return rows
+
+
+ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing())

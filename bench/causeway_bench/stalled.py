@@ -1,0 +1,54 @@
+"""Readers that ask for an answer without end and take nothing of it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from .contestant import Connect, Https
+from .process import Trouble
+
+_BOUND = 10.0
+
+
+@contextmanager
+def stalled(way: Https | Connect, count: int, path: str) -> Iterator[None]:
+    """So many of them, until the block is left."""
+    with ExitStack() as held:
+        for index in range(count):
+            try:
+                held.enter_context(_reader(way, path))
+            except OSError as error:
+                raise Trouble(f"stalled reader {index + 1} of {count}: {error}") from error
+        yield
+
+
+def _reader(way: Https | Connect, path: str) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(way.ca))
+    if isinstance(way, Connect) and way.certificate is not None:
+        context.load_cert_chain(way.certificate, way.key)
+    plain = socket.create_connection(("127.0.0.1", way.port), timeout=_BOUND)
+    reader = context.wrap_socket(plain, server_hostname="localhost")
+    host = "localhost"
+    if isinstance(way, Connect):
+        host = way.target
+        reader.sendall(f"CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        _head(reader, b" 200 ")
+    reader.sendall(f"GET /{path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    # It has begun: from here on nothing is read.
+    _head(reader, b" 200 ", whole=False)
+    return reader
+
+
+def _head(reader: ssl.SSLSocket, wanted: bytes, *, whole: bool = True) -> None:
+    """Reads up to the head's end, byte by byte, so as to take nothing that is behind it."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n" if whole else b"\r\n"):
+        byte = reader.recv(1)
+        if not byte:
+            raise ConnectionError("the connection ended in an answer's head")
+        head += byte
+    if wanted not in head.split(b"\r\n")[0] + b" ":
+        raise ConnectionError(head.decode(errors="replace"))

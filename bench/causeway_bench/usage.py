@@ -1,0 +1,50 @@
+"""What a process used, from /proc."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .process import Process
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads, those that ended too; in steps of 10 ms."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    # The name in brackets may hold blanks; what follows is counted from the state, field 3.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that are resident: with the share of what is shared (pss), and all (rss)."""
+
+    pss: int
+    rss: int
+
+
+def memory(pid: int) -> Memory:
+    found = {"Pss": 0, "Rss": 0}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in found:
+            found[key] = int(rest.split()[0]) * 1024
+    return Memory(pss=found["Pss"], rss=found["Rss"])
+
+
+class Meter:
+    """CPU time by role between its making and `read`."""
+
+    def __init__(self, processes: dict[str, Process]) -> None:
+        self._processes = processes
+        self._begin = {role: cpu_seconds(process.pid) for role, process in processes.items()}
+
+    def read(self) -> dict[str, float]:
+        return {
+            role: cpu_seconds(process.pid) - self._begin[role]
+            for role, process in self._processes.items()
+        }
