@@ -27,8 +27,10 @@ def arguments() -> argparse.Namespace:
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
-                        help="free: the kernel decides; split: the cloud's side on CPU 0, all else on CPU 1")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
+                        help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder, with all logs")
     parser.add_argument("--list", action="store_true", help="name the rows and end")
     return parser.parse_args()
@@ -95,7 +97,9 @@ def main() -> int:
 
     run = report.Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, sys.argv[1:], took)
     print(report.short(run))
-    out = asked.out or (Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench)
+    out = asked.out or (
+        Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench
+    )
     report.write(run, out)
     print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")
     return report.status(run)

@@ -33,15 +33,16 @@ def wrk(
     With `nodes` they go to node-1 … node-N in turn, by Host alone, since a connection's SNI can name only one.
     """
     front = https_of(contestant)
+    scripts = Path(__file__).parent
+    words = [bed.tools.path("wrk"), "-t1", f"-c{callers}", f"-d{seconds:.0f}s", "--timeout", "10s"]
+    if close:
+        words += ["-H", "Connection: close"]
+    if nodes:
+        words += ["-s", str(scripts / "nodes.lua"), f"https://127.0.0.1:{front.port}/1k", "--", str(nodes)]
+    else:
+        words += ["-s", str(scripts / "wrk.lua"), "-H", "Host: localhost", f"https://localhost:{front.port}/1k"]
     meter = Meter(contestant.processes)
-    said = run(
-        [bed.tools.path("wrk"), "-t1", f"-c{callers}", f"-d{seconds:.0f}s", "--timeout", "10s",
-         "-s", str(Path(__file__).parent / ("nodes.lua" if nodes else "wrk.lua")), *(() if nodes else ("-H", "Host: localhost")),
-         *(("-H", "Connection: close") if close else ()),
-         f"https://{'127.0.0.1' if nodes else 'localhost'}:{front.port}/1k", *(("--", str(nodes)) if nodes else ())],
-        seconds + 30,
-        bed.cpus("rest"),
-    )  # fmt: skip
+    said = run(words, seconds + 30, bed.cpus("rest"))
     answer = json.loads(said.splitlines()[-1])
     if not answer["requests"]:
         raise Trouble(f"wrk got no answer: {said}")

@@ -1,7 +1,7 @@
 """Causeway: a gateway with one core, an `https` and a `connect` front, and an edge whose node is called `localhost`.
 
-The name lets generators that cannot be told where to connect ask for https://localhost:PORT, so that SNI names the node.
-Both fronts are anonymous, as HAProxy's is.
+The name lets generators that cannot be told where to connect ask for https://localhost:PORT, so that SNI names the
+node. Both fronts are anonymous, as HAProxy's is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Causeway(Contestant):
         wait_for("the gateway is ready", lambda: answers(self.admin, "/readyz"), [gateway], bound)
         wait_for("its front listens", lambda: listens(https), [gateway], bound)
         ca = self.folder / "out" / "ca.pem"
-        self.https = Https(https, ca)
+        self.https = Https(https, ca, f"{NODE}:{app}")
         self.connect = Connect(connect, ca, f"{NODE}:{app}")
 
     def start_edge(self, bed: Bed, app: int) -> Process:
@@ -99,7 +99,7 @@ def answers(port: int, path: str) -> bool:
     """Whether an admin listener says 200."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as reply:
-            return reply.status == 200
+            return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 

@@ -15,10 +15,11 @@ _START = itertools.count(1)
 
 @dataclass(frozen=True)
 class Https:
-    """TLS ends at this port; ALPN chooses HTTP/1.1 or HTTP/2; Host is `localhost`."""
+    """TLS ends at this port; ALPN chooses HTTP/1.1 or HTTP/2; Host is `localhost`, or `target` in full."""
 
     port: int
     ca: Path
+    target: str
 
 
 @dataclass(frozen=True)

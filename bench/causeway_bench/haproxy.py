@@ -28,7 +28,7 @@ class Haproxy(Contestant):
     def start(self, bed: Bed, app: int) -> None:
         port = bed.port()
         self.processes["front"] = start_haproxy(bed, port, app)
-        self.https = Https(port, bed.pki.ca)
+        self.https = Https(port, bed.pki.ca, f"localhost:{app}")
 
 
 _HAPROXY = """\

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .bed import Bed
+from .causeway import answers
 from .contestant import Connect, Contestant, fresh_name
 from .process import listens, wait_for
-from .causeway import answers
 
 
 @dataclass

@@ -6,6 +6,7 @@ It says one JSON object a line on standard output, of which the last with `"even
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,8 +52,7 @@ def result(bed: Bed, words: list[str], seconds: float) -> Event:
 def road(way: Https | Connect) -> list[str]:
     """By which way the load reaches the app."""
     if isinstance(way, Https):
-        # A node's name without a port means the front's own.
-        return ["--front", f"127.0.0.1:{way.port}", "--target", "localhost:443", "--ca", str(way.ca)]
+        return ["--front", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca)]
     shown = ["--cert", str(way.certificate), "--key", str(way.key)] if way.certificate else []
     return ["--proxy", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca),
             "--server-name", "localhost", *shown]  # fmt: skip
@@ -69,6 +69,7 @@ def requests(
     requests_made = found["requests"]
     if not requests_made:
         # Zero is a finding and not a fault: a tunnel may hang.
+        print(f"bench: {contestant.name} answered nothing: {found['failures']}", file=sys.stderr)
         return {"requests_per_s": 0.0, "errors": float(found["failed"])}
     took = found["latency_us"]
     return {
@@ -98,7 +99,9 @@ def beside(bed: Bed, words: list[str], begun: str, seconds: float = 120) -> Iter
     """A load that lasts until the block is left; entered when it has said `begun`."""
     process = bed.spawn(fresh_name(f"load-{words[0]}"), [bed.tools.path(NAME), *words], "rest")
     try:
-        wait_for(f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds)
+        wait_for(
+            f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds
+        )
         yield process
     finally:
         process.stop(15)
@@ -124,6 +127,6 @@ def fleet(tunnel: int, identities: Path, nodes: int) -> list[str]:
 
 def handshakes(bed: Bed, tunnel: int, identities: Path, seconds: float, *, resume: bool) -> Event:
     """Dials, says hello and hangs up in a closed loop."""
-    words = ["fleet", "--gateway", f"127.0.0.1:{tunnel}", "--identities", str(identities), "--handshakes-only",
-             "--hello", "--for", f"{seconds:.0f}s", "--callers", "32", "--resume", "yes" if resume else "no"]  # fmt: skip
+    words = ["fleet", "--gateway", f"127.0.0.1:{tunnel}", "--identities", str(identities),
+             "--handshakes-only", "--hello", "--for", f"{seconds:.0f}s", "--callers", "32", "--resume", "yes" if resume else "no"]  # fmt: skip
     return result(bed, words, seconds + 30)

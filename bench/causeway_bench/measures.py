@@ -50,14 +50,10 @@ def up(bed: Bed, contestant: Contestant, count: int) -> Figures:
     return transfer(bed, contestant, count, up=True)
 
 
-def within(bed: Bed, contestant: Contestant, way: str) -> Figures:
-    """One bulk inside of CONNECT or of an upgrade, in both directions."""
-    found: Figures = {}
-    for direction, is_up in (("down", False), ("up", True)):
-        through = way == "connect" and contestant.connect is not None
-        moved = load.transfers(bed, contestant, is_up, connect=through, upgrade=way == "upgrade")
-        found |= {f"{direction}_{figure}": value for figure, value in moved.items()}
-    return found
+def within(bed: Bed, contestant: Contestant, way: str, is_up: bool) -> Figures:
+    """One bulk inside of CONNECT or of an upgrade."""
+    through = way == "connect" and contestant.connect is not None
+    return load.transfers(bed, contestant, is_up, connect=through, upgrade=way == "upgrade")
 
 
 def beside_stalled(bed: Bed, contestant: Contestant, readers: int) -> Figures:
@@ -85,7 +81,9 @@ def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
     return _beside(bed, contestant, begin, readers)
 
 
-def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContextManager[None]], readers: int) -> Figures:
+def _beside(
+    bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContextManager[None]], readers: int
+) -> Figures:
     def callers() -> Figures:
         try:
             return load.requests(bed, contestant, 64, bed.pace.seconds)

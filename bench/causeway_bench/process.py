@@ -64,9 +64,7 @@ class Process:
                 continue
 
 
-def wait_for(
-    what: str, ready: Callable[[], bool], processes: Iterable[Process] = (), seconds: float = 20.0
-) -> None:
+def wait_for(what: str, ready: Callable[[], bool], processes: Iterable[Process] = (), seconds: float = 20.0) -> None:
     """Returns once `ready` says so; a process that ends, or too much time, is trouble with the log's last lines."""
     watched = list(processes)
     end = time.monotonic() + seconds

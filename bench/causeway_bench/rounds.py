@@ -107,9 +107,11 @@ def _stand(bed: Bed, row: Row, name: str, standing: dict[str, Contestant]) -> No
 
 def _warm(bed: Bed, contestant: Contestant) -> None:
     if "bench-load" in bed.tools.paths:
-        load.requests(bed, contestant, 16, bed.pace.warm)
+        warmed = load.requests(bed, contestant, 16, bed.pace.warm)
     else:
-        wrk(bed, contestant, 16, bed.pace.warm)
+        warmed = wrk(bed, contestant, 16, bed.pace.warm)
+    if not warmed["requests_per_s"]:
+        raise Trouble("no request was answered")
 
 
 def _round(bed: Bed, row: Row, name: str, standing: dict[str, Contestant], outcome: Outcome) -> None:

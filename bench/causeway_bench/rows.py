@@ -97,9 +97,11 @@ def _transfers() -> list[Row]:
                 app="load", quick=PAIR if count == 1 else (), needs=("bench-load",))
         )  # fmt: skip
     for way, who in (("connect", CONNECTS), ("upgrade", DIRECT)):
-        rows.append(
-            Row(f"within-{way}", f"one transfer inside of {way.upper() if way == 'connect' else 'an upgrade'}",
-                partial(measures.within, way=way), "down_mb_per_s", who, app="load", needs=("bench-load",))
+        word = "CONNECT" if way == "connect" else "an upgrade"
+        rows.extend(
+            Row(f"{way}-{'up' if is_up else 'down'}", f"{'upload' if is_up else 'download'} inside of {word}",
+                partial(measures.within, way=way, is_up=is_up), "mb_per_s", who, app="load", needs=("bench-load",))
+            for is_up in (False, True)
         )  # fmt: skip
     return rows
 

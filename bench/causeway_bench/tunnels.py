@@ -26,7 +26,7 @@ class Tunnel(Contestant):
         wait_for(f"{self.name}'s tunnel is open", lambda: listens(remote), [server, client])
         front = bed.port()
         self.processes["front"] = start_haproxy(bed, front, remote)
-        self.https = Https(front, bed.pki.ca)
+        self.https = Https(front, bed.pki.ca, f"localhost:{app}")
 
     def server(self, bed: Bed, remote: int, control: int) -> list[str]:
         """The command of the end that callers reach at `remote`."""

@@ -44,7 +44,4 @@ class Meter:
         self._begin = {role: cpu_seconds(process.pid) for role, process in processes.items()}
 
     def read(self) -> dict[str, float]:
-        return {
-            role: cpu_seconds(process.pid) - self._begin[role]
-            for role, process in self._processes.items()
-        }
+        return {role: cpu_seconds(process.pid) - self._begin[role] for role, process in self._processes.items()}

@@ -1,0 +1,67 @@
+"""What RESULTS.md says in words: when, how and with what it was measured."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from .bed import MIB, Pace
+from .machine import Machine
+from .rounds import Outcome
+
+PLACED = {
+    "free": "No pinning: the kernel places all processes on all CPUs",
+    "split": "Pinned: HAProxy, gateways and tunnels' servers on CPU 0; edges, agents, apps and generators on CPU 1",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run found, and how it was made."""
+
+    outcomes: list[Outcome]
+    machine: Machine
+    pace: Pace
+    placement: str
+    configurations: dict[str, str]
+    arguments: list[str]
+    seconds: float
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["bench/run", *self.arguments])
+
+
+def opening(run: Run) -> list[str]:
+    return [
+        f"Written by `{run.command}` on {datetime.now(UTC):%Y-%m-%d}, in {run.seconds / 60:.0f} minutes. "
+        f"Each row has {run.pace.rounds} rounds, and contestants take turns within each; a figure is the median of its",
+        "rounds and, in brackets, the least and the most. A ratio is taken round by round. All of it runs on one machine",
+        "over loopback, generators and apps included.",
+    ]
+
+
+BARS = [
+    "Causeway against what its design asks for. The two columns marked *design* are figures measured once, on a machine",
+    "of two cores, when the design was made; what the same programs reach in this run stands further below.",
+]
+
+
+def method(run: Run) -> list[str]:
+    pace = run.pace
+    return [
+        f"- {PLACED[run.placement]}. The gateway has one core (`cores: 1`), HAProxy one thread.",
+        f"- Requests last {pace.seconds} s a round after {pace.warm} s to warm up; one transfer is {pace.bulk // MIB} MiB,",
+        f"  each of eight {pace.bulk_of_eight // MIB} MiB.",
+        "- Every front speaks TLS 1.3 with TLS_AES_128_GCM_SHA256 and a P-256 key, and asks callers for no certificate,",
+        "  but for Konnectivity, which cannot do without. frp, chisel and rathole stand behind HAProxy, which ends TLS for",
+        "  them.",
+        "- `http1-*`, `growth-*`, `nodes-*` and `connections` are wrk, `http2-*` h2load with one request at a time on each",
+        "  connection, `down-*` and `up-*` curl with HTTP/1.1 (through Konnectivity inside of CONNECT); all others are",
+        "  `causeway-bench-load`, for all contestants of a row alike. HAProxy straight is called without CONNECT in",
+        "  `connect-*`.",
+        "- `front` is the process that meets callers (HAProxy, the gateway, Konnectivity's server), `server` a tunnel's",
+        "  end behind HAProxy, `edge` the end beside the app, `all` their sum. CPU is user and system time from /proc over",
+        "  the measured time, which Linux counts in steps of 10 ms. Memory is Pss.",
+    ]
