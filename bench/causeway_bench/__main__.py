@@ -15,6 +15,7 @@ from . import report
 from .bed import PACES, PLACEMENTS, Bed
 from .machine import describe
 from .process import Trouble
+from .prose import Run
 from .rounds import Outcome, run_row
 from .rows import ROWS, Row
 from .tools import Tools
@@ -28,9 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
                         help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)"
-    )
+    parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder, with all logs")
     parser.add_argument("--list", action="store_true", help="name the rows and end")
     return parser.parse_args()
@@ -95,11 +94,9 @@ def main() -> int:
             shutil.rmtree(scratch, ignore_errors=True)
     took = time.monotonic() - begin
 
-    run = report.Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, sys.argv[1:], took)
+    run = Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, sys.argv[1:], took)
     print(report.short(run))
-    out = asked.out or (
-        Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench
-    )
+    out = asked.out or (Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench)
     report.write(run, out)
     print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")
     return report.status(run)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from .namespace import inside
 from .pki import Pki
 from .process import Process, Trouble, listens, wait_for
 from .tools import Tools
@@ -55,6 +58,12 @@ class Bed:
     scratch: Path
     pace: Pace
     placement: str
+    # Where the cloud's side listens for the other one.
+    cloud: str = "127.0.0.1"
+    # And where the node's app is reached without any tunnel.
+    node: str = "127.0.0.1"
+    # Network namespaces of both sides, if they stand apart.
+    namespaces: dict[Side, str] = field(default_factory=dict)
     apps: dict[App, int] = field(default_factory=dict)
     # What was written for whom, to be quoted: the last one of each name.
     configurations: dict[str, str] = field(default_factory=dict)
@@ -92,14 +101,24 @@ class Bed:
         return path
 
     def spawn(self, name: str, command: list[str], side: Side) -> Process:
-        process = Process(name, command, self.scratch / f"{name}.log", self.cpus(side))
+        with self.at(side):
+            process = Process(name, command, self.scratch / f"{name}.log", self.cpus(side))
         self._processes.append(process)
         return process
+
+    @contextmanager
+    def at(self, side: Side) -> Iterator[None]:
+        """In that side's network, where it has one of its own."""
+        if side not in self.namespaces:
+            yield
+            return
+        with inside(self.namespaces[side]):
+            yield
 
     def prepare(self) -> None:
         """Certificates and the two apps: nginx for answers, ours for what nginx cannot do (uploads that are not kept,
         upgrades)."""
-        self.pki.make()
+        self.pki.make(self.cloud)
         self._serve_files()
         if "bench-load" in self.tools.paths:
             self._serve_load()
@@ -116,16 +135,21 @@ class Bed:
             with (root / name).open("wb") as sparse:
                 sparse.truncate(size)
         port = self.port()
-        configuration = self.write("app/nginx.conf", _NGINX.format(folder=self.scratch / "app", root=root, port=port))
+        listen = f"listen 127.0.0.1:{port} backlog=4096;"
+        if self.node != "127.0.0.1":
+            listen += f" listen {self.node}:{port} backlog=4096;"
+        configuration = self.write("app/nginx.conf", _NGINX.format(folder=self.scratch / "app", root=root, listen=listen))
         log = str(self.scratch / "app" / "error.log")
         app = self.spawn("app", [self.tools.path("nginx"), "-e", log, "-c", str(configuration)], "rest")
-        wait_for("the app listens", lambda: listens(port), [app])
+        with self.at("rest"):
+            wait_for("the app listens", lambda: listens(port), [app])
         self.apps["files"] = port
 
     def _serve_load(self) -> None:
         port = self.port()
         app = self.spawn("app-load", [self.tools.path("bench-load"), "app", "--listen", f"127.0.0.1:{port}"], "rest")
-        wait_for("the app for uploads and upgrades listens", lambda: listens(port), [app])
+        with self.at("rest"):
+            wait_for("the app for uploads and upgrades listens", lambda: listens(port), [app])
         self.apps["load"] = port
 
 
@@ -148,7 +172,7 @@ http {{
   uwsgi_temp_path {folder};
   scgi_temp_path {folder};
   server {{
-    listen 127.0.0.1:{port} backlog=4096;
+    {listen}
     root {root};
   }}
 }}

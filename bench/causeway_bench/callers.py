@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from .bed import Bed
-from .contestant import Connect, Contestant, Https
+from .contestant import Contestant, Https, Plain, Way
 from .process import Process, Trouble, run
 from .usage import Meter
 
@@ -25,9 +25,7 @@ def https_of(contestant: Contestant) -> Https:
     return contestant.https
 
 
-def wrk(
-    bed: Bed, contestant: Contestant, callers: int, seconds: float, *, close: bool = False, nodes: int = 0
-) -> Figures:
+def wrk(bed: Bed, contestant: Contestant, callers: int, seconds: float, *, close: bool = False, nodes: int = 0) -> Figures:
     """HTTP/1.1 requests for 1 KiB, over kept connections or, with `close`, over a new one each.
 
     With `nodes` they go to node-1 … node-N in turn, by Host alone, since a connection's SNI can name only one.
@@ -101,12 +99,14 @@ def percentiles(ordered: list[int]) -> Figures:
     return {"p50_us": at(0.5), "p99_us": at(0.99), "p999_us": at(0.999)}
 
 
-def curl_words(bed: Bed, way: Https | Connect, path: str) -> list[str]:
+def curl_words(bed: Bed, way: Way, path: str) -> list[str]:
     """How curl reaches a path of the app by that way; HTTP/1.1, everything verified."""
     words = [bed.tools.path("curl"), "-sS", "--fail", "--http1.1", "-o", "/dev/null", "--max-time", "300"]
     if isinstance(way, Https):
         return [*words, "--cacert", str(way.ca), "--connect-to", f"localhost:443:127.0.0.1:{way.port}",
                 f"https://localhost/{path}"]  # fmt: skip
+    if isinstance(way, Plain):
+        return [*words, f"http://{way.target}/{path}"]
     shown = []
     if way.certificate is not None:
         shown = ["--proxy-cert", str(way.certificate), "--proxy-key", str(way.key)]
@@ -114,9 +114,9 @@ def curl_words(bed: Bed, way: Https | Connect, path: str) -> list[str]:
             f"http://{way.target}/{path}"]  # fmt: skip
 
 
-def way_of(contestant: Contestant, connect: bool = False) -> Https | Connect:
+def way_of(contestant: Contestant, connect: bool = False) -> Way:
     """The https front where there is one, unless CONNECT was asked for."""
-    way = contestant.connect if connect or contestant.https is None else contestant.https
+    way = contestant.connect if connect else contestant.https or contestant.connect or contestant.plain
     if way is None:
         raise Trouble(f"{contestant.name} has no such front")
     return way
@@ -131,9 +131,7 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
         words += ["-H", "Expect:", "-T", str(bed.scratch / "files" / name)]
     meter = Meter(contestant.processes)
     begin = time.monotonic()
-    curls = [
-        Process(f"curl-{index}", words, bed.scratch / f"curl-{index}.log", bed.cpus("rest")) for index in range(count)
-    ]
+    curls = [Process(f"curl-{index}", words, bed.scratch / f"curl-{index}.log", bed.cpus("rest")) for index in range(count)]
     try:
         for curl in curls:
             if curl.child.wait(330) != 0:

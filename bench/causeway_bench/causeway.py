@@ -23,8 +23,6 @@ class Causeway(Contestant):
     """Gateway and edge."""
 
     needs = ("causeway",)
-    # Where edges dial, if not at the gateway itself: a relay that makes the link long.
-    relay: int | None = None
     tunnel: int = 0
     admin: int = 0
     folder: Path = Path()
@@ -52,13 +50,12 @@ class Causeway(Contestant):
         https, connect = bed.port(), bed.port()
         self.tunnel = self.tunnel or bed.port()
         self.admin = bed.port()
-        advertised = [self.tunnel] + ([self.relay] if self.relay else [])
         configuration = bed.write(
             "causeway/gateway.yaml",
             _GATEWAY.format(
                 data=self.data,
                 tunnel=self.tunnel,
-                advertise=", ".join(f'"127.0.0.1:{port}"' for port in advertised),
+                cloud=bed.cloud,
                 admin=self.admin,
                 https=https,
                 connect=connect,
@@ -82,7 +79,8 @@ class Causeway(Contestant):
             "causeway/edge.yaml",
             _EDGE.format(
                 data=self.folder / "edge",
-                tunnel=self.relay or self.tunnel,
+                cloud=bed.cloud,
+                tunnel=self.tunnel,
                 token=self.folder / "out" / f"{NODE}.token",
                 admin=admin,
                 app=app,
@@ -91,7 +89,8 @@ class Causeway(Contestant):
         command = [bed.tools.path("causeway"), "edge", "--config", str(configuration)]
         edge = bed.spawn(f"{self.folder.name}-edge", command, "rest")
         self.processes["edge"] = edge
-        wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
+        with bed.at("rest"):
+            wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
         return edge
 
 
@@ -108,8 +107,8 @@ _GATEWAY = """\
 data_dir: {data}
 cores: 1
 tunnel:
-  listen: "127.0.0.1:{tunnel}"
-  advertise: [{advertise}]
+  listen: "{cloud}:{tunnel}"
+  advertise: ["{cloud}:{tunnel}"]
 admin:
   listen: "127.0.0.1:{admin}"
 fronts:
@@ -121,7 +120,7 @@ log: {{ filter: warn }}
 
 _EDGE = """\
 data_dir: {data}
-gateways: ["127.0.0.1:{tunnel}"]
+gateways: ["{cloud}:{tunnel}"]
 join_file: {token}
 ports:
   {app}: {{}}

@@ -23,6 +23,13 @@ class Https:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """The app itself, in the clear: `target` is its address and port."""
+
+    target: str
+
+
+@dataclass(frozen=True)
 class Connect:
     """HTTP CONNECT over TLS at this port, by which `target` is reached."""
 
@@ -41,6 +48,7 @@ class Contestant:
     processes: dict[str, Process] = field(default_factory=dict)
     https: Https | None = None
     connect: Connect | None = None
+    plain: Plain | None = None
 
     # The role that holds the callers' connections, whose memory is looked at.
     front = "front"
@@ -60,6 +68,17 @@ class Contestant:
         """The last lines of all logs, for whoever reads why it failed."""
         said = (f"{process.name}: {process.tail(4)}" for process in self.processes.values())
         return " | ".join(said)
+
+
+Way = Https | Connect | Plain
+
+
+@dataclass
+class Direct(Contestant):
+    """No road at all: TCP from the caller to the app, as far as the link between them carries it."""
+
+    def start(self, bed: Bed, app: int) -> None:
+        self.plain = Plain(f"{bed.node}:{app}")
 
 
 def fresh_name(name: str) -> str:

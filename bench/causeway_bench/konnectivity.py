@@ -24,7 +24,7 @@ class Konnectivity(Contestant):
             bed.tools.path("konnectivity-server"), "-v=0", "--mode=http-connect", "--server-count=1",
             "--server-bind-address=127.0.0.1", f"--server-port={front}",
             f"--server-cert={pki.chain('server')}", f"--server-key={pki.key('server')}", f"--server-ca-cert={pki.ca}",
-            "--agent-bind-address=127.0.0.1", f"--agent-port={agents}",
+            f"--agent-bind-address={bed.cloud}", f"--agent-port={agents}",
             f"--cluster-cert={pki.chain('server')}", f"--cluster-key={pki.key('server')}",
             f"--cluster-ca-cert={pki.ca}",
             "--admin-bind-address=127.0.0.1", f"--admin-port={server_admin}",
@@ -33,11 +33,11 @@ class Konnectivity(Contestant):
         server = bed.spawn(f"{start}-server", command, "cloud")
         self.processes["front"] = server
         bed.configurations["konnectivity/server"] = quoted(command, bed)
-        wait_for("Konnectivity's server listens", lambda: listens(front) and listens(agents), [server])
+        wait_for("Konnectivity's server listens", lambda: listens(front) and listens(agents, bed.cloud), [server])
 
         admin, health = bed.port(), bed.port()
         command = [
-            bed.tools.path("konnectivity-agent"), "-v=0", "--proxy-server-host=127.0.0.1",
+            bed.tools.path("konnectivity-agent"), "-v=0", f"--proxy-server-host={bed.cloud}",
             f"--proxy-server-port={agents}", f"--ca-cert={pki.ca}",
             f"--agent-cert={pki.chain('client')}", f"--agent-key={pki.key('client')}", "--agent-id=edge-1",
             "--admin-bind-address=127.0.0.1", f"--admin-server-port={admin}", f"--health-server-port={health}",
@@ -45,7 +45,8 @@ class Konnectivity(Contestant):
         agent = bed.spawn(f"{start}-agent", command, "rest")
         self.processes["edge"] = agent
         bed.configurations["konnectivity/agent"] = quoted(command, bed)
-        wait_for("Konnectivity's agent is connected", lambda: answers(health, "/readyz"), [server, agent])
+        with bed.at("rest"):
+            wait_for("Konnectivity's agent is connected", lambda: answers(health, "/readyz"), [server, agent])
         self.connect = Connect(front, pki.ca, f"localhost:{app}", pki.chain("client"), pki.key("client"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .bed import Bed
 from .callers import MICRO, Figures, cpu_per, way_of
-from .contestant import Connect, Contestant, Https, fresh_name
+from .contestant import Contestant, Https, Plain, Way, fresh_name
 from .process import Process, Trouble, run, wait_for
 from .usage import Meter
 
@@ -49,10 +49,12 @@ def result(bed: Bed, words: list[str], seconds: float) -> Event:
     return found
 
 
-def road(way: Https | Connect) -> list[str]:
+def road(way: Way) -> list[str]:
     """By which way the load reaches the app."""
     if isinstance(way, Https):
         return ["--front", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca)]
+    if isinstance(way, Plain):
+        return ["--front", way.target, "--target", way.target]
     shown = ["--cert", str(way.certificate), "--key", str(way.key)] if way.certificate else []
     return ["--proxy", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca),
             "--server-name", "localhost", *shown]  # fmt: skip
@@ -99,17 +101,17 @@ def beside(bed: Bed, words: list[str], begun: str, seconds: float = 120) -> Iter
     """A load that lasts until the block is left; entered when it has said `begun`."""
     process = bed.spawn(fresh_name(f"load-{words[0]}"), [bed.tools.path(NAME), *words], "rest")
     try:
-        wait_for(
-            f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds
-        )
+        wait_for(f"{NAME} {words[0]} says {begun}", lambda: event(process.said(), begun) is not None, [process], seconds)
         yield process
     finally:
         process.stop(15)
 
 
-def idle(bed: Bed, contestant: Contestant, count: int) -> list[str]:
+def idle(contestant: Contestant, count: int) -> list[str]:
     """Words of so many upgrades that nobody uses."""
     way = way_of(contestant)
+    if not isinstance(way, Https):
+        raise Trouble(f"{contestant.name} has no https front")
     return ["idle", "--url", "https://localhost/echo", "--to", f"127.0.0.1:{way.port}", "--count", str(count)]
 
 
@@ -127,6 +129,6 @@ def fleet(tunnel: int, identities: Path, nodes: int) -> list[str]:
 
 def handshakes(bed: Bed, tunnel: int, identities: Path, seconds: float, *, resume: bool) -> Event:
     """Dials, says hello and hangs up in a closed loop."""
-    words = ["fleet", "--gateway", f"127.0.0.1:{tunnel}", "--identities", str(identities),
-             "--handshakes-only", "--hello", "--for", f"{seconds:.0f}s", "--callers", "32", "--resume", "yes" if resume else "no"]  # fmt: skip
+    words = [*fleet(tunnel, identities, 32), "--handshakes-only", "--hello", "--for", f"{seconds:.0f}s"]
+    words += ["--callers", "32", "--resume", "yes" if resume else "no"]
     return result(bed, words, seconds + 30)

@@ -59,7 +59,7 @@ def within(bed: Bed, contestant: Contestant, way: str, is_up: bool) -> Figures:
 def beside_stalled(bed: Bed, contestant: Contestant, readers: int) -> Figures:
     """64 callers alone, then beside readers that take nothing; and what these cost at the front."""
 
-    def begin() -> AbstractContextManager[None]:
+    def begin() -> AbstractContextManager[int]:
         return stalled(way_of(contestant), readers, "endless")
 
     return _beside(bed, contestant, begin, readers)
@@ -69,11 +69,11 @@ def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
     """The same beside readers that take 1 MB a second each."""
 
     @contextmanager
-    def begin() -> Iterator[None]:
+    def begin() -> Iterator[int]:
         words = [*curl_words(bed, way_of(contestant), "endless"), "--limit-rate", "1000000"]
         curls = [bed.spawn(f"curl-slow-{index}", words, "rest") for index in range(readers)]
         try:
-            yield
+            yield readers
         finally:
             for curl in curls:
                 curl.stop()
@@ -81,9 +81,7 @@ def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
     return _beside(bed, contestant, begin, readers)
 
 
-def _beside(
-    bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContextManager[None]], readers: int
-) -> Figures:
+def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContextManager[int]], readers: int) -> Figures:
     def callers() -> Figures:
         try:
             return load.requests(bed, contestant, 64, bed.pace.seconds)
@@ -96,36 +94,40 @@ def _beside(
     alone = callers()
     if not alone["requests_per_s"]:
         raise Trouble("not a single request, even before anybody stalled")
-    pid = contestant.processes[contestant.front].pid
-    before = memory(pid).pss
-    with begin():
+    before = cloud_memory(contestant)
+    with begin() as standing:
         time.sleep(bed.pace.settle)
-        held = memory(pid).pss - before
+        held = cloud_memory(contestant) - before
         beside = callers()
-    return {
+    figures = {
+        "readers": float(standing),
         "alone_requests_per_s": alone["requests_per_s"],
         "requests_per_s": beside["requests_per_s"],
         "kept": beside["requests_per_s"] / alone["requests_per_s"],
-        "p99_ratio": beside.get("p99_us", float("inf")) / alone["p99_us"],
-        "kib_per_reader": held / KIB / readers,
+        "kib_per_reader": held / KIB / max(1, standing),
     }
+    if "p99_us" in beside:
+        figures["p99_ratio"] = beside["p99_us"] / alone["p99_us"]
+    return figures
+
+
+def cloud_memory(contestant: Contestant) -> int:
+    """Bytes of whatever stands on the callers' side: a front, and the server of a tunnel behind it."""
+    return sum(memory(process.pid).pss for role, process in contestant.processes.items() if role != "edge")
 
 
 def idle_upgrades(bed: Bed, contestant: Contestant, count: int) -> Figures:
     """Memory at the front for each upgrade that is open and silent."""
-    process = contestant.processes[contestant.front]
-    before = memory(process.pid)
-    with load.beside(bed, load.idle(bed, contestant, count), "ready"):
+    before = cloud_memory(contestant)
+    with load.beside(bed, load.idle(contestant, count), "ready"):
         time.sleep(bed.pace.settle)
-        during = memory(process.pid)
+        during = cloud_memory(contestant)
     time.sleep(bed.pace.settle)
-    after = memory(process.pid)
-    return {
-        "kib_per_upgrade": (during.pss - before.pss) / KIB / count,
-        "front_mib_before": before.pss / KIB / KIB,
-        "front_mib_during": during.pss / KIB / KIB,
-        "front_mib_after": after.pss / KIB / KIB,
-    }
+    return {"kib_per_upgrade": (during - before) / KIB / count} | _mib(before, during, cloud_memory(contestant))
+
+
+def _mib(before: int, during: int, after: int) -> Figures:
+    return {"mib_before": before / KIB / KIB, "mib_during": during / KIB / KIB, "mib_after": after / KIB / KIB}
 
 
 def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
@@ -134,22 +136,18 @@ def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, count)
     gateway.start_gateway(bed, bed.apps["files"])
-    process = gateway.processes["front"]
-    before = memory(process.pid)
+    before = cloud_memory(gateway)
     with load.beside(bed, load.fleet(gateway.tunnel, identities, count), "up", 300) as fleet:
         up_event = load.event(fleet.said(), "up") or {}
         time.sleep(bed.pace.settle)
-        during = memory(process.pid)
-        meter = Meter({"front": process})
+        during = cloud_memory(gateway)
+        meter = Meter(gateway.processes)
         time.sleep(bed.pace.settle * 3)
         idle_cpu = meter.read()["front"] / (bed.pace.settle * 3)
     time.sleep(bed.pace.settle)
-    after = memory(process.pid)
     return {
-        "kib_per_edge": (during.pss - before.pss) / KIB / count,
-        "front_mib_before": before.pss / KIB / KIB,
-        "front_mib_during": during.pss / KIB / KIB,
-        "front_mib_after": after.pss / KIB / KIB,
+        "kib_per_edge": (during - before) / KIB / count,
+        **_mib(before, during, cloud_memory(gateway)),
         "idle_cpu_share": idle_cpu,
         "up_seconds": float(up_event.get("seconds", 0.0)),
     }

@@ -64,8 +64,7 @@ def _bars(outcome: Outcome) -> list[tuple[str, Spread]]:
     # What is kept is a share already; what has no reference is shown as it is.
     plain = row.headline == "kept" or not row.reference
     found = (
-        (who, outcome.spread(who, row.headline) if plain else outcome.ratio(who, row.headline))
-        for who in outcome.samples
+        (who, outcome.spread(who, row.headline) if plain else outcome.ratio(who, row.headline)) for who in outcome.samples
     )
     return [(who, spread) for who, spread in found if spread is not None]
 

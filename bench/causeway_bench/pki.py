@@ -35,12 +35,12 @@ class Pki:
         """The same for rathole; the password is `bench`."""
         return self.folder / "server.p12"
 
-    def make(self) -> None:
+    def make(self, cloud: str) -> None:
         self.folder.mkdir(parents=True)
         self._key("ca")
         run([self.openssl, "req", "-x509", "-new", "-key", str(self.key("ca")), "-subj", "/CN=bench CA",
              "-days", "30", "-addext", "keyUsage=critical,keyCertSign,cRLSign", "-out", str(self.ca)])  # fmt: skip
-        self._leaf("server", "serverAuth", "DNS:localhost,IP:127.0.0.1")
+        self._leaf("server", "serverAuth", f"DNS:localhost,IP:127.0.0.1,IP:{cloud}")
         self._leaf("client", "clientAuth", "DNS:client")
         self.server_bundle.write_text(self.chain("server").read_text() + self.key("server").read_text())
         run([self.openssl, "pkcs12", "-export", "-in", str(self.chain("server")), "-inkey",

@@ -78,11 +78,11 @@ def wait_for(what: str, ready: Callable[[], bool], processes: Iterable[Process] 
         time.sleep(0.02)
 
 
-def listens(port: int) -> bool:
-    """Whether somebody accepts on that port of loopback."""
+def listens(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody accepts on that port, of loopback if nothing else is said."""
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def run(command: list[str], seconds: float = 60.0, cpus: str | None = None) -> str:

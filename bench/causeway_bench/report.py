@@ -73,11 +73,7 @@ def ratios(run: Run) -> list[str]:
         for who in dict.fromkeys([*outcome.samples, *outcome.failed]):
             said = spread(outcome.spread(who, row.headline))
             ratio = (
-                "reference"
-                if who == row.reference
-                else spread(outcome.ratio(who, row.headline))
-                if row.reference
-                else "–"
+                "reference" if who == row.reference else spread(outcome.ratio(who, row.headline)) if row.reference else "–"
             )
             if who in outcome.failed:
                 ratio = "failed" + (f" in a later round; before {ratio}" if outcome.samples.get(who) else "")

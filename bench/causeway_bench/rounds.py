@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from . import load
 from .bed import Bed
 from .callers import Figures, wrk
 from .contestant import Contestant
+from .link import long_bed
 from .process import Trouble
 from .rows import CONTESTANTS, Row
 
@@ -73,12 +75,22 @@ def run_row(bed: Bed, row: Row, who: tuple[str, ...]) -> Outcome:
     """All rounds of a row; a contestant that fails is left out from then on, with the reason."""
     outcome = Outcome(row)
     begin = time.monotonic()
-    standing: dict[str, Contestant] = {}
     missing = [name for name in row.needs if name not in bed.tools.paths]
     if missing:
         reason = ", ".join(f"{name} is missing: {bed.tools.missing.get(name, 'not built')}" for name in missing)
         outcome.failed = dict.fromkeys(who, reason)
         return outcome
+    try:
+        with long_bed(bed, row.link) if row.link else nullcontext(bed) as place:
+            _rounds(place, row, who, outcome)
+    except Trouble as error:
+        outcome.failed |= {name: str(error) for name in who if name not in outcome.failed}
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def _rounds(bed: Bed, row: Row, who: tuple[str, ...], outcome: Outcome) -> None:
+    standing: dict[str, Contestant] = {}
     try:
         if row.start == "together":
             for name in who:
@@ -90,8 +102,6 @@ def run_row(bed: Bed, row: Row, who: tuple[str, ...]) -> Outcome:
     finally:
         for contestant in standing.values():
             contestant.stop()
-    outcome.seconds = time.monotonic() - begin
-    return outcome
 
 
 def _stand(bed: Bed, row: Row, name: str, standing: dict[str, Contestant]) -> None:

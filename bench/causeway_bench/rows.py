@@ -11,9 +11,10 @@ from . import measures
 from .bed import App, Bed
 from .callers import Figures
 from .causeway import Causeway
-from .contestant import Contestant
+from .contestant import Contestant, Direct
 from .haproxy import Haproxy
 from .konnectivity import Konnectivity
+from .link import over_link
 from .tunnels import Chisel, Frp, Rathole
 
 CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
@@ -23,8 +24,10 @@ CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
     "frp": Frp,
     "chisel": Chisel,
     "rathole": Rathole,
+    # The app without any road, for the rows whose limit is the link.
+    "plain": Direct,
 }
-ALL = tuple(CONTESTANTS)
+ALL = ("haproxy", "causeway", "konnectivity", "frp", "chisel", "rathole")
 # Those that wrk and h2load can call: Konnectivity wants a CONNECT.
 DIRECT = ("haproxy", "causeway", "frp", "chisel", "rathole")
 PAIR = ("haproxy", "causeway")
@@ -51,6 +54,8 @@ class Row:
     reference: str = "haproxy"
     # Part of `--quick`, and with whom; none is not at all.
     quick: tuple[str, ...] = ()
+    # MB/s of the link of 50 ms that it goes over; 0 is loopback.
+    link: int = 0
     needs: tuple[str, ...] = ()
 
 
@@ -154,4 +159,12 @@ def _standing() -> list[Row]:
     return rows
 
 
-ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing())
+def _long() -> list[Row]:
+    return [
+        Row(f"link-{rate}", f"one stream, and small requests beside it, over 50 ms and {rate} MB/s", over_link, "mb_per_s",
+            ("plain", *ALL[1:]), reference="plain", needs=("bench-load",), link=rate)
+        for rate in (50, 125)
+    ]  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_long())

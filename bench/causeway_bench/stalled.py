@@ -7,25 +7,32 @@ import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from .contestant import Connect, Https
+from .contestant import Connect, Plain, Way
 from .process import Trouble
 
 _BOUND = 10.0
 
 
 @contextmanager
-def stalled(way: Https | Connect, count: int, path: str) -> Iterator[None]:
-    """So many of them, until the block is left."""
+def stalled(way: Way, count: int, path: str) -> Iterator[int]:
+    """So many of them, until the block is left; or as many as got an answer, where one more does not."""
     with ExitStack() as held:
+        standing = 0
         for index in range(count):
             try:
                 held.enter_context(_reader(way, path))
+            except TimeoutError:
+                # The ones before it hold the road up: that is what is to be found out, and no reason to end.
+                break
             except OSError as error:
                 raise Trouble(f"stalled reader {index + 1} of {count}: {error}") from error
-        yield
+            standing += 1
+        yield standing
 
 
-def _reader(way: Https | Connect, path: str) -> ssl.SSLSocket:
+def _reader(way: Way, path: str) -> ssl.SSLSocket:
+    if isinstance(way, Plain):
+        raise Trouble("the app itself is not asked to stall")
     context = ssl.create_default_context(cafile=str(way.ca))
     if isinstance(way, Connect) and way.certificate is not None:
         context.load_cert_chain(way.certificate, way.key)

@@ -20,7 +20,7 @@ class Tunnel(Contestant):
         start = fresh_name(self.name)
         server = bed.spawn(f"{start}-server", self.server(bed, remote, control), "cloud")
         self.processes["server"] = server
-        wait_for(f"{self.name}'s server listens", lambda: listens(control), [server])
+        wait_for(f"{self.name}'s server listens", lambda: listens(control, bed.cloud), [server])
         client = bed.spawn(f"{start}-client", self.client(bed, remote, control, app), "rest")
         self.processes["edge"] = client
         wait_for(f"{self.name}'s tunnel is open", lambda: listens(remote), [server, client])
@@ -45,11 +45,11 @@ class Frp(Tunnel):
 
     def server(self, bed: Bed, remote: int, control: int) -> list[str]:
         pki = bed.pki
-        text = _FRPS.format(control=control, chain=pki.chain("server"), key=pki.key("server"))
+        text = _FRPS.format(cloud=bed.cloud, control=control, chain=pki.chain("server"), key=pki.key("server"))
         return [bed.tools.path("frps"), "-c", str(bed.write("frp/frps.toml", text))]
 
     def client(self, bed: Bed, remote: int, control: int, app: int) -> list[str]:
-        text = _FRPC.format(control=control, remote=remote, app=app, ca=bed.pki.ca)
+        text = _FRPC.format(cloud=bed.cloud, control=control, remote=remote, app=app, ca=bed.pki.ca)
         return [bed.tools.path("frpc"), "-c", str(bed.write("frp/frpc.toml", text))]
 
 
@@ -61,7 +61,7 @@ class Chisel(Tunnel):
 
     def server(self, bed: Bed, remote: int, control: int) -> list[str]:
         command = [
-            bed.tools.path("chisel"), "server", "--host", "127.0.0.1", "--port", str(control), "--reverse",
+            bed.tools.path("chisel"), "server", "--host", bed.cloud, "--port", str(control), "--reverse",
             "--auth", "edge:bench", "--tls-key", str(bed.pki.key("server")), "--tls-cert", str(bed.pki.chain("server")),
         ]  # fmt: skip
         bed.configurations["chisel/server"] = quoted(command, bed)
@@ -70,7 +70,7 @@ class Chisel(Tunnel):
     def client(self, bed: Bed, remote: int, control: int, app: int) -> list[str]:
         command = [
             bed.tools.path("chisel"), "client", "--tls-ca", str(bed.pki.ca), "--auth", "edge:bench",
-            f"https://localhost:{control}", f"R:127.0.0.1:{remote}:127.0.0.1:{app}",
+            f"https://{bed.cloud}:{control}", f"R:127.0.0.1:{remote}:127.0.0.1:{app}",
         ]  # fmt: skip
         bed.configurations["chisel/client"] = quoted(command, bed)
         return command
@@ -83,16 +83,16 @@ class Rathole(Tunnel):
     needs = ("haproxy", "rathole")
 
     def server(self, bed: Bed, remote: int, control: int) -> list[str]:
-        text = _RATHOLE_SERVER.format(control=control, remote=remote, pkcs12=bed.pki.server_pkcs12)
+        text = _RATHOLE_SERVER.format(cloud=bed.cloud, control=control, remote=remote, pkcs12=bed.pki.server_pkcs12)
         return [bed.tools.path("rathole"), "--server", str(bed.write("rathole/server.toml", text))]
 
     def client(self, bed: Bed, remote: int, control: int, app: int) -> list[str]:
-        text = _RATHOLE_CLIENT.format(control=control, app=app, ca=bed.pki.ca)
+        text = _RATHOLE_CLIENT.format(cloud=bed.cloud, control=control, app=app, ca=bed.pki.ca)
         return [bed.tools.path("rathole"), "--client", str(bed.write("rathole/client.toml", text))]
 
 
 _FRPS = """\
-bindAddr = "127.0.0.1"
+bindAddr = "{cloud}"
 bindPort = {control}
 proxyBindAddr = "127.0.0.1"
 auth.token = "bench"
@@ -103,7 +103,7 @@ transport.tls.keyFile = "{key}"
 """
 
 _FRPC = """\
-serverAddr = "127.0.0.1"
+serverAddr = "{cloud}"
 serverPort = {control}
 auth.token = "bench"
 log.level = "warn"
@@ -121,7 +121,7 @@ remotePort = {remote}
 
 _RATHOLE_SERVER = """\
 [server]
-bind_addr = "127.0.0.1:{control}"
+bind_addr = "{cloud}:{control}"
 default_token = "bench"
 
 [server.transport]
@@ -137,7 +137,7 @@ bind_addr = "127.0.0.1:{remote}"
 
 _RATHOLE_CLIENT = """\
 [client]
-remote_addr = "127.0.0.1:{control}"
+remote_addr = "{cloud}:{control}"
 default_token = "bench"
 
 [client.transport]

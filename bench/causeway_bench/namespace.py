@@ -1,0 +1,46 @@
+"""Two network namespaces with a long link between them, for the rows that want distance."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from .process import Trouble, run
+
+_NEW_NETWORK = 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread, and what it starts, in that namespace; afterwards in its own again."""
+    with ExitStack() as files:
+        home = files.enter_context(Path("/proc/thread-self/ns/net").open("rb"))
+        away = files.enter_context(Path(f"/run/netns/{name}").open("rb"))
+        _enter(away.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(descriptor: int) -> None:
+    # Python has os.setns from 3.12 on.
+    if _LIBC.setns(descriptor, _NEW_NETWORK) != 0:
+        raise Trouble(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+@contextmanager
+def namespaces(*names: str) -> Iterator[None]:
+    """Made, each with its loopback up, and taken away at the end."""
+    if os.geteuid() != 0:
+        raise Trouble("network namespaces want root")
+    with ExitStack() as made:
+        for name in names:
+            run(["ip", "netns", "add", name])
+            made.callback(run, ["ip", "netns", "delete", name])
+            run(["ip", "-n", name, "link", "set", "lo", "up"])
+        yield
