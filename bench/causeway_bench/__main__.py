@@ -94,7 +94,10 @@ def main() -> int:
             shutil.rmtree(scratch, ignore_errors=True)
     took = time.monotonic() - begin
 
-    run = Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, sys.argv[1:], took)
+    said = [f"--{pace.name}"] if pace.name != "default" else []
+    said += ["--only", *asked.only] if asked.only else []
+    said += ["--placement", asked.placement] if asked.placement != "free" else []
+    run = Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, said, took, scratch)
     print(report.short(run))
     out = asked.out or (Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench)
     report.write(run, out)

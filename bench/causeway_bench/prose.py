@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 from .bed import MIB, Pace
 from .machine import Machine
@@ -27,10 +28,15 @@ class Run:
     configurations: dict[str, str]
     arguments: list[str]
     seconds: float
+    scratch: Path
 
     @property
     def command(self) -> str:
         return shlex.join(["bench/run", *self.arguments])
+
+    def clean(self, text: str) -> str:
+        """Without this machine's folders, which logs and reasons may name."""
+        return text.replace(str(self.scratch), "$SCRATCH").replace(str(Path.home()), "~")
 
 
 def opening(run: Run) -> list[str]:

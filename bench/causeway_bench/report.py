@@ -133,7 +133,7 @@ def markdown(run: Run) -> str:
 def write(run: Run, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pictures.draw(run.outcomes, out / "pictures")
-    (out / "RESULTS.md").write_text(markdown(run))
+    (out / "RESULTS.md").write_text(run.clean(markdown(run)))
     found = {
         "command": run.command,
         "placement": run.placement,
@@ -143,7 +143,7 @@ def write(run: Run, out: Path) -> None:
         "rows": {outcome.row.name: outcome.plain() for outcome in run.outcomes},
         "configurations": run.configurations,
     }
-    (out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "results.json").write_text(run.clean(json.dumps(found, indent=1)) + "\n")
 
 
 def status(run: Run) -> int:

@@ -13,6 +13,7 @@ from .callers import Figures
 from .causeway import Causeway
 from .contestant import Contestant, Direct
 from .haproxy import Haproxy
+from .instructions import per_request
 from .konnectivity import Konnectivity
 from .link import over_link
 from .tunnels import Chisel, Frp, Rathole
@@ -155,6 +156,10 @@ def _standing() -> list[Row]:
             partial(measures.many_nodes, nodes=nodes), "requests_per_s", OWN, start="own", reference="",
             needs=("bench-load",))
         for nodes in (1, 100)
+    )  # fmt: skip
+    rows.append(
+        Row("instructions", "instructions of the gateway for a request, HTTP/1.1", per_request, "instructions_per_request",
+            OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind"))
     )  # fmt: skip
     return rows
 
