@@ -47,8 +47,8 @@ def chosen(asked: argparse.Namespace) -> list[tuple[Row, tuple[str, ...]]]:
     return [(row, row.contestants) for row in ROWS]
 
 
-def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> list[Outcome]:
-    """All rows in order; what was found stands even where the run is broken off."""
+def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Outcome], bool]:
+    """All rows in order, and whether there are all: what was found stands even where the run is broken off."""
     outcomes: list[Outcome] = []
     try:
         bed.prepare()
@@ -58,9 +58,10 @@ def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> list[Outcome]:
             print(report.line(outcomes[-1]), file=sys.stderr, flush=True)
     except (KeyboardInterrupt, SystemExit):
         print("bench: broken off; what was measured so far follows", file=sys.stderr)
+        return outcomes, False
     finally:
         bed.stop()
-    return outcomes
+    return outcomes, True
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def main() -> int:
     begin = time.monotonic()
     try:
         bed = Bed(tools, scratch, pace, asked.placement)
-        outcomes = measure(bed, rows)
+        outcomes, whole = measure(bed, rows)
     except Trouble as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -99,10 +100,12 @@ def main() -> int:
     said += ["--placement", asked.placement] if asked.placement != "free" else []
     run = Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, said, took, scratch)
     print(report.short(run))
-    out = asked.out or (Path(tempfile.mkdtemp(prefix="causeway-bench-results.")) if asked.quick or asked.only else bench)
+    # Only a whole run replaces what is checked in.
+    kept = whole and not asked.quick and not asked.only
+    out = asked.out or (bench if kept else Path(tempfile.mkdtemp(prefix="causeway-bench-results.")))
     report.write(run, out)
     print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")
-    return report.status(run)
+    return report.status(run) if whole else 1
 
 
 if __name__ == "__main__":
