@@ -82,6 +82,7 @@ def main() -> int:
 
     scratch = Path(tempfile.mkdtemp(prefix="causeway-bench."))
     begin = time.monotonic()
+    machine = describe(tools)
     try:
         bed = Bed(tools, scratch, pace, asked.placement)
         outcomes, whole = measure(bed, rows)
@@ -98,7 +99,7 @@ def main() -> int:
     said = [f"--{pace.name}"] if pace.name != "default" else []
     said += ["--only", *asked.only] if asked.only else []
     said += ["--placement", asked.placement] if asked.placement != "free" else []
-    run = Run(outcomes, describe(tools), pace, asked.placement, bed.configurations, said, took, scratch)
+    run = Run(outcomes, machine, pace, asked.placement, bed.configurations, said, took, scratch)
     print(report.short(run))
     # Only a whole run replaces what is checked in.
     kept = whole and not asked.quick and not asked.only
