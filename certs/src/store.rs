@@ -220,10 +220,7 @@ impl Nodes {
     }
 
     /// As [`Nodes::put`] for many, which take the disk once: one by one, each would rewrite all before it.
-    pub fn put_all(
-        &self,
-        records: impl IntoIterator<Item = NodeRecord>,
-    ) -> Result<(), StoreError> {
+    pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 nodes.extend(

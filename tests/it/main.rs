@@ -56,6 +56,8 @@ mod status;
 
 mod demo;
 
+mod links;
+
 mod outages;
 
 mod clones;

@@ -19,11 +19,17 @@ use hyper::{
     body::{Bytes, Frame},
 };
 use socket2::{Domain, Socket, Type};
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tokio::{
-    io::AsyncWriteExt,
+    io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    time::timeout,
+    time::{interval, timeout},
 };
 
 const MIB: usize = 1 << 20;
@@ -108,6 +114,45 @@ async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
             .sum("tunnels_ended_total", &[("why", "silent")]),
         0
     );
+}
+
+/// Reads a mebibyte each second and compares it, until `over`.
+async fn read_slowly(mut wire: TcpStream, over: &AtomicBool) {
+    let mut pace = interval(Duration::from_millis(100));
+    let mut read = 0;
+    let mut part = vec![0; MIB / 10];
+    while !over.load(Relaxed) {
+        pace.tick().await;
+        wire.read_exact(&mut part).await.unwrap();
+        read += part.len();
+    }
+    assert!(read > 0);
+}
+
+#[tokio::test]
+async fn one_that_stalls_and_one_that_is_slow_hold_up_nobody() {
+    let whole = Arc::new(pattern(32 * MIB));
+    let sent = whole.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        "/download" => answer::bytes(&sent),
+        _ => answer::ok("well"),
+    })
+    .await;
+    let road = Road::to(&app).await;
+    let mut wires = Vec::new();
+    for _ in 0..2 {
+        let mut wire = road.tcp("plain").await;
+        exchange(&mut wire, get("/endless")).await;
+        wires.push(wire);
+    }
+    let (slow, _stalled) = (wires.remove(0), wires);
+    let over = AtomicBool::new(false);
+    let served = async {
+        others_are_served(&road, &whole).await;
+        over.store(true, Relaxed);
+    };
+    tokio::join!(served, read_slowly(slow, &over));
 }
 
 #[tokio::test]

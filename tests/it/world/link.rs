@@ -1,17 +1,18 @@
-//! The network between an edge and its gateway, in the hands of a test: it can be cut, and it can fall silent.
+//! The network between an edge and its gateway, in the hands of a test: it can be cut, fall silent, and be far away.
 //!
 //! A relay on loopback. An edge is told to dial it instead of the gateway; what passes is not looked at.
 
 use super::gateway::loopback;
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{
         TcpListener, TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    sync::watch,
+    sync::{mpsc, watch},
     task::JoinSet,
+    time::{Instant, sleep_until},
 };
 
 /// What becomes of the bytes.
@@ -21,6 +22,9 @@ enum Condition {
     /// Nothing passes, and nothing says so.
     Silent,
 }
+
+/// Parts of 64 KiB that are on their way in one direction at most: 16 MiB, more than a window.
+const UNDER_WAY: usize = 256;
 
 /// A network; dropping it cuts it for good.
 pub(crate) struct Link {
@@ -33,6 +37,11 @@ pub(crate) struct Link {
 impl Link {
     /// Whoever dials this link reaches `to`.
     pub(crate) async fn to(to: SocketAddr) -> Self {
+        Self::far(to, Duration::ZERO).await
+    }
+
+    /// The same, where bytes take this long in each direction.
+    pub(crate) async fn far(to: SocketAddr, delay: Duration) -> Self {
         let listener = TcpListener::bind(loopback()).await.unwrap();
         let address = listener.local_addr().unwrap();
         let condition = Arc::new(watch::Sender::new(Condition::Passing));
@@ -45,7 +54,7 @@ impl Link {
                 let (near, _) = listener.accept().await.unwrap();
                 connections.spawn(connection(
                     near,
-                    to,
+                    (to, delay),
                     conditions.clone(),
                     severed.subscribe(),
                 ));
@@ -82,7 +91,7 @@ impl Link {
 
 async fn connection(
     near: TcpStream,
-    to: SocketAddr,
+    (to, delay): (SocketAddr, Duration),
     condition: Arc<watch::Sender<Condition>>,
     mut cuts: watch::Receiver<usize>,
 ) {
@@ -95,24 +104,44 @@ async fn connection(
         _ = cuts.changed() => {}
         _ = async {
             tokio::join!(
-                pass(near_in, far_out, condition.subscribe()),
-                pass(far_in, near_out, condition.subscribe()),
+                pass(near_in, far_out, (condition.subscribe(), delay)),
+                pass(far_in, near_out, (condition.subscribe(), delay)),
             )
         } => {}
     }
 }
 
 async fn pass(
-    mut from: OwnedReadHalf,
-    mut to: OwnedWriteHalf,
-    mut condition: watch::Receiver<Condition>,
+    from: OwnedReadHalf,
+    to: OwnedWriteHalf,
+    (condition, delay): (watch::Receiver<Condition>, Duration),
 ) {
+    let (send, under_way) = mpsc::channel(UNDER_WAY);
+    tokio::join!(take(from, send, delay), give(to, under_way, condition));
+}
+
+/// What arrives, and when it will be at the other end.
+async fn take(mut from: OwnedReadHalf, send: mpsc::Sender<(Instant, Vec<u8>)>, delay: Duration) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {
+        let part = (Instant::now() + delay, buffer[..length].to_vec());
+        if send.send(part).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn give(
+    mut to: OwnedWriteHalf,
+    mut under_way: mpsc::Receiver<(Instant, Vec<u8>)>,
+    mut condition: watch::Receiver<Condition>,
+) {
+    while let Some((due, part)) = under_way.recv().await {
+        sleep_until(due).await;
         let passing = condition.wait_for(|now| *now == Condition::Passing).await;
         // What it returns holds a lock.
         let gone = passing.map(drop).is_err();
-        if gone || to.write_all(&buffer[..length]).await.is_err() {
+        if gone || to.write_all(&part).await.is_err() {
             return;
         }
     }

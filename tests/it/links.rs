@@ -1,0 +1,184 @@
+//! Links as they are at the edge: far away, and coming and going.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        World,
+        app::{App, answer, answer::pattern},
+        caller::exchange,
+        link::Link,
+        until,
+    },
+};
+use futures_util::future::join_all;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::time::{Instant, sleep, timeout};
+
+const MIB: usize = 1 << 20;
+/// One way.
+const DELAY: Duration = Duration::from_millis(25);
+/// For a machine that does other work besides.
+const PATIENCE: Duration = Duration::from_mins(2);
+
+/// A road whose tunnel goes along `link`.
+async fn road(app: &App, delay: Duration) -> (Road, Link) {
+    let world = Road::build().start().await;
+    let link = Link::far(world.tunnel(), delay).await;
+    let gateways = vec![link.address().to_string()];
+    let plan = world.edge("edge-1").port(9100, app.address());
+    let edge = plan
+        .config(|config| config.gateways = gateways)
+        .join()
+        .await;
+    (Road::of(world, edge), link)
+}
+
+async fn app(whole: &Arc<Vec<u8>>) -> App {
+    let sent = whole.clone();
+    App::http(move |head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        "/download" => answer::bytes(&sent),
+        "/mirror" => answer::mirror(),
+        _ => answer::ok("well"),
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_link_of_50_ms_carries_bulk_both_ways_beside_small_requests_and_a_stalled_reader() {
+    let whole = Arc::new(pattern(24 * MIB));
+    let app = app(&whole).await;
+    let (road, _link) = road(&app, DELAY).await;
+    let began = Instant::now();
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+    assert!(began.elapsed() >= 2 * DELAY, "the link is not far");
+
+    let mut stalled = road.tcp("plain").await;
+    exchange(
+        &mut stalled,
+        "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
+    )
+    .await;
+    let download = async {
+        let answer = road.caller().get(&format!("{URL}download")).await;
+        assert!(answer.body == *whole);
+    };
+    let upload = async {
+        let body = whole[..4 * MIB].to_vec();
+        let answer = road
+            .http2()
+            .ask("POST", &format!("{URL}mirror"), body)
+            .await;
+        assert!(answer.body == whole[..4 * MIB]);
+    };
+    let small = join_all((0..64).map(|_| async {
+        for _ in 0..5 {
+            assert_eq!(road.caller().get(URL).await.text(), "well");
+        }
+    }));
+    let all = async { tokio::join!(download, upload, small) };
+    timeout(PATIENCE, all)
+        .await
+        .expect("somebody waits for ever");
+    drop(stalled);
+    road.until_idle().await;
+}
+
+/// Silent for less than anybody notices, again and again: nothing is lost, and nothing is dialled anew.
+#[tokio::test]
+async fn a_link_that_stutters_loses_nothing() {
+    let whole = Arc::new(pattern(MIB));
+    let app = app(&whole).await;
+    let (road, link) = road(&app, Duration::ZERO).await;
+    let first = road.tunnels().await[0];
+    let over = AtomicBool::new(false);
+    let stutter = async {
+        for _ in 0..20 {
+            link.silence();
+            sleep(Duration::from_millis(150)).await;
+            link.restore();
+            sleep(Duration::from_millis(50)).await;
+        }
+        over.store(true, Relaxed);
+    };
+    let callers = join_all((0..16).map(|_| async {
+        let mut served = 0;
+        while !over.load(Relaxed) {
+            let answer = road.caller().get(&format!("{URL}download")).await;
+            assert!(answer.status == 200 && answer.body == *whole);
+            served += 1;
+        }
+        served
+    }));
+    let both = async { tokio::join!(stutter, callers) };
+    let ((), served) = timeout(PATIENCE, both)
+        .await
+        .expect("a caller waits for ever");
+    assert!(served.iter().all(|served| *served > 0), "{served:?}");
+    assert_eq!(road.tunnels().await[0], first);
+    road.until_idle().await;
+}
+
+/// Each cut is an error for whoever is in mid-request, and for nobody else; each time the edge is back.
+#[tokio::test]
+async fn a_link_that_flaps_costs_each_time_what_is_on_it_and_no_more() {
+    let whole = Arc::new(pattern(MIB));
+    let app = app(&whole).await;
+    let (road, link) = road(&app, Duration::ZERO).await;
+    for _ in 0..10 {
+        let before = road.tunnels().await;
+        let waiting = async {
+            let get = "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+            let mut wire = road.tcp("plain").await;
+            exchange(&mut wire, get).await;
+            link.cut();
+            crate::world::caller::read_to_end(&mut wire).await
+        };
+        let ended = timeout(PATIENCE, waiting)
+            .await
+            .expect("a caller waits for ever");
+        assert!(ended.is_err(), "a body that was cut off ended in order");
+        until("another tunnel is there", async || {
+            let now = road.tunnels().await;
+            !now.is_empty() && now.iter().all(|id| !before.contains(id))
+        })
+        .await;
+        let answer = road.caller().get(&format!("{URL}download")).await;
+        assert!(answer.body == *whole);
+    }
+    road.until_idle().await;
+}
+
+/// Where nothing at all passes while the edge dials, it dials again.
+#[tokio::test]
+async fn an_edge_that_begins_on_a_silent_link_is_there_when_the_link_is() {
+    let app = App::saying("well").await;
+    let world = World::start().await;
+    let link = Link::to(world.tunnel()).await;
+    let gateways = vec![link.address().to_string()];
+    let plan = world.edge("edge-1").port(9100, app.address());
+    let edge = plan
+        .config(|config| config.gateways = gateways)
+        .join()
+        .await;
+    for _ in 0..3 {
+        link.silence();
+        link.cut();
+        // Dialled meanwhile: connected, and not a byte of TLS.
+        world.until_tunnels("edge-1", 0).await;
+        sleep(Duration::from_millis(300)).await;
+        link.restore();
+        world.until_tunnels("edge-1", 1).await;
+        assert_eq!(
+            world.caller().get("https://edge-1:9100/").await.text(),
+            "well"
+        );
+    }
+    drop(edge);
+}
