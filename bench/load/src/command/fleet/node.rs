@@ -162,7 +162,12 @@ async fn greet(
     drive(&mut server, fleet, control.tell(&welcome)).await?;
     loop {
         match drive(&mut server, fleet, control.hear()).await? {
-            ToEdge::Registered => return Ok(Standing { server, control }),
+            ToEdge::Registered => {
+                return Ok(Standing {
+                    server,
+                    control: *control,
+                });
+            }
             ToEdge::Gateways { .. } => {}
             other => return Err(unexpected(&other)),
         }
