@@ -34,7 +34,7 @@ use std::{
 use tokio::{
     net::{TcpSocket, TcpStream, UnixStream},
     task::JoinSet,
-    time::timeout,
+    time::{Duration, timeout},
 };
 use tokio_rustls::TlsConnector;
 
@@ -292,6 +292,9 @@ pub(crate) fn whole(body: impl Into<Bytes>) -> Body {
 /// Why a call came to nothing: whatever the client saw, with its causes.
 pub(crate) type CallError = Box<dyn std::error::Error + Send + Sync>;
 
+/// A body of 100 MB may take longer than a head does.
+const WHOLE: Duration = Duration::from_mins(3);
+
 async fn bounded<F: Future>(work: F) -> io::Result<F::Output> {
     timeout(PATIENCE, work).await.map_err(Into::into)
 }
@@ -349,7 +352,7 @@ impl Connection {
     /// Sends a request and waits for its whole answer.
     pub(crate) async fn ask(&mut self, request: Request<Body>) -> Result<Answer, CallError> {
         let (parts, body) = self.open(request).await?.into_parts();
-        let body = bounded(body.collect()).await??;
+        let body = timeout(WHOLE, body.collect()).await??;
         Ok(Answer {
             status: parts.status.as_u16(),
             phrase: parts
