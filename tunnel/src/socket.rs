@@ -106,7 +106,11 @@ impl Abort for TcpStream {
     }
 }
 
-/// The options of every TCP connection: no delay, and keepalive as the net below liveness.
+/// Unsent bytes that the system takes at most. Left to itself it takes 4 MiB for each reader that stalls, and a thousand
+/// of them take all the memory that it has for TCP: then no connection moves.
+const UNSENT: u32 = 256 * 1024;
+
+/// The options of every TCP connection: no delay, a short unsent queue, and keepalive as the net below liveness.
 pub fn tune(tcp: &TcpStream) {
     let socket = SockRef::from(tcp);
     let keepalive = socket2::TcpKeepalive::new()
@@ -114,16 +118,17 @@ pub fn tune(tcp: &TcpStream) {
         .with_interval(Duration::from_secs(15));
     // Refused options cost speed, not correctness.
     let _ = socket.set_tcp_nodelay(true);
+    let _ = socket.set_tcp_notsent_lowat(UNSENT);
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
 
 /// The options of a tunnel's connection: as [`tune`], bbr where the kernel has it (at 1 % loss and 50 ms
-/// it moves two hundred times as much as cubic), and a short unsent queue (design trap 7).
+/// it moves two hundred times as much as cubic). The short unsent queue keeps small requests from queueing
+/// behind bulk (design trap 7).
 pub fn tune_tunnel(tcp: &TcpStream) {
     tune(tcp);
     let socket = SockRef::from(tcp);
     let _ = socket.set_tcp_congestion(b"bbr");
-    let _ = socket.set_tcp_notsent_lowat(256 * 1024);
 }
 
 impl AsyncRead for Socket {

@@ -15,7 +15,7 @@ pub(crate) use script::{Gate, Script};
 pub(crate) use wire::Head;
 
 use script::Outcome;
-use socket2::{Domain, Socket, Type};
+use socket2::{Domain, SockRef, Socket, Type};
 use std::{
     net::{Ipv4Addr, SocketAddr},
     sync::{
@@ -35,6 +35,8 @@ use tokio::{
 };
 use wire::Wire;
 
+/// What the system takes of an app's answer that nobody reads, in bytes.
+const SEND: usize = 256 << 10;
 /// How long a test waits for what an app should see.
 const PATIENCE: Duration = Duration::from_secs(15);
 
@@ -170,6 +172,8 @@ impl App {
                 let (socket, _) = listener.accept().await.unwrap();
                 // Else the many small writes of a script wait for each other's acknowledgement.
                 socket.set_nodelay(true).unwrap();
+                // By the thousand they would take all the memory that the system has for TCP.
+                SockRef::from(&socket).set_send_buffer_size(SEND).unwrap();
                 record.connections.fetch_add(1, Ordering::SeqCst);
                 connections.spawn(serve(Wire::new(socket), play.clone(), record.clone()));
             }
