@@ -110,7 +110,7 @@ impl Default for Admin {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// Tunnels at most.
+    /// Tunnels at most, 16 or fewer.
     pub max: usize,
     /// A further tunnel is dialled once a stream has moved this much.
     #[serde(with = "HumanSize")]

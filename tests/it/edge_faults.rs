@@ -33,13 +33,7 @@ const HEALED: Duration = Duration::from_mins(1);
 
 /// Waits until the edge says that its tunnel stands, `times` in all.
 async fn stands(edge: &Process, times: usize) {
-    let standing = async {
-        while edge.written().count("tunnel registered") < times {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    let stood = timeout(HEALED, standing).await;
-    assert!(stood.is_ok(), "{:#?}", edge.written());
+    edge.wrote("tunnel registered", times, HEALED).await;
 }
 
 /// Waits until `health`, run by `program`, names what is wrong.
@@ -78,7 +72,9 @@ async fn a_clock_that_is_wrong_by_a_day_is_named_and_the_edge_heals_with_it() {
         fs::write(&clock, wrong).unwrap();
         // The clock is read anew each time; what measures spans is not the clock.
         let edge = program("faketime")
-            .args(["-m", "-f", wrong, "env", "-u", "FAKETIME"])
+            .args(["-m", "-f", wrong])
+            // The edge is a child of `faketime`, and would outlive it.
+            .args(["setpriv", "--pdeathsig", "KILL", "env", "-u", "FAKETIME"])
             .args([format!("FAKETIME_TIMESTAMP_FILE={}", clock.display())])
             .args(["FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1"])
             .args([binary()]);

@@ -172,6 +172,7 @@ async fn an_edge_that_begins_on_a_silent_link_is_there_when_the_link_is() {
         link.cut();
         // Dialled meanwhile: connected, and not a byte of TLS.
         world.until_tunnels("edge-1", 0).await;
+        // Time is the subject: that many dials begin, and wait, while the link is cut.
         sleep(Duration::from_millis(300)).await;
         link.restore();
         world.until_tunnels("edge-1", 1).await;

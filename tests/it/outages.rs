@@ -22,6 +22,8 @@ use tokio::{
 const KNOWN: Duration = Duration::from_secs(15);
 /// How soon requests succeed after a link's return.
 const BACK: Duration = Duration::from_secs(2);
+/// The bound of a wait for what a process writes.
+const SOON: Duration = Duration::from_mins(1);
 /// What TCP itself may keep what it has sent waiting, after an outage that was over before anybody knew of it:
 /// its retransmissions are 3.2 s apart by then.
 const RETRANSMISSION: Duration = Duration::from_millis(3_200);
@@ -92,6 +94,7 @@ impl<'a> Scene<'a> {
         let began = Instant::now();
         let asking = async {
             while !matches!(self.ask().await, Ok(answer) if answer.status == 200) {
+                // The pace of the asking.
                 sleep(Duration::from_millis(20)).await;
             }
         };
@@ -140,26 +143,15 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Waits until a process has said `part`.
-async fn says(process: &Process, part: &str) {
-    let saying = async {
-        while process.written().count(part) == 0 {
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    let said = timeout(Duration::from_mins(1), saying).await;
-    assert!(said.is_ok(), "not {part:?}: {:#?}", process.written());
-}
-
 /// Both ends and the callers know of a cut in time.
 async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
     let gone = format!("{} disconnected", scene.node);
     let gateway = async {
-        says(&scene.site.gateway, &gone).await;
+        scene.site.gateway.wrote(&gone, 1, SOON).await;
         cut.elapsed()
     };
     let edge = async {
-        says(&scene.edge, "tunnel ended").await;
+        scene.edge.wrote("tunnel ended", 1, SOON).await;
         cut.elapsed()
     };
     let callers = async {
@@ -195,6 +187,7 @@ async fn outage(outage: Duration, bound: Duration) {
 async fn outage_on(street: &Street, idle: Duration, outage: Duration, bound: Duration) {
     let site = gateway().await;
     let scene = Scene::on(street, &site, "edge-1").await;
+    // Time is the subject, before the cut and during it.
     sleep(idle).await;
     scene.host.cut();
     sleep(outage).await;
@@ -290,7 +283,7 @@ async fn an_edge_whose_own_link_comes_up_is_back_in_time() {
     let site = gateway().await;
     let scene = Scene::on(&street, &site, "edge-1").await;
     scene.host.down();
-    says(&scene.edge, "could not dial").await;
+    scene.edge.wrote("could not dial", 1, SOON).await;
     scene.host.up();
     back_in_time(&scene, BACK).await;
 }

@@ -52,6 +52,17 @@ fn get(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n")
 }
 
+/// An app with an endless answer, one that is `whole`, and short ones.
+async fn serving(whole: &Arc<Vec<u8>>) -> App {
+    let whole = whole.clone();
+    App::http(move |head| match head.path().as_str() {
+        "/endless" => answer::endless(),
+        "/download" => answer::bytes(&whole),
+        _ => answer::ok("well"),
+    })
+    .await
+}
+
 /// Small requests and a whole download, beside whatever else there is.
 async fn others_are_served(road: &Road, whole: &[u8]) {
     let callers = join_all((0..64).map(|_| async {
@@ -73,13 +84,7 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
 #[tokio::test]
 async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
     let whole = Arc::new(pattern(32 * MIB));
-    let sent = whole.clone();
-    let app = App::http(move |head| match head.path().as_str() {
-        "/endless" => answer::endless(),
-        "/download" => answer::bytes(&sent),
-        _ => answer::ok("well"),
-    })
-    .await;
+    let app = serving(&whole).await;
     let road = Road::to(&app).await;
     let count = many();
     let mut stalled = Vec::new();
@@ -132,13 +137,7 @@ async fn read_slowly(mut wire: TcpStream, over: &AtomicBool) {
 #[tokio::test]
 async fn one_that_stalls_and_one_that_is_slow_hold_up_nobody() {
     let whole = Arc::new(pattern(32 * MIB));
-    let sent = whole.clone();
-    let app = App::http(move |head| match head.path().as_str() {
-        "/endless" => answer::endless(),
-        "/download" => answer::bytes(&sent),
-        _ => answer::ok("well"),
-    })
-    .await;
+    let app = serving(&whole).await;
     let road = Road::to(&app).await;
     let mut wires = Vec::new();
     for _ in 0..2 {
@@ -210,11 +209,7 @@ async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went
 
 #[tokio::test]
 async fn where_callers_leave_too_much_unread_new_ones_get_503_until_that_is_over() {
-    let app = App::http(|head| match head.path().as_str() {
-        "/endless" => answer::endless(),
-        _ => answer::ok("well"),
-    })
-    .await;
+    let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| config.limits.unread = FLOOR / 2);
     let road = Road::along(build, Scheme::Http, app.address()).await;
     let mut stalled: TcpStream = road.tcp("plain").await;

@@ -416,6 +416,7 @@ fn trap_14_one_crypto_provider_is_in_the_tree() {
         assert!(!names.contains(&banned), "{banned}");
     }
 }
+
 /// How many streams each had so far.
 async fn opened(road: &Road) -> Vec<u64> {
     road.details("streams_opened").await

@@ -163,7 +163,7 @@ pub enum ControlError {
 /// One end of a control stream. Reading is cancel-safe.
 #[derive(Debug)]
 pub struct Control {
-    send: Send,
+    pub(crate) send: Send,
     receive: Receive,
     unread: BytesMut,
     /// How much of it holds no end of a line.

@@ -19,6 +19,7 @@ pub mod window;
 
 pub mod body;
 pub mod copy;
+pub mod frames;
 pub mod headers;
 pub mod load;
 mod small;
@@ -30,6 +31,7 @@ pub mod error;
 pub mod listener;
 pub mod resolve;
 pub mod socket;
+pub mod tap;
 pub mod task;
 
 pub use client::Tunnel;

@@ -4,11 +4,11 @@
 //! that TLS is never silently unverified: `https` names its CA or says `verify: false`.
 //! Whether a gateway is known is not asked here: the data directory may hold one.
 
-use causeway_tunnel::wire::MOST_TUNNELS;
 use std::net::IpAddr;
 
 use causeway_certs::NodeName;
 use causeway_config::{Fault, Faults, Secret, Validate, host_port};
+use causeway_tunnel::wire::MOST_TUNNELS;
 
 use super::{Allow, Config, Port, Scheme};
 
@@ -87,11 +87,11 @@ impl Config {
             "tunnels",
             &[("max", tunnels.max), ("bulk_after", tunnels.bulk_after)],
         );
-        if u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
-            return;
+        if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
+            let detail =
+                format!("must be at most {MOST_TUNNELS}: a gateway takes no more of one edge");
+            faults.add("tunnels.max", detail);
         }
-        let detail = format!("must be at most {MOST_TUNNELS}: a gateway takes no more of one edge");
-        faults.add("tunnels.max", detail);
     }
 }
 

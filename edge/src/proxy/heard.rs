@@ -5,27 +5,14 @@
 //! however many there are, so an app that sends them without end never comes to its answer: such an app's connection
 //! fails, whichever stream they were for.
 
-use causeway_tunnel::wire::MOST_INTERIMS;
-use std::{
-    collections::HashMap,
-    io,
-    pin::Pin,
-    task::{Context, Poll, ready},
+use causeway_tunnel::{
+    frames::{ACK, DATA, END_STREAM, Frames, HEADERS, Head, Part, RST_STREAM, SETTINGS},
+    tap::{Listen, Tap},
+    wire::MOST_INTERIMS,
 };
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::watch,
-};
+use std::{collections::HashMap, io};
+use tokio::sync::watch;
 
-const DATA: u8 = 0;
-const HEADERS: u8 = 1;
-const RST_STREAM: u8 = 3;
-const SETTINGS: u8 = 4;
-/// Flags of DATA and HEADERS, and of SETTINGS.
-const END_STREAM: u8 = 1;
-const ACK: u8 = 1;
-/// Length, kind, flags, stream.
-const HEAD: usize = 9;
 /// Identifier and value.
 const SETTING: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
@@ -36,35 +23,21 @@ const MOST_COUNTED: usize = 4_096;
 /// How many streams an app allows at once. `None`: it has not said yet.
 pub(super) type Allowed = watch::Receiver<Option<u32>>;
 
-/// A connection to an HTTP/2 app that is listened to.
-#[derive(Debug)]
-pub(super) struct Heard<S> {
-    io: S,
-    ear: Ear,
+/// A connection to an HTTP/2 app that is listened to, and what is heard of it.
+pub(super) fn heard<S>(io: S) -> (Tap<S, Ear>, Allowed) {
+    let (ear, allowed) = Ear::new();
+    (Tap::new(io, ear), allowed)
 }
 
-impl<S> Heard<S> {
-    pub(super) fn new(io: S) -> (Self, Allowed) {
-        let (allows, allowed) = watch::channel(None);
-        let ear = Ear {
-            head: [0; HEAD],
-            have: 0,
-            left: 0,
-            settings: None,
-            heads: HashMap::new(),
-            allows,
-        };
-        (Self { io, ear }, allowed)
-    }
+/// What an app has said so far.
+#[derive(Debug)]
+pub(super) struct Ear {
+    frames: Frames,
+    said: Said,
 }
 
-/// Where the app's bytes stand between frames, and what they have said.
 #[derive(Debug)]
-struct Ear {
-    head: [u8; HEAD],
-    have: usize,
-    /// Bytes to the next head.
-    left: u32,
+struct Said {
     /// The setting that is being read, while its frame is.
     settings: Option<([u8; SETTING], usize)>,
     /// Heads without an end, by stream: interim answers, and perhaps the answer.
@@ -73,44 +46,42 @@ struct Ear {
 }
 
 impl Ear {
-    /// False if the app has sent interim answers without end.
-    fn hear(&mut self, mut bytes: &[u8]) -> bool {
-        let mut sane = true;
-        while !bytes.is_empty() {
-            let wanted = if self.left > 0 {
-                usize::try_from(self.left).unwrap_or(usize::MAX)
-            } else {
-                HEAD - self.have
-            };
-            let (part, rest) = bytes.split_at(wanted.min(bytes.len()));
-            bytes = rest;
-            if self.left > 0 {
-                self.payload(part);
-            } else {
-                self.head[self.have..self.have + part.len()].copy_from_slice(part);
-                self.have += part.len();
-                if self.have == HEAD {
-                    self.have = 0;
-                    sane &= self.frame();
-                }
-            }
-        }
-        sane
+    fn new() -> (Self, Allowed) {
+        let (allows, allowed) = watch::channel(None);
+        let said = Said {
+            settings: None,
+            heads: HashMap::new(),
+            allows,
+        };
+        let frames = Frames::default();
+        (Self { frames, said }, allowed)
     }
+}
 
-    /// A frame begins.
-    fn frame(&mut self) -> bool {
-        let [high, middle, low, kind, flags, stream @ ..] = self.head;
-        self.left = u32::from_be_bytes([0, high, middle, low]);
-        let stream = u32::from_be_bytes(stream) & (u32::MAX >> 1);
+impl Listen for Ear {
+    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut sane = true;
+        self.frames.pass(bytes, |part| match part {
+            Part::Head(head) => sane &= self.said.begins(head),
+            Part::Payload { bytes, left } => self.said.payload(bytes, left),
+        });
+        if sane {
+            return Ok(());
+        }
+        let why = "it sent interim answers without end instead of an answer";
+        Err(io::Error::new(io::ErrorKind::InvalidData, why))
+    }
+}
+
+impl Said {
+    /// A frame begins. False if the app has sent interim answers without end.
+    fn begins(&mut self, head: Head) -> bool {
+        let Head { kind, stream, .. } = head;
         match kind {
-            DATA | HEADERS if flags & END_STREAM != 0 => drop(self.heads.remove(&stream)),
+            DATA | HEADERS if head.flags & END_STREAM != 0 => drop(self.heads.remove(&stream)),
             RST_STREAM => drop(self.heads.remove(&stream)),
             HEADERS => return self.count(stream),
-            SETTINGS if flags & ACK == 0 => {
-                self.settings = Some(([0; SETTING], 0));
-                self.payload(&[]);
-            }
+            SETTINGS if head.flags & ACK == 0 => self.settings = Some(([0; SETTING], 0)),
             _ => {}
         }
         true
@@ -127,8 +98,7 @@ impl Ear {
     }
 
     /// Some of a frame's payload.
-    fn payload(&mut self, part: &[u8]) {
-        self.left = u32::try_from(part.len()).map_or(0, |part| self.left.saturating_sub(part));
+    fn payload(&mut self, part: &[u8], left: u32) {
         let Some((setting, have)) = &mut self.settings else {
             return;
         };
@@ -140,7 +110,7 @@ impl Ear {
                 self.allows.send_replace(Some(u32::from_be_bytes(value)));
             }
         }
-        if self.left == 0 {
+        if left == 0 {
             self.settings = None;
             // RFC 9113 §6.5.2: who says nothing sets no limit.
             let unlimited = |allowed: &mut Option<u32>| {
@@ -150,56 +120,6 @@ impl Ear {
             };
             self.allows.send_if_modified(unlimited);
         }
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let before = buf.filled().len();
-        ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
-        if this
-            .ear
-            .hear(buf.filled().get(before..).unwrap_or_default())
-        {
-            return Poll::Ready(Ok(()));
-        }
-        let why = "it sent interim answers without end instead of an answer";
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Heard<S> {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().io).poll_write(cx, buf)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().io).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
     }
 }
 
@@ -230,9 +150,9 @@ mod tests {
             ];
             let bytes = bytes.concat();
             for cut in 1..=bytes.len() {
-                let (mut heard, said) = Heard::new(());
+                let (mut ear, said) = Ear::new();
                 for part in bytes.chunks(cut) {
-                    assert!(heard.ear.hear(part));
+                    ear.read(part).unwrap();
                 }
                 assert_eq!(*said.borrow(), Some(allowed), "{cut}");
             }
@@ -241,15 +161,15 @@ mod tests {
 
     #[test]
     fn interim_answers_without_end_are_heard_by_stream() {
-        let (mut app, _allowed) = Heard::new(());
+        let (mut ear, _allowed) = Ear::new();
         let head = |stream| frame(HEADERS, 4, stream, b"\x88");
         for _ in 0..=MOST_INTERIMS {
-            assert!(app.ear.hear(&head(1)));
-            assert!(app.ear.hear(&head(3)));
+            ear.read(&head(1)).unwrap();
+            ear.read(&head(3)).unwrap();
         }
         let ended = frame(HEADERS, 4 | END_STREAM, 3, b"\x88");
-        assert!(app.ear.hear(&ended));
-        assert!(app.ear.hear(&head(3)));
-        assert!(!app.ear.hear(&head(1)));
+        ear.read(&ended).unwrap();
+        ear.read(&head(3)).unwrap();
+        assert!(ear.read(&head(1)).is_err());
     }
 }

@@ -73,7 +73,7 @@ impl Waiting {
     fn came(&mut self, status: StatusCode, fields: &HeaderMap) {
         let mut head = Response::new(());
         *head.status_mut() = status;
-        let large = size(fields) > MOST_FIELDS;
+        let large = headers::size(fields) > MOST_FIELDS;
         if !large {
             head.headers_mut().clone_from(fields);
             headers::strip_hop_by_hop(head.headers_mut());
@@ -116,14 +116,6 @@ impl Waiting {
     }
 }
 
-/// What fields take up, as HTTP/2 counts it (RFC 9113 §6.5.2).
-fn size(fields: &HeaderMap) -> usize {
-    let sizes = fields
-        .iter()
-        .map(|(name, value)| name.as_str().len() + value.len() + 32);
-    sizes.sum()
-}
-
 impl Interim {
     /// Lets the engine report the interim answers to `request` here.
     pub(super) fn listen<B>(&self, request: &mut Request<B>) {
@@ -140,7 +132,8 @@ impl Interim {
 
     /// Waits for the next. `None`: there have been too many.
     pub(super) async fn next(&self) -> Option<Response<()>> {
-        let mut pause = pin!(sleep(PAUSE));
+        // Most streams have none, and need no timer.
+        let mut pause = pin!(None);
         poll_fn(|cx| {
             self.0.waker.register(cx.waker());
             if self.0.came.load(Relaxed) > MOST_INTERIMS {
@@ -151,8 +144,9 @@ impl Interim {
                 return Poll::Ready(Some(head));
             }
             if waiting.latest.is_some() {
-                pause.as_mut().reset(Instant::now() + waiting.pause());
-                if pause.as_mut().poll(cx).is_ready() {
+                pause.set(Some(sleep(waiting.pause())));
+                let over = pause.as_mut().as_pin_mut().map(|pause| pause.poll(cx));
+                if over.is_some_and(|over| over.is_ready()) {
                     cx.waker().wake_by_ref();
                 }
             }

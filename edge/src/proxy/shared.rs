@@ -13,7 +13,7 @@ use super::{
     body::Outgoing,
     broken,
     forward::{self, Unanswered},
-    heard::{Allowed, Heard},
+    heard::{Allowed, heard},
     target,
 };
 use causeway_tunnel::task::Tasks;
@@ -220,7 +220,7 @@ impl Dialling<'_> {
         connection: Connection,
         (tasks, deadline): (&Arc<Tasks>, Instant),
     ) -> Result<Stream, Failed> {
-        let (heard, mut allowed) = Heard::new(connection);
+        let (heard, mut allowed) = heard(connection);
         let (sender, connection) = http2::Builder::new(On(tasks.clone()))
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)

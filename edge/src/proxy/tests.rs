@@ -283,6 +283,7 @@ async fn an_upload_that_the_app_reads_on_after_its_answer_is_cut_by_silence_alon
     while answered.elapsed() < 3 * idle {
         opened.send.data(Bytes::from_static(b"part")).await.unwrap();
         assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
+        // Time is the subject: the upload never pauses for as long as the bound.
         tokio::time::sleep(idle / 5).await;
     }
     assert_reset(app).await;

@@ -63,20 +63,12 @@ struct Streamed {
 impl Outgoing {
     /// No body. `record` ends with the head.
     pub fn empty() -> Self {
-        Self {
-            inner: Inner::Empty,
-            socket: None,
-            busy: None,
-        }
+        Self::of(Inner::Empty)
     }
 
     /// A text of our own.
     pub fn text(text: impl Into<Bytes>) -> Self {
-        Self {
-            inner: Inner::Text(Some(text.into())),
-            socket: None,
-            busy: None,
-        }
+        Self::of(Inner::Text(Some(text.into())))
     }
 
     /// A body from a tunnel.
@@ -89,8 +81,12 @@ impl Outgoing {
             yielded: false,
             upload: None,
         };
+        Self::of(Inner::Stream(Box::new(streamed)))
+    }
+
+    fn of(inner: Inner) -> Self {
         Self {
-            inner: Inner::Stream(Box::new(streamed)),
+            inner,
             socket: None,
             busy: None,
         }

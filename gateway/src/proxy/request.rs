@@ -80,17 +80,14 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
 ///
 /// # Errors
 /// [`Reason::HeaderTooLarge`].
-pub fn trailers(fields: &HeaderMap, header_bytes: usize, headers: usize) -> Result<(), Error> {
+pub fn trailers(fields: &HeaderMap, header_bytes: usize, most: usize) -> Result<(), Error> {
     // With RFC 7541's 32 bytes a field (§4.1): an app's engine counts them so, and ends its connection.
-    let size: usize = fields
-        .iter()
-        .map(|(name, value)| name.as_str().len() + value.len() + 32)
-        .sum();
-    if fields.len() <= headers && size <= header_bytes {
+    let size = headers::size(fields);
+    if fields.len() <= most && size <= header_bytes {
         return Ok(());
     }
     Err(Reason::HeaderTooLarge.says(format!(
-        "the request's trailers are {} fields of {size} bytes, at most {headers} of {header_bytes} are allowed",
+        "the request's trailers are {} fields of {size} bytes, at most {most} of {header_bytes} are allowed",
         fields.len()
     )))
 }

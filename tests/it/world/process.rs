@@ -225,6 +225,14 @@ impl Process {
         }
     }
 
+    /// Waits until it has written `part` so many times in all.
+    pub(crate) async fn wrote(&self, part: &str, times: usize, bound: Duration) {
+        let mut output = self.output.clone();
+        let enough = output.wait_for(|output| output.count(part) >= times);
+        let wrote = matches!(timeout(bound, enough).await, Ok(Ok(_)));
+        assert!(wrote, "{part:?}, {times} times: {:#?}", self.written());
+    }
+
     /// What it has written so far.
     pub(crate) fn written(&self) -> Output {
         self.output.borrow().clone()

@@ -8,7 +8,7 @@
 use super::{Load, Settings, Shared, Tunnel, turn::Turn};
 use crate::{
     error::Ended,
-    flood::Guarded,
+    flood::{Guarded, guarded},
     liveness::{Liveness, Verdict},
     socket::Traffic,
     unread::{Held, Part, WEIGH_AFTER},
@@ -71,7 +71,7 @@ where
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
         .enable_push(false)
-        .handshake(Guarded::new(io, load.small().clone()))
+        .handshake(guarded(io, load.small().clone()))
         .await
         .map_err(|error| Ended::of(Err(error)))?;
     let ping_pong = connection

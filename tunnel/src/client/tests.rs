@@ -521,3 +521,37 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
     assert!(ended.try_recv().is_err(), "the tunnel lives on");
     assert!(tunnel.round_trip() > Duration::ZERO);
 }
+
+#[tokio::test]
+async fn a_control_line_may_come_byte_by_byte_and_with_the_next_behind_it() {
+    let (tunnel, _ended, mut edge) = pair(Settings::default()).await;
+    let speaking = async {
+        let Ok(Incoming::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let line = |bytes| {
+            let mut line = serde_json::to_vec(&ToGateway::Window { bytes }).unwrap();
+            line.push(b'\n');
+            line
+        };
+        let both = [line(70_000), line(80_000)].concat();
+        let (most, rest) = both.split_at(both.len() / 2 - 1);
+        for byte in most {
+            control.send.data(Bytes::from(vec![*byte])).await.unwrap();
+            // What was sent goes out as a frame of its own.
+            while edge.next().now_or_never().is_some() {}
+        }
+        control.send.data(Bytes::from(rest.to_vec())).await.unwrap();
+        // Drives the connection until the other side has all and goes.
+        while edge.next().await.is_ok() {}
+    };
+    let hearing = async {
+        let mut control = tunnel.control().await.unwrap();
+        for expected in [70_000, 80_000] {
+            let heard = control.hear_within(Duration::from_secs(20)).await.unwrap();
+            assert!(matches!(heard, ToGateway::Window { bytes } if bytes == expected));
+        }
+        tunnel.close();
+    };
+    tokio::join!(speaking, hearing);
+}

@@ -10,7 +10,7 @@ use super::{
         trouble::Trouble,
     },
     Links,
-    heard::{Fault, Heard},
+    heard::Fault,
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
@@ -19,6 +19,7 @@ use causeway_tunnel::{
     load::Load,
     server::{self, Asked, Incoming, Server, Settings},
     socket::Counted,
+    tap::Tap,
     task::Tasks,
     wire,
 };
@@ -40,7 +41,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// How often a leaving tunnel looks whether its streams are over.
 const LOOK: Duration = Duration::from_millis(50);
 
-type Io = Heard<TlsStream<Counted<TcpStream>>>;
+type Io = Tap<TlsStream<Counted<TcpStream>>, Fault>;
 
 /// A registered tunnel.
 pub(super) struct Session {
@@ -165,7 +166,7 @@ impl Session {
         };
         let bound = links.config.timeouts.hello;
         let greeting = async {
-            let io = Heard::new(io, fault.clone());
+            let io = Tap::new(io, fault.clone());
             let server = server::accept(io, traffic, settings)
                 .await
                 .map_err(|ended| fault.trouble(&ended))?;

@@ -4,12 +4,7 @@
 //! other frame may come in between (RFC 9113 §6.10). Only the heads of frames are looked at, as they pass
 //! between TLS and the engine; what does not begin as HTTP/2 does is not looked at.
 
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-const HEADERS: u8 = 1;
-const CONTINUATION: u8 = 9;
-const END_HEADERS: u8 = 4;
-/// Length, kind, flags, stream.
-const HEAD: usize = 9;
+use causeway_tunnel::frames::{CONTINUATION, END_HEADERS, Frames, HEADERS, Head, PREFACE, Part};
 
 /// Where the caller stands between its field lists.
 #[derive(Debug, Default)]
@@ -17,11 +12,13 @@ pub(super) struct Blocks {
     /// How much of the preface has come; `None` where something else came.
     preface: Option<usize>,
     seen: bool,
-    head: [u8; HEAD],
-    have: usize,
-    /// Bytes to the next frame.
-    skip: usize,
-    /// A list has begun.
+    frames: Frames,
+    list: List,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    /// One has begun.
     open: bool,
     /// This frame is its last.
     last: bool,
@@ -30,29 +27,16 @@ pub(super) struct Blocks {
 impl Blocks {
     /// Takes the next bytes. True where a list has begun in them and goes on behind them, false where one has ended
     /// and none goes on.
-    pub(super) fn pass(&mut self, mut bytes: &[u8]) -> Option<bool> {
-        bytes = self.greeted(bytes)?;
+    pub(super) fn pass(&mut self, bytes: &[u8]) -> Option<bool> {
+        let bytes = self.greeted(bytes)?;
         let mut changed = None;
-        while !bytes.is_empty() {
-            if self.skip == 0 {
-                let part = bytes.len().min(HEAD - self.have);
-                let (taken, rest) = bytes.split_at(part);
-                self.head[self.have..self.have + part].copy_from_slice(taken);
-                self.have += part;
-                bytes = rest;
-                if self.have < HEAD {
-                    break;
-                }
-                changed = self.begin().or(changed);
-            }
-            let skipped = bytes.len().min(self.skip);
-            self.skip -= skipped;
-            bytes = bytes.get(skipped..).unwrap_or_default();
-            if self.skip == 0 && self.open && self.last {
-                self.open = false;
-                changed = Some(false);
-            }
-        }
+        self.frames.pass(bytes, |part| {
+            let change = match part {
+                Part::Head(head) => self.list.begins(head),
+                Part::Payload { left, .. } => self.list.ends(left),
+            };
+            changed = change.or(changed);
+        });
         changed
     }
 
@@ -68,19 +52,24 @@ impl Blocks {
         self.preface = sound.then_some(have + part);
         sound.then_some(rest)
     }
+}
 
-    /// A frame's head is complete. True where a list begins with it.
-    fn begin(&mut self) -> Option<bool> {
-        let [high, middle, low, kind, flags, ..] = self.head;
-        self.have = 0;
-        let length = u32::from_be_bytes([0, high, middle, low]);
-        self.skip = usize::try_from(length).unwrap_or(usize::MAX);
-        if !matches!(kind, HEADERS | CONTINUATION) {
+impl List {
+    /// A frame begins. True where a list begins with it.
+    fn begins(&mut self, head: Head) -> Option<bool> {
+        if !matches!(head.kind, HEADERS | CONTINUATION) {
             return None;
         }
-        self.last = flags & END_HEADERS != 0;
+        self.last = head.flags & END_HEADERS != 0;
         let begins = !std::mem::replace(&mut self.open, true);
         begins.then_some(true)
+    }
+
+    /// So much is left of a frame. False where a list ends with it.
+    fn ends(&mut self, left: u32) -> Option<bool> {
+        let ends = left == 0 && self.open && self.last;
+        self.open &= !ends;
+        ends.then_some(false)
     }
 }
 
@@ -116,7 +105,7 @@ mod tests {
             for part in bytes.chunks(cut) {
                 open = blocks.pass(part).unwrap_or(open);
                 at += part.len();
-                assert_eq!(open, blocks.open, "cut to {cut}, at {at}");
+                assert_eq!(open, blocks.list.open, "cut to {cut}, at {at}");
                 let known = opened.iter().find(|(end, _)| *end == at);
                 assert!(known.is_none_or(|(_, known)| *known == open), "{cut} {at}");
             }
@@ -132,6 +121,6 @@ mod tests {
             text.extend(frame(HEADERS, 0, 3));
             assert_eq!(blocks.pass(&text), None);
         }
-        assert!(!blocks.open);
+        assert!(!blocks.list.open);
     }
 }

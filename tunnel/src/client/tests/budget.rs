@@ -3,7 +3,10 @@
 use super::*;
 use crate::{unread::Pressure, window};
 use std::time::Duration;
-use tokio::{task::JoinSet, time::timeout};
+use tokio::{
+    task::JoinSet,
+    time::{interval, timeout},
+};
 
 /// A tunnel's budget in these tests: little, so that a test moves little.
 const BUDGET: usize = 8 << 20;
@@ -142,4 +145,49 @@ async fn stall(turning: &mut Turning) -> (Response<Receive>, Send) {
     let answer = opened.answer.await.unwrap();
     fill(&mut send).await;
     (answer, send)
+}
+
+/// Alive by its bytes, and yet it never says that it took its turn.
+#[tokio::test(start_paused = true)]
+async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() {
+    let (tunnel, mut ended, mut edge) = pair(settings(Arc::default())).await;
+    tokio::spawn(async move {
+        let Ok(Incoming::Control(mut control)) = edge.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let mut trickle = interval(Duration::from_secs(1));
+        let mut open = Vec::new();
+        loop {
+            tokio::select! {
+                incoming = edge.next() => match incoming {
+                    Ok(incoming) => open.push(incoming),
+                    Err(_) => return,
+                },
+                _ = trickle.tick() => {
+                    let detail = String::from("alive");
+                    let _ = control.tell(&ToGateway::Leave { detail }).await;
+                }
+            }
+        }
+    });
+    let mut control = tunnel.control().await.unwrap();
+    tunnel.give_turns();
+    // With a crowd the windows are to be smaller.
+    let mut crowd = Vec::new();
+    for _ in 0..64 {
+        crowd.push(open(&tunnel, false).await);
+    }
+    let began = Instant::now();
+    // The gateway is no more silent than the edge.
+    let hearing = async {
+        while control.hear::<ToGateway>().await.is_ok() {
+            let _ = control.tell(&ToEdge::Registered).await;
+        }
+    };
+    let (why, (), _) = tokio::join!(ended.recv(), hearing, tunnel.turn());
+    let why = why.unwrap().to_string();
+    assert!(why.contains("has not taken new SETTINGS"), "{why}");
+    let took = began.elapsed();
+    assert!(took >= Duration::from_mins(1), "{took:?}");
+    assert!(took < Duration::from_secs(90), "{took:?}");
 }

@@ -1,0 +1,162 @@
+//! HTTP/2's frames as they pass below an engine (RFC 9113 §4.1): for whoever must know what the engine keeps to itself.
+
+/// What a client sends before its first frame (RFC 9113 §3.4).
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Kinds of frames (RFC 9113 §6).
+pub const DATA: u8 = 0;
+/// See [`DATA`].
+pub const HEADERS: u8 = 1;
+/// See [`DATA`].
+pub const RST_STREAM: u8 = 3;
+/// See [`DATA`].
+pub const SETTINGS: u8 = 4;
+/// See [`DATA`].
+pub const PING: u8 = 6;
+/// See [`DATA`].
+pub const WINDOW_UPDATE: u8 = 8;
+/// See [`DATA`].
+pub const CONTINUATION: u8 = 9;
+
+/// A flag of DATA and HEADERS.
+pub const END_STREAM: u8 = 1;
+/// A flag of SETTINGS and PING.
+pub const ACK: u8 = 1;
+/// A flag of HEADERS and CONTINUATION.
+pub const END_HEADERS: u8 = 4;
+
+/// Length, kind, flags, stream.
+const HEAD: usize = 9;
+
+/// The head of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// [`DATA`] and so on.
+    pub kind: u8,
+    /// [`END_STREAM`] and so on, by kind.
+    pub flags: u8,
+    /// Of the payload, in bytes.
+    pub length: u32,
+    /// The stream; 0 is the connection.
+    pub stream: u32,
+}
+
+/// What comes next of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part<'a> {
+    /// It begins.
+    Head(Head),
+    /// Some of its payload; a frame without any has one part that is empty.
+    Payload {
+        /// These bytes.
+        bytes: &'a [u8],
+        /// How many follow.
+        left: u32,
+    },
+}
+
+/// Where one direction of a connection stands between frames.
+#[derive(Debug, Default)]
+pub struct Frames {
+    head: [u8; HEAD],
+    have: usize,
+    /// Of the payload, in bytes.
+    left: u32,
+}
+
+impl Frames {
+    /// What a client sends: behind the preface, which is shown as payload.
+    pub fn of_client() -> Self {
+        Self {
+            left: u32::try_from(PREFACE.len()).unwrap_or(0),
+            ..Self::default()
+        }
+    }
+
+    /// Shows what the next bytes are, however they are cut.
+    pub fn pass<'a>(&mut self, mut bytes: &'a [u8], mut seen: impl FnMut(Part<'a>)) {
+        while !bytes.is_empty() {
+            let wanted = match self.left {
+                0 => HEAD - self.have,
+                left => usize::try_from(left).unwrap_or(usize::MAX),
+            };
+            let (part, rest) = bytes.split_at(wanted.min(bytes.len()));
+            bytes = rest;
+            if self.left > 0 {
+                self.left -= u32::try_from(part.len()).unwrap_or(self.left);
+                seen(Part::Payload {
+                    bytes: part,
+                    left: self.left,
+                });
+            } else if let Some(head) = self.head(part) {
+                seen(Part::Head(head));
+                if head.length == 0 {
+                    seen(Part::Payload {
+                        bytes: &[],
+                        left: 0,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Takes some bytes of a head; the head once it is whole.
+    fn head(&mut self, part: &[u8]) -> Option<Head> {
+        self.head[self.have..self.have + part.len()].copy_from_slice(part);
+        self.have += part.len();
+        if self.have < HEAD {
+            return None;
+        }
+        let [high, middle, low, kind, flags, stream @ ..] = self.head;
+        self.have = 0;
+        self.left = u32::from_be_bytes([0, high, middle, low]);
+        Some(Head {
+            kind,
+            flags,
+            length: self.left,
+            // The first bit means nothing.
+            stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_found_however_the_bytes_are_cut() {
+        let mut bytes = PREFACE.to_vec();
+        let sent = [
+            (HEADERS, END_HEADERS, 3_u8),
+            (DATA, 0, 0),
+            (RST_STREAM, 0, 4),
+        ];
+        for (kind, flags, length) in sent {
+            bytes.extend([0, 0, length, kind, flags, 0x80, 0, 1, 2]);
+            bytes.extend(vec![kind; usize::from(length)]);
+        }
+        let heads = sent.map(|(kind, flags, length)| Head {
+            kind,
+            flags,
+            length: length.into(),
+            stream: 258,
+        });
+        for cut in 1..=bytes.len() {
+            let mut frames = Frames::of_client();
+            let (mut seen, mut payload, mut ends) = (Vec::new(), Vec::new(), 0);
+            for part in bytes.chunks(cut) {
+                frames.pass(part, |part| match part {
+                    Part::Head(head) => seen.push(head),
+                    Part::Payload { bytes, left } => {
+                        payload.extend_from_slice(bytes);
+                        ends += usize::from(left == 0);
+                    }
+                });
+            }
+            assert_eq!(seen, heads, "{cut}");
+            let whole = [PREFACE, &[HEADERS; 3], &[RST_STREAM; 4]].concat();
+            assert_eq!((payload, ends), (whole, 4), "{cut}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! A connection that is listened to below an engine.
+//!
+//! The one place where reading and writing are passed on by hand for it: who listens says what the bytes mean.
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Who listens to a connection.
+pub trait Listen {
+    /// Asked before each read. Pending puts the read off; whoever says so sees to it that it is tried again.
+    fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
+        Poll::Ready(())
+    }
+
+    /// These bytes were read; none is the end.
+    ///
+    /// # Errors
+    /// What the connection is to fail with.
+    fn read(&mut self, _bytes: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// A read has failed.
+    fn failed(&mut self, _error: &io::Error) {}
+
+    /// These bytes were written.
+    fn written(&mut self, _bytes: &[u8]) {}
+}
+
+/// A connection, and who listens to it.
+#[derive(Debug)]
+pub struct Tap<S, L> {
+    io: S,
+    listener: L,
+}
+
+impl<S, L> Tap<S, L> {
+    /// Lets `listener` hear what passes through `io`.
+    pub fn new(io: S, listener: L) -> Self {
+        Self { io, listener }
+    }
+}
+
+impl<S: AsyncRead + Unpin, L: Listen + Unpin> AsyncRead for Tap<S, L> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        ready!(this.listener.poll_turn(cx));
+        let before = buf.filled().len();
+        let read = ready!(Pin::new(&mut this.io).poll_read(cx, buf));
+        Poll::Ready(match read {
+            Ok(()) => this
+                .listener
+                .read(buf.filled().get(before..).unwrap_or_default()),
+            Err(error) => {
+                this.listener.failed(&error);
+                Err(error)
+            }
+        })
+    }
+}
+
+impl<S: AsyncWrite + Unpin, L: Listen + Unpin> AsyncWrite for Tap<S, L> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
+        this.listener
+            .written(buf.get(..written).unwrap_or_default());
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;
+        let mut left = written;
+        for buf in bufs {
+            let part = buf.len().min(left);
+            this.listener.written(buf.get(..part).unwrap_or_default());
+            left -= part;
+        }
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
