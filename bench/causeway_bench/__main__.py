@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from . import report
@@ -27,6 +28,8 @@ def arguments() -> argparse.Namespace:
     pace.add_argument("--quick", action="store_true", help="two minutes; prints ratios, keeps nothing in bench/")
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
+    parser.add_argument("--before", type=Path, metavar="PROGRAM",
+                        help="another build of causeway: these two alone, the other as the reference")
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
                         help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
@@ -40,6 +43,9 @@ def chosen(asked: argparse.Namespace) -> list[tuple[Row, tuple[str, ...]]]:
     unknown = set(asked.only) - {row.name for row in ROWS}
     if unknown:
         raise SystemExit(f"bench: no such row: {' '.join(sorted(unknown))}; --list names them")
+    if asked.before:
+        named = (replace(row, reference="before") for row in ROWS if "causeway" in row.contestants)
+        return [(row, ("before", "causeway")) for row in named if row.name in (asked.only or ("http1-64",))]
     if asked.only:
         return [(row, row.contestants) for row in ROWS if row.name in asked.only]
     if asked.quick:
@@ -78,6 +84,8 @@ def main() -> int:
     target = Path(os.environ["CARGO_TARGET_DIR"])
     tools.add("causeway", target / "release" / "causeway", "not built")
     tools.add("bench-load", Path(os.environ["BENCH_LOAD"]), "bench/load is not built")
+    if asked.before:
+        tools.add("before", asked.before.resolve(), "not built")
     pace = PACES["quick" if asked.quick else "full" if asked.full else "default"]
 
     scratch = Path(tempfile.mkdtemp(prefix="causeway-bench."))
@@ -98,11 +106,12 @@ def main() -> int:
 
     said = [f"--{pace.name}"] if pace.name != "default" else []
     said += ["--only", *asked.only] if asked.only else []
+    said += ["--before", str(asked.before)] if asked.before else []
     said += ["--placement", asked.placement] if asked.placement != "free" else []
     run = Run(outcomes, machine, pace, asked.placement, bed.configurations, said, took, scratch)
     print(report.short(run))
     # Only a whole run replaces what is checked in.
-    kept = whole and not asked.quick and not asked.only
+    kept = whole and not (asked.quick or asked.only or asked.before)
     out = asked.out or (bench if kept else Path(tempfile.mkdtemp(prefix="causeway-bench-results.")))
     report.write(run, out)
     print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")

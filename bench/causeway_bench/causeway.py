@@ -23,6 +23,8 @@ class Causeway(Contestant):
     """Gateway and edge."""
 
     needs = ("causeway",)
+    # Its program, by name.
+    program = "causeway"
     tunnel: int = 0
     admin: int = 0
     folder: Path = Path()
@@ -41,7 +43,7 @@ class Causeway(Contestant):
 
     def bootstrap(self, bed: Bed) -> None:
         """A new data directory, and a token for the node."""
-        program = bed.tools.path("causeway")
+        program = bed.tools.path(self.program)
         self.folder = bed.scratch / fresh_name("causeway")
         run([program, "bootstrap", "--node", NODE, "--out", str(self.folder / "out"), "--data-dir", str(self.data)])
 
@@ -62,7 +64,7 @@ class Causeway(Contestant):
                 app=app,
             ),
         )
-        command = [*self.under, bed.tools.path("causeway"), "gateway", "--config", str(configuration)]
+        command = [*self.under, bed.tools.path(self.program), "gateway", "--config", str(configuration)]
         gateway = bed.spawn(f"{self.folder.name}-gateway", command, "cloud")
         self.processes["front"] = gateway
         bound = 120 if self.under else 20
@@ -86,12 +88,19 @@ class Causeway(Contestant):
                 app=app,
             ),
         )
-        command = [bed.tools.path("causeway"), "edge", "--config", str(configuration)]
+        command = [bed.tools.path(self.program), "edge", "--config", str(configuration)]
         edge = bed.spawn(f"{self.folder.name}-edge", command, "rest")
         self.processes["edge"] = edge
         with bed.at("rest"):
             wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
         return edge
+
+
+class Before(Causeway):
+    """Another build, such as that of the commit before: what a change brings is measured beside it."""
+
+    needs = ("before",)
+    program = "before"
 
 
 def answers(port: int, path: str) -> bool:

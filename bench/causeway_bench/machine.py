@@ -11,7 +11,7 @@ from pathlib import Path
 from .tools import Tools
 
 PROGRAMS = (
-    "causeway", "haproxy", "konnectivity-server", "frps", "chisel", "rathole",
+    "causeway", "before", "haproxy", "konnectivity-server", "frps", "chisel", "rathole",
     "nginx", "wrk", "h2load", "curl", "bench-load", "openssl",
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from .rounds import Outcome, Spread
 COLOURS = {
     "haproxy": "#8a8f98",
     "causeway": "#1f6feb",
+    "before": "#8b949e",
     "konnectivity": "#c2410c",
     "frp": "#15803d",
     "chisel": "#a16207",

@@ -10,7 +10,7 @@ from typing import Literal
 from . import measures
 from .bed import App, Bed
 from .callers import Figures
-from .causeway import Causeway
+from .causeway import Before, Causeway
 from .contestant import Contestant, Direct
 from .haproxy import Haproxy
 from .instructions import per_request
@@ -21,6 +21,7 @@ from .tunnels import Chisel, Frp, Rathole
 CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
     "haproxy": Haproxy,
     "causeway": Causeway,
+    "before": Before,
     "konnectivity": Konnectivity,
     "frp": Frp,
     "chisel": Chisel,

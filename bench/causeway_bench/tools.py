@@ -21,6 +21,7 @@ _ASK = {
     "openssl": "version",
     "valgrind": "--version",
     "causeway": "--version",
+    "before": "--version",
 }
 
 
