@@ -62,18 +62,13 @@ impl Record {
             Some(authority) if super::is_connect(request.method()) => authority.as_str(),
             _ => request.uri().path(),
         };
-        let trace = trace_id(request.headers()).unwrap_or_else(|| hex(rand::random::<[u8; 16]>()));
+        let trace = trace_id(request.headers()).unwrap_or_else(new_trace);
         Self::new(proxy, connection, (request.method().as_str(), path), trace)
     }
 
     /// Begins the record of a TCP session.
     pub fn session(proxy: &Proxy, connection: &Connection) -> Arc<Self> {
-        Self::new(
-            proxy,
-            connection,
-            ("TCP", ""),
-            hex(rand::random::<[u8; 16]>()),
-        )
+        Self::new(proxy, connection, ("TCP", ""), new_trace())
     }
 
     fn new(
@@ -153,14 +148,18 @@ impl Record {
         &self.trace
     }
 
-    /// Passes `traceparent` on as it came, or makes one where the caller sent none.
+    /// Passes `traceparent` on as it came, or makes one where the caller sent none. Its value never comes again: in
+    /// HPACK's table it would push out what does (RFC 7541 §6.2.3).
     pub fn put_trace(&self, fields: &mut HeaderMap) {
-        if trace_id(fields).is_some() {
-            return;
+        if trace_id(fields).is_none() {
+            let span = rand::random::<u64>();
+            let made = format!("00-{}-{span:016x}-01", self.trace);
+            if let Ok(made) = HeaderValue::try_from(made) {
+                fields.insert(TRACEPARENT, made);
+            }
         }
-        let span = hex(rand::random::<[u8; 8]>());
-        if let Ok(value) = HeaderValue::try_from(format!("00-{}-{span}-01", self.trace)) {
-            fields.insert(TRACEPARENT, value);
+        if let Some(value) = fields.get_mut(TRACEPARENT) {
+            value.set_sensitive(true);
         }
     }
 
@@ -190,13 +189,9 @@ fn trace_id(fields: &HeaderMap) -> Option<String> {
     (sound && !zero(trace) && !zero(span)).then(|| trace.to_owned())
 }
 
-fn hex<const N: usize>(bytes: [u8; N]) -> String {
-    bytes
-        .iter()
-        .fold(String::with_capacity(N * 2), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+/// A new trace id: 32 hex digits.
+fn new_trace() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 impl Drop for Record {

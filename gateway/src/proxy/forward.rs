@@ -19,7 +19,7 @@ use http::{
 };
 use http_body::Body;
 use hyper::body::Incoming;
-use std::time::Duration;
+use std::{sync::PoisonError, time::Duration};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -123,6 +123,17 @@ fn scheme(way: Way<'_>) -> uri::Scheme {
 
 /// Adds who called, for what, and how (RFC 7239).
 fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Authority>) {
+    let mut last = way
+        .connection
+        .forwarded
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    if let Some((known, value)) = last.as_ref()
+        && known.as_ref().map(uri::Authority::as_str) == authority.map(uri::Authority::as_str)
+    {
+        fields.append(FORWARDED, value.clone());
+        return;
+    }
     let from = match way.connection.peer.ip() {
         Some(std::net::IpAddr::V4(ip)) => ip.to_string(),
         Some(std::net::IpAddr::V6(ip)) => format!("\"[{ip}]\""),
@@ -133,6 +144,7 @@ fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Autho
         .unwrap_or_default();
     let proto = scheme(way);
     if let Ok(value) = HeaderValue::try_from(format!("for={from}{host};proto={proto}")) {
+        *last = Some((authority.cloned(), value.clone()));
         fields.append(FORWARDED, value);
     }
 }

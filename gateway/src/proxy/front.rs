@@ -24,6 +24,7 @@ use crate::{
         route::Asked,
     },
 };
+use ::http::{HeaderValue, uri::Authority};
 use causeway_certs::{NodeName, verify::Trust};
 use causeway_tunnel::{
     listener::{Bound, Listener, Peer, original_destination},
@@ -34,7 +35,7 @@ use io::Condition;
 use rustls::ServerConfig;
 use std::{
     net::SocketAddr,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 use tokio::time::{Instant, timeout};
@@ -110,6 +111,8 @@ pub struct Connection {
     /// What each of its streams may hold unread, where HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: LastToken,
+    /// What `Forwarded` said last, and for which authority: a kept-alive caller mostly names one.
+    pub(crate) forwarded: Mutex<Option<(Option<Authority>, HeaderValue)>>,
     nobody: OnceLock<Caller>,
     _room: Taken,
     _open: ConnectionGuard,
@@ -155,6 +158,7 @@ impl Arrival {
             idle: Arc::default(),
             last_token: LastToken::default(),
             window: http::window(proxy),
+            forwarded: Mutex::default(),
             nobody: OnceLock::new(),
             _room: self.room,
             _open: proxy.front.metrics.connection(),
