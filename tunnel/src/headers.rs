@@ -16,11 +16,25 @@ use http::{
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
+/// What belongs to one connection, besides what `Connection` names.
+static OF_A_CONNECTION: [HeaderName; 6] = [
+    CONNECTION,
+    KEEP_ALIVE,
+    PROXY_CONNECTION,
+    TE,
+    TRANSFER_ENCODING,
+    UPGRADE,
+];
+
 /// Removes what belongs to one connection only (RFC 9110 §7.6.1): `Connection` and what it names,
 /// `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding`, `Upgrade`, and `TE` but for `trailers`.
 ///
 /// `Connection` cannot name away what routing and framing stand on (`Host`, `Content-Length` …).
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    // One pass, since most heads hold none of them.
+    if !headers.keys().any(|name| OF_A_CONNECTION.contains(name)) {
+        return;
+    }
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()
@@ -32,13 +46,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     for name in named {
         headers.remove(name);
     }
-    for name in [
-        CONNECTION,
-        KEEP_ALIVE,
-        PROXY_CONNECTION,
-        TRANSFER_ENCODING,
-        UPGRADE,
-    ] {
+    for name in OF_A_CONNECTION.iter().filter(|name| *name != TE) {
         headers.remove(name);
     }
     keep_te_trailers(headers);

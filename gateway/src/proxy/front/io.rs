@@ -20,7 +20,6 @@ use std::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::Notify,
     time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_rustls::server::TlsStream;
@@ -38,7 +37,6 @@ pub struct Condition {
     expecting: AtomicBool,
     /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
     head: AtomicU64,
-    head_began: Notify,
 }
 
 impl Default for Condition {
@@ -51,7 +49,6 @@ impl Default for Condition {
             // The first head is due from the start, whether a byte of it has come or not.
             expecting: AtomicBool::new(false),
             head: AtomicU64::new(1),
-            head_began: Notify::new(),
         }
     }
 }
@@ -86,17 +83,17 @@ impl Condition {
 
     /// Waits until a head has been on its way for longer than `bound`.
     pub async fn slow_head(&self, bound: Duration) {
+        let mut due = Instant::now();
         loop {
-            let began = self.head.load(Relaxed);
-            let Some(began) = began.checked_sub(1) else {
-                self.head_began.notified().await;
-                continue;
-            };
-            let due = self.began + Duration::from_millis(began) + bound;
-            if due <= Instant::now() {
+            sleep_until(due).await;
+            let now = Instant::now();
+            let began = self.head.load(Relaxed).checked_sub(1);
+            let began = began.map(|began| self.began + Duration::from_millis(began));
+            // A head that begins from now on is not late before the next look: nobody has to tell of it.
+            due = began.unwrap_or(now) + bound;
+            if due <= now {
                 return;
             }
-            sleep_until(due).await;
         }
     }
 
@@ -109,7 +106,6 @@ impl Condition {
     fn began_head(&self) {
         let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
         self.head.store(age + 1, Relaxed);
-        self.head_began.notify_one();
     }
 
     /// What a read has changed for the field lists of a caller that speaks HTTP/2, see [`Blocks::pass`].
