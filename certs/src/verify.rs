@@ -7,6 +7,7 @@
 //! peer is, by our own root's signature or by a foreign root's, which are never confused.
 
 mod client;
+mod known;
 mod peer;
 mod server;
 
@@ -24,6 +25,7 @@ pub use peer::{PeerRefused, Purpose, Revoked, check_peer, none_revoked};
 pub use server::{front_server, join_server, tunnel_server};
 
 use crate::name::TrustDomain;
+use known::{Remembering, Seen};
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
 const ALPN_TUNNEL: &[u8] = b"rh2";
@@ -90,6 +92,8 @@ pub struct FrontTrust {
 pub struct Trust {
     domain: TrustDomain,
     roots: Arc<RootCertStore>,
+    /// What our own root was seen to have signed.
+    seen: Arc<Seen>,
     own: Option<Arc<dyn ClientCertVerifier>>,
     foreign: Option<Arc<dyn ClientCertVerifier>>,
 }
@@ -98,10 +102,12 @@ impl Trust {
     /// Our own root alone: tunnels, joining, gateways.
     pub fn new(root: &CertificateDer<'static>, domain: &TrustDomain) -> Result<Self, TrustError> {
         let roots = store([root])?;
-        let own = Some(verifier(&roots)?);
+        let seen = Arc::default();
+        let own = Some(Remembering::verifier(&roots, &seen, true)?);
         Ok(Self {
             domain: domain.clone(),
             roots,
+            seen,
             own,
             foreign: None,
         })

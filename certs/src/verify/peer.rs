@@ -4,7 +4,7 @@
 //! 2. Our own root has signed it, or else a foreign root that this acceptor trusts.
 //! 3. Its purpose and its kind are those of this port, and it is not revoked.
 //!
-//! Costs one signature to verify: a resumed handshake has verified none.
+//! Costs one signature to verify, where our root's is not remembered: a resumed handshake has verified none.
 
 use std::fmt;
 

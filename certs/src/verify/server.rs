@@ -12,6 +12,7 @@ use rustls::server::{ResolvesServerCert, ServerConfig, WebPkiClientVerifier};
 use rustls::{RootCertStore, SupportedProtocolVersion, version};
 use rustls_pki_types::CertificateDer;
 
+use super::known::Remembering;
 use super::{ALPN_CONTROL, ALPN_TUNNEL, FrontTrust, Trust, TrustError, provider};
 
 /// The tunnel: TLS 1.3, `rh2`, a client certificate of our own root required.
@@ -19,7 +20,7 @@ pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = clients(&trust.roots, true)?;
+    let clients = Remembering::verifier(&trust.roots, &trust.seen, true)?;
     config(&[&version::TLS13], clients, leaf, &[ALPN_TUNNEL])
 }
 
@@ -29,7 +30,7 @@ pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = clients(&trust.roots, false)?;
+    let clients = Remembering::verifier(&trust.roots, &trust.seen, false)?;
     config(&[&version::TLS13], clients, leaf, &ALPN_CONTROL)
 }
 

@@ -311,6 +311,19 @@ fn an_expired_edge_is_refused_in_the_handshake_and_after() {
 }
 
 #[test]
+fn an_edge_that_was_known_is_refused_once_it_expired() {
+    let world = World::new();
+    let edge = tunnel_client(&world.edge()).unwrap();
+    let tunnel = world.tunnel();
+    dial(&edge, &tunnel, "gw").unwrap();
+    let mut server = ServerConfig::clone(&tunnel);
+    server.time_provider = Arc::new(Later(HOUR * 2));
+    server.ticketer = world.tunnel().ticketer.clone();
+    let failed = dial(&edge, &Arc::new(server), "gw").unwrap_err();
+    assert!(failed.to_string().contains("expired"), "{failed}");
+}
+
+#[test]
 fn a_renewing_edge_is_known_on_the_control_port() {
     let world = World::new();
     let client = control_client(&world.edge()).unwrap();

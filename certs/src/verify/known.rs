@@ -1,0 +1,264 @@
+//! Certificates that our root was seen to have signed: the signature is verified once, not at every handshake.
+//!
+//! A fleet comes back with the certificates that it had. Over the same bytes by the same root a signature does not
+//! change, so a [`Seen`] belongs to one set of roots and holds digests; what does change is looked at each
+//! time: the dates here, revocation in `check_peer`. Only what the root itself has signed is kept, since
+//! an intermediate has dates of its own.
+
+use super::{TrustError, provider};
+use crate::certificate::Certificate;
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
+    client::danger::HandshakeSignatureValid,
+    server::{
+        WebPkiClientVerifier,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::HashMap,
+    mem,
+    ops::RangeInclusive,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// Certificates of one generation; two are kept, some 3 MiB.
+const GENERATION: usize = 16_384;
+
+/// First and last second of a certificate, by the digest of its bytes.
+type Generation = HashMap<[u8; 32], RangeInclusive<u64>>;
+
+/// What was verified: the newer generation, and the one before it.
+#[derive(Debug, Default)]
+pub(super) struct Seen(Mutex<(Generation, Generation)>);
+
+impl Seen {
+    /// Whether this one was verified, and is within its dates.
+    fn has(&self, digest: &[u8; 32], now: UnixTime) -> bool {
+        let mut generations = self.generations();
+        let (newer, older) = &mut *generations;
+        let Some(dates) = newer.get(digest).or_else(|| older.get(digest)).cloned() else {
+            return false;
+        };
+        if !newer.contains_key(digest) {
+            keep(&mut generations, *digest, dates.clone());
+        }
+        dates.contains(&now.as_secs())
+    }
+
+    fn keep(&self, digest: [u8; 32], dates: RangeInclusive<u64>) {
+        keep(&mut self.generations(), digest, dates);
+    }
+
+    fn generations(&self) -> MutexGuard<'_, (Generation, Generation)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn keep(
+    (newer, older): &mut (Generation, Generation),
+    digest: [u8; 32],
+    dates: RangeInclusive<u64>,
+) {
+    if newer.len() >= GENERATION {
+        *older = mem::take(newer);
+    }
+    newer.insert(digest, dates);
+}
+
+/// rustls' verifier of client certificates, with a memory.
+#[derive(Debug)]
+pub(super) struct Remembering {
+    inner: Arc<dyn ClientCertVerifier>,
+    seen: Arc<Seen>,
+}
+
+impl Remembering {
+    /// For certificates below `roots`, of which `seen` remembers.
+    pub(super) fn verifier(
+        roots: &Arc<RootCertStore>,
+        seen: &Arc<Seen>,
+        required: bool,
+    ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+        let builder = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider());
+        let builder = if required {
+            builder
+        } else {
+            builder.allow_unauthenticated()
+        };
+        let inner = builder
+            .build()
+            .map_err(|error| TrustError::Root(error.to_string()))?;
+        Ok(Arc::new(Self::over(inner, seen)))
+    }
+
+    fn over(inner: Arc<dyn ClientCertVerifier>, seen: &Arc<Seen>) -> Self {
+        Self {
+            inner,
+            seen: Arc::clone(seen),
+        }
+    }
+}
+
+impl ClientCertVerifier for Remembering {
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        issuers: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let digest = Sha256::digest(leaf).into();
+        if self.seen.has(&digest, now) {
+            return Ok(ClientCertVerified::assertion());
+        }
+        let by_the_root = self.inner.verify_client_cert(leaf, &[], now);
+        if by_the_root.is_err() && !issuers.is_empty() {
+            return self.inner.verify_client_cert(leaf, issuers, now);
+        }
+        if by_the_root.is_ok()
+            && let Ok(facts) = Certificate::read(leaf)
+        {
+            self.seen.keep(digest, facts.not_before..=facts.not_after);
+        }
+        by_the_root
+    }
+
+    fn offer_client_auth(&self) -> bool {
+        self.inner.offer_client_auth()
+    }
+
+    fn client_auth_mandatory(&self) -> bool {
+        self.inner.client_auth_mandatory()
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.inner.root_hint_subjects()
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls12_signature(message, leaf, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls13_signature(message, leaf, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.inner.supported_verify_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Ca, TrustDomain};
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering::Relaxed},
+        time::Duration,
+    };
+
+    /// Says yes, and how often it was asked.
+    #[derive(Debug, Default)]
+    struct Counting(AtomicUsize);
+
+    impl ClientCertVerifier for Counting {
+        fn root_hint_subjects(&self) -> &[DistinguishedName] {
+            &[]
+        }
+
+        fn verify_client_cert(
+            &self,
+            _: &CertificateDer<'_>,
+            _: &[CertificateDer<'_>],
+            _: UnixTime,
+        ) -> Result<ClientCertVerified, Error> {
+            self.0.fetch_add(1, Relaxed);
+            Ok(ClientCertVerified::assertion())
+        }
+
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            unreachable!("no handshake is made")
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            unreachable!("no handshake is made")
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            Vec::new()
+        }
+    }
+
+    #[test]
+    fn a_certificate_is_verified_once_and_each_has_its_own_turn() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let leaf = |name| ca.issue_caller(name, &[], Duration::from_hours(1)).unwrap();
+        let (ann, bob) = (leaf("ann"), leaf("bob"));
+        let (inner, seen) = (Arc::new(Counting::default()), Arc::default());
+        let near = Remembering::over(inner.clone(), &seen);
+        let far = Remembering::over(inner.clone(), &seen);
+        for verifier in [&near, &far, &near] {
+            for leaf in [&ann, &bob] {
+                let chain = leaf.chain();
+                let verified = verifier.verify_client_cert(&chain[0], &[], UnixTime::now());
+                verified.unwrap();
+            }
+        }
+        assert_eq!(inner.0.load(Relaxed), 2);
+    }
+
+    #[test]
+    fn what_was_seen_lately_is_kept_and_memory_is_bounded() {
+        let seen = Seen::default();
+        let now = UnixTime::since_unix_epoch(Duration::from_secs(50));
+        let digest = |number: u64| {
+            let mut digest = [0; 32];
+            digest[..8].copy_from_slice(&number.to_be_bytes());
+            digest
+        };
+        let most = u64::try_from(GENERATION).unwrap();
+        for number in 0..5 * most {
+            seen.keep(digest(number), 0..=100);
+            // Comes all the time, and so is never forgotten.
+            assert!(seen.has(&digest(0), now));
+        }
+        assert!(!seen.has(&digest(1), now));
+        let generations = seen.generations();
+        assert!(generations.0.len() <= GENERATION && generations.1.len() <= GENERATION);
+    }
+
+    #[test]
+    fn dates_are_looked_at_each_time() {
+        let seen = Seen::default();
+        seen.keep([1; 32], 10..=20);
+        let at = |seconds| {
+            seen.has(
+                &[1; 32],
+                UnixTime::since_unix_epoch(Duration::from_secs(seconds)),
+            )
+        };
+        assert_eq!([9, 10, 20, 21].map(at), [false, true, true, false]);
+    }
+}
