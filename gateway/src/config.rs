@@ -92,7 +92,7 @@ pub struct Tunnel {
     /// A tunnel is closed when still nothing was read after this much more.
     #[serde(with = "HumanDuration")]
     pub close_after: Duration,
-    /// Bytes that the open streams of one tunnel may leave unread; windows shrink to keep it.
+    /// Bytes that the open streams of one node may leave unread; windows shrink to keep it.
     #[serde(with = "HumanSize")]
     pub memory: usize,
     /// Streams that one tunnel carries at once.

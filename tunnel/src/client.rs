@@ -17,7 +17,7 @@ use crate::{
     load::{Load, Moved, Open},
     stream::{Receive, Send},
     target::Target,
-    unread::Pressure,
+    unread::{Pressure, Siblings},
     wire,
 };
 use bytes::Bytes;
@@ -41,8 +41,10 @@ use tokio_util::sync::CancellationToken;
 pub struct Settings {
     /// The bounds of liveness.
     pub liveness: Bounds,
-    /// Bytes that all streams of the tunnel may have unread at this end.
+    /// Bytes that all streams of the node's tunnels may have unread at this end.
     pub budget: usize,
+    /// What those tunnels share.
+    pub siblings: Arc<Siblings>,
     /// Streams that may be open at once.
     pub max_streams: usize,
     /// The round trip that TLS's handshake took.
@@ -56,6 +58,7 @@ impl Default for Settings {
         Self {
             liveness: Bounds::default(),
             budget: 64 << 20,
+            siblings: Arc::default(),
             max_streams: 10_000,
             round_trip: Duration::ZERO,
             pressure: Arc::default(),

@@ -5,7 +5,7 @@
 
 use crate::{
     small::{Counted, Small},
-    unread::{Entry, Held, Unread},
+    unread::{Entry, Held, Siblings, Unread},
 };
 use futures_util::task::AtomicWaker;
 use h2::FlowControl;
@@ -30,13 +30,14 @@ pub struct Load {
     /// What makes a stream bulk, in bytes within [`BULK_SPAN`].
     bulk: u64,
     streams: AtomicUsize,
+    siblings: Arc<Siblings>,
     opened: AtomicU64,
     sent: AtomicU64,
     received: AtomicU64,
     /// Milliseconds after `began` at which bulk was last seen, plus one; 0 is never.
     bulk_at: AtomicU64,
     bulk_seen: Notify,
-    /// When the number of streams reaches this, whoever sizes windows wants to know.
+    /// When the number of the node's streams reaches this, whoever sizes windows wants to know.
     crowd: AtomicUsize,
     crowded: AtomicWaker,
     unread: Arc<Unread>,
@@ -56,6 +57,7 @@ impl Load {
             began: Instant::now(),
             bulk,
             streams: AtomicUsize::new(0),
+            siblings: Arc::default(),
             opened: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -66,6 +68,19 @@ impl Load {
             unread: Arc::default(),
             small: Arc::default(),
         }
+    }
+
+    /// The load of one of several tunnels of a node.
+    pub(crate) fn among(siblings: Arc<Siblings>) -> Self {
+        Self {
+            siblings,
+            ..Self::default()
+        }
+    }
+
+    /// What the tunnels of the node share.
+    pub(crate) fn siblings(&self) -> &Siblings {
+        &self.siblings
     }
 
     /// Streams that are open now.
@@ -146,12 +161,13 @@ impl Open {
     /// Counts a stream, unless there are `limit` already.
     pub(crate) fn new(load: &Arc<Load>, limit: usize) -> Option<Self> {
         let streams = load.streams.fetch_add(1, Relaxed) + 1;
+        let crowd = load.siblings.count().fetch_add(1, Relaxed) + 1;
         let open = Self(Arc::new(OpenInner(load.clone())));
         if streams > limit {
             return None;
         }
         load.opened.fetch_add(1, Relaxed);
-        if streams >= load.crowd.load(Relaxed) {
+        if crowd >= load.crowd.load(Relaxed) {
             load.crowded.wake();
         }
         Some(open)
@@ -161,6 +177,7 @@ impl Open {
 impl Drop for OpenInner {
     fn drop(&mut self) {
         self.0.streams.fetch_sub(1, Relaxed);
+        self.0.siblings.count().fetch_sub(1, Relaxed);
     }
 }
 

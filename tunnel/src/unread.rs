@@ -140,6 +140,36 @@ impl Default for Pressure {
     }
 }
 
+/// What the tunnels of one node share: their streams leave unread what one budget allows, however many tunnels bulk
+/// has brought.
+#[derive(Debug, Default)]
+pub struct Siblings {
+    streams: AtomicUsize,
+    stalled: Arc<Pressure>,
+}
+
+impl Siblings {
+    /// Streams that are open in all of them.
+    pub(crate) fn streams(&self) -> usize {
+        self.streams.load(Relaxed)
+    }
+
+    /// One more, or one less.
+    pub(crate) fn count(&self) -> &AtomicUsize {
+        &self.streams
+    }
+
+    /// Bytes that stalled streams hold, in all of them.
+    pub(crate) fn stalled(&self) -> usize {
+        self.stalled.bytes()
+    }
+
+    /// What one of them adds to that.
+    pub(crate) fn part(&self) -> Part {
+        Part::new(self.stalled.clone())
+    }
+}
+
 /// What one tunnel, or one body on its way into a tunnel, adds to the pressure; dropping it takes that away.
 #[derive(Debug)]
 pub struct Part {

@@ -11,6 +11,7 @@ use causeway_certs::NodeName;
 use causeway_tunnel::{
     Tunnel,
     hello::{ToEdge, Welcome},
+    unread::Siblings,
     wire::MOST_TUNNELS,
 };
 use std::{
@@ -103,6 +104,7 @@ struct Held {
     superseded: VecDeque<String>,
     last: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
+    siblings: Arc<Siblings>,
 }
 
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
@@ -137,6 +139,12 @@ impl Registry {
             cores: cores.clone(),
             next: Arc::new(AtomicU64::new(1)),
         }
+    }
+
+    /// What all tunnels of a node share, registered or about to be.
+    pub fn siblings(&self, node: &NodeName) -> Arc<Siblings> {
+        let mut shard = self.shard(node);
+        shard.entry(node.clone()).or_default().siblings.clone()
     }
 
     /// Registers a tunnel. What it replaces is returned, to be told and closed.

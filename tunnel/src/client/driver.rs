@@ -59,7 +59,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let window = window::size(settings.round_trip, 1, settings.budget);
-    let load: Arc<Load> = Arc::default();
+    let load = Arc::new(Load::among(settings.siblings.clone()));
     let (sender, mut connection) = h2::client::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
@@ -104,6 +104,7 @@ where
         timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         round_trips: VecDeque::new(),
         part: Part::new(settings.pressure.clone()),
+        stalled: settings.siblings.part(),
         settings,
         window,
         raised: Instant::now(),
@@ -147,6 +148,8 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     held: Held,
     weighed: Instant,
     part: Part,
+    /// What this tunnel adds to what its siblings see stalled.
+    stalled: Part,
     /// The edge has a smaller window than it might have.
     short: bool,
     air: Air,
@@ -321,13 +324,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.weighed = Instant::now();
             self.held = self.shared.load.weigh();
             self.part.set(self.held.all);
+            self.stalled.set(self.held.stalled);
         }
     }
 
     /// The window that the open streams should have.
     fn wanted(&self) -> u32 {
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
-        window::size(round_trip, self.shared.load.streams(), self.budget())
+        let streams = self.shared.load.siblings().streams();
+        window::size(round_trip, streams, self.budget())
     }
 
     /// What the streams that move may share.
@@ -335,7 +340,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if self.part.pressure().is_high() {
             return 0;
         }
-        self.settings.budget.saturating_sub(self.held.stalled)
+        let stalled = self.settings.siblings.stalled();
+        self.settings.budget.saturating_sub(stalled)
     }
 
     /// Changes the windows of both ends if the crowd, the round trip or what is unread asks for it. True if

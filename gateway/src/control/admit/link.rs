@@ -17,7 +17,7 @@ use causeway_tunnel::{
     liveness::Bounds,
     task::Tasks,
 };
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, timeout},
@@ -58,6 +58,7 @@ impl Link {
             mut io,
             socket,
             round_trip,
+            node,
             ..
         } = *arrived;
         let traffic = {
@@ -73,6 +74,11 @@ impl Link {
                 close_after: config.close_after,
             },
             budget: config.memory,
+            // Who is refused has no streams.
+            siblings: node.map_or_else(
+                |_| Arc::default(),
+                |node| admission.registry.siblings(&node),
+            ),
             max_streams: config.max_streams_per_tunnel.saturating_add(CONTROL),
             round_trip,
             pressure: admission.pressure.clone(),

@@ -147,6 +147,38 @@ async fn stall(turning: &mut Turning) -> (Response<Receive>, Send) {
     (answer, send)
 }
 
+#[tokio::test]
+async fn tunnels_of_one_node_share_its_budget() {
+    let budget = 4 * BUDGET;
+    let settings = Settings {
+        budget,
+        ..settings(Arc::default())
+    };
+    let mut ends = Vec::new();
+    for _ in 0..2 {
+        ends.push(taking_turns(settings.clone()).await);
+    }
+    let mut sending = JoinSet::new();
+    let mut stalled = Vec::new();
+    let most = usize::try_from(window::size(Duration::ZERO, 1, budget)).unwrap();
+    for count in 1..=40 {
+        let Turning { tunnel, asked, .. } = &mut ends[count % 2];
+        let opened = open(tunnel, true).await;
+        let stream = asked.recv().await.unwrap();
+        let mut send = stream.reply.send(Response::new(()), false).unwrap();
+        fill(&mut send).await;
+        sending.spawn(async move { fill(&mut send).await });
+        stalled.push(opened.answer.await.unwrap());
+        let held: usize = ends.iter().map(|end| end.tunnel.load().weigh().all).sum();
+        // One look may come late at each of them.
+        let allowed = budget + count * FLOOR + 2 * most;
+        assert!(
+            held <= allowed,
+            "{held} bytes for {count} readers, {allowed} allowed"
+        );
+    }
+}
+
 /// Alive by its bytes, and yet it never says that it took its turn.
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() {
