@@ -141,7 +141,7 @@ async fn tell(registry: &Registry, grace: Duration, spread: Duration) {
             grace_ms: u64::try_from(left).unwrap_or(u64::MAX),
         };
         // A tunnel whose control stream is gone or stuck is about to end by itself.
-        let _ = edge.admitted.control.try_send(line);
+        let _ = edge.admitted.control.try_send(Box::new(line));
     }
 }
 

@@ -38,8 +38,8 @@ pub struct Admitted {
     pub welcome: Arc<Welcome>,
     /// Where the edge dialled from.
     pub from: SocketAddr,
-    /// Lines for the tunnel's control stream.
-    pub control: mpsc::Sender<ToEdge>,
+    /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
+    pub control: mpsc::Sender<Box<ToEdge>>,
 }
 
 /// A registered tunnel, as seen from outside.

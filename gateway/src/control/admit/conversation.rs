@@ -115,7 +115,7 @@ fn blame(end: End, ended: Ended) -> End {
 /// What both ends say once the tunnel is registered.
 struct Conversation {
     control: Control,
-    lines: mpsc::Receiver<ToEdge>,
+    lines: mpsc::Receiver<Box<ToEdge>>,
     drain: Duration,
     _registered: Registered,
 }
@@ -282,7 +282,7 @@ fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
         let detail = format!("a later process of node {node} dialled from {from}");
         let line = dismissal(Dismissal::Superseded, detail);
         // The same process knows that it dialled anew; and one that reads no lines hears nothing.
-        if !superseded || old.control.try_send(line).is_err() {
+        if !superseded || old.control.try_send(Box::new(line)).is_err() {
             old.tunnel.close();
         }
     }
@@ -304,7 +304,7 @@ impl Conversation {
                     return End::Left(leaving.map_or_else(String::new, |(_, detail)| detail));
                 }
                 Some(message) = self.lines.recv() => {
-                    if let ToEdge::Dismiss { why, detail, .. } = message {
+                    if let ToEdge::Dismiss { why, detail, .. } = *message {
                         return link.dismiss(&mut self.control, why, detail).await;
                     }
                     if let Err(error) = link.tell(&mut self.control, &message).await {
