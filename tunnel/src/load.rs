@@ -5,7 +5,7 @@
 
 use crate::{
     small::{Counted, Small},
-    unread::{Entry, Held, Siblings, Unread},
+    unread::{Entry, Held, Pressure, Siblings, Unread},
 };
 use futures_util::task::AtomicWaker;
 use h2::FlowControl;
@@ -53,11 +53,14 @@ impl Default for Load {
 impl Load {
     /// A load that calls a stream bulk once it has moved more than `bulk` bytes within [`BULK_SPAN`].
     pub fn new(bulk: u64) -> Self {
+        Self::shared(bulk, Arc::default(), Arc::default())
+    }
+
+    fn shared(bulk: u64, siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
         Self {
             began: Instant::now(),
             bulk,
             streams: AtomicUsize::new(0),
-            siblings: Arc::default(),
             opened: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -65,17 +68,20 @@ impl Load {
             bulk_seen: Notify::new(),
             crowd: AtomicUsize::new(usize::MAX),
             crowded: AtomicWaker::new(),
-            unread: Arc::default(),
+            unread: Arc::new(Unread::new(pressure, &siblings)),
+            siblings,
             small: Arc::default(),
         }
     }
 
-    /// The load of one of several tunnels of a node.
-    pub(crate) fn among(siblings: Arc<Siblings>) -> Self {
-        Self {
-            siblings,
-            ..Self::default()
-        }
+    /// The load of one of several tunnels of a node, whose unread bytes count for the process.
+    pub(crate) fn among(siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
+        Self::shared(BULK_BYTES, siblings, pressure)
+    }
+
+    /// The tunnel has ended; its readers may be there a while longer.
+    pub(crate) fn end(&self) {
+        self.unread.end(&self.small);
     }
 
     /// What the tunnels of the node share.

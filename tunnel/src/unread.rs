@@ -20,8 +20,18 @@ use std::{
 pub const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// The streams of one tunnel that can hold unread bytes.
-#[derive(Debug, Default)]
-pub(crate) struct Unread(Mutex<Slab<Stream>>);
+#[derive(Debug)]
+pub(crate) struct Unread(Mutex<Streams>);
+
+#[derive(Debug)]
+struct Streams {
+    open: Slab<Stream>,
+    /// What they add to the sums of process and node.
+    all: Part,
+    stalled: Part,
+    /// Nothing arrives any more, and each gives back what it holds when its reader goes.
+    ended: bool,
+}
 
 #[derive(Debug)]
 struct Stream {
@@ -44,16 +54,42 @@ impl Unread {
     /// Bytes that all streams hold now. Asks each of them, and remembers nothing.
     pub(crate) fn total(&self) -> usize {
         let streams = self.streams();
-        streams
-            .iter()
-            .map(|(_, stream)| stream.flow.used_capacity())
-            .sum()
+        let open = streams.open.iter();
+        open.map(|(_, stream)| stream.flow.used_capacity()).sum()
+    }
+
+    /// Of a tunnel among `siblings`.
+    pub(crate) fn new(pressure: Arc<Pressure>, siblings: &Siblings) -> Self {
+        Self(Mutex::new(Streams {
+            open: Slab::new(),
+            all: Part::new(pressure),
+            stalled: siblings.part(),
+            ended: false,
+        }))
     }
 
     /// What all streams hold now. Asks each of them: not for every poll.
     pub(crate) fn weigh(&self, small: &Small) -> Held {
+        self.streams().weigh(small)
+    }
+
+    /// The tunnel has ended: what arrived for a reader that stalls is in memory until he goes.
+    pub(crate) fn end(&self, small: &Small) {
+        let mut streams = self.streams();
+        let held = streams.weigh(small);
+        streams.stalled.set(held.all);
+        streams.ended = true;
+    }
+
+    fn streams(&self) -> MutexGuard<'_, Streams> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Streams {
+    fn weigh(&mut self, small: &Small) -> Held {
         let mut sum = Held::default();
-        for (_, stream) in self.streams().iter_mut() {
+        for (_, stream) in &mut self.open {
             let held = stream.flow.used_capacity() + small.cost(stream.id);
             sum.all += held;
             if held == stream.held {
@@ -61,11 +97,19 @@ impl Unread {
             }
             stream.held = held;
         }
+        self.all.set(sum.all);
+        self.stalled.set(sum.stalled);
         sum
     }
 
-    fn streams(&self) -> MutexGuard<'_, Slab<Stream>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn remove(&mut self, key: usize) -> Option<Stream> {
+        let gone = self.open.try_remove(key)?;
+        if self.ended {
+            for part in [&mut self.all, &mut self.stalled] {
+                part.set(part.bytes().saturating_sub(gone.held));
+            }
+        }
+        Some(gone)
     }
 }
 
@@ -80,7 +124,7 @@ impl Entry {
     /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
     pub(crate) fn new(unread: &Arc<Unread>, id: u32, flow: FlowControl) -> Self {
         let stream = Stream { id, flow, held: 0 };
-        let key = unread.streams().insert(stream);
+        let key = unread.streams().open.insert(stream);
         Self {
             unread: unread.clone(),
             key,
@@ -90,7 +134,7 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        let stream = self.unread.streams().try_remove(self.key);
+        let stream = self.unread.streams().remove(self.key);
         // Outside of the lock: it may take the engine's.
         drop(stream);
     }
@@ -141,7 +185,8 @@ impl Default for Pressure {
 }
 
 /// What the tunnels of one node share: their streams leave unread what one budget allows, however many tunnels bulk
-/// has brought.
+/// has brought. Whoever opens a stream wakes its own tunnel's driver; a sibling hears of a crowd when it is polled
+/// next, at its next byte or probe.
 #[derive(Debug, Default)]
 pub struct Siblings {
     streams: AtomicUsize,
@@ -197,10 +242,6 @@ impl Part {
             all.fetch_sub(self.bytes - bytes, Relaxed);
         }
         self.bytes = bytes;
-    }
-
-    pub(crate) fn pressure(&self) -> &Pressure {
-        &self.pressure
     }
 }
 

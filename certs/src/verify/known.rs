@@ -24,7 +24,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Certificates of one generation; two are kept, some 3 MiB.
+/// Certificates of one generation; two are kept, 4 MiB at most.
 const GENERATION: usize = 16_384;
 
 /// First and last second of a certificate, by the digest of its bytes.

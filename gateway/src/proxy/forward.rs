@@ -129,7 +129,7 @@ fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Autho
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
     if let Some((known, value)) = last.as_ref()
-        && known.as_ref().map(uri::Authority::as_str) == authority.map(uri::Authority::as_str)
+        && known.as_deref() == authority.map(uri::Authority::as_str)
     {
         fields.append(FORWARDED, value.clone());
         return;
@@ -144,7 +144,9 @@ fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Autho
         .unwrap_or_default();
     let proto = scheme(way);
     if let Ok(value) = HeaderValue::try_from(format!("for={from}{host};proto={proto}")) {
-        *last = Some((authority.cloned(), value.clone()));
+        // Copied: an authority may be a slice of a whole read buffer.
+        let known = authority.map(|authority| authority.as_str().into());
+        *last = Some((known, value.clone()));
         fields.append(FORWARDED, value);
     }
 }

@@ -24,7 +24,7 @@ use crate::{
         route::Asked,
     },
 };
-use ::http::{HeaderValue, uri::Authority};
+use ::http::HeaderValue;
 use causeway_certs::{NodeName, verify::Trust};
 use causeway_tunnel::{
     listener::{Bound, Listener, Peer, original_destination},
@@ -112,7 +112,7 @@ pub struct Connection {
     pub window: u32,
     pub(crate) last_token: LastToken,
     /// What `Forwarded` said last, and for which authority: a kept-alive caller mostly names one.
-    pub(crate) forwarded: Mutex<Option<(Option<Authority>, HeaderValue)>>,
+    pub(crate) forwarded: Mutex<Option<(Option<Box<str>>, HeaderValue)>>,
     nobody: OnceLock<Caller>,
     _room: Taken,
     _open: ConnectionGuard,

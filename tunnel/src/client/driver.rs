@@ -11,7 +11,7 @@ use crate::{
     flood::{Guarded, guarded},
     liveness::{Liveness, Verdict},
     socket::Traffic,
-    unread::{Held, Part, WEIGH_AFTER},
+    unread::{Held, WEIGH_AFTER},
     window, wire,
 };
 use bytes::Bytes;
@@ -59,7 +59,10 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let window = window::size(settings.round_trip, 1, settings.budget);
-    let load = Arc::new(Load::among(settings.siblings.clone()));
+    let load = Arc::new(Load::among(
+        settings.siblings.clone(),
+        settings.pressure.clone(),
+    ));
     let (sender, mut connection) = h2::client::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
@@ -78,8 +81,9 @@ where
         .ping_pong()
         .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
     let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
+    load.set_crowd(window::crowd(window, settings.budget));
     let shared = Arc::new(Shared {
-        load,
+        load: load.clone(),
         max_streams: settings.max_streams,
         suspect: AtomicBool::new(false),
         draining: AtomicBool::new(false),
@@ -87,9 +91,6 @@ where
         turn: Turn::default(),
         close: CancellationToken::new(),
     });
-    shared
-        .load
-        .set_crowd(window::crowd(window, settings.budget));
     let tunnel = Tunnel {
         sender,
         shared: shared.clone(),
@@ -103,8 +104,7 @@ where
         liveness: Liveness::new(settings.liveness, rand::random()),
         timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         round_trips: VecDeque::new(),
-        part: Part::new(settings.pressure.clone()),
-        stalled: settings.siblings.part(),
+        _end: End(load),
         settings,
         window,
         raised: Instant::now(),
@@ -147,15 +147,23 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     /// What streams held when they were last asked, and when that was.
     held: Held,
     weighed: Instant,
-    part: Part,
-    /// What this tunnel adds to what its siblings see stalled.
-    stalled: Part,
-    /// The edge has a smaller window than it might have.
     short: bool,
     air: Air,
     /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
     unanswered: Option<Instant>,
     closing: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// Behind the connection.
+    _end: End,
+}
+
+/// Tells a load that its tunnel has ended, however.
+#[derive(Debug)]
+struct End(Arc<Load>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 struct Running<S: AsyncRead + AsyncWrite + Unpin>(Driver<S>);
@@ -323,8 +331,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if self.weighed.elapsed() >= WEIGH_AFTER {
             self.weighed = Instant::now();
             self.held = self.shared.load.weigh();
-            self.part.set(self.held.all);
-            self.stalled.set(self.held.stalled);
         }
     }
 
@@ -337,7 +343,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// What the streams that move may share.
     fn budget(&self) -> usize {
-        if self.part.pressure().is_high() {
+        if self.settings.pressure.is_high() {
             return 0;
         }
         let stalled = self.settings.siblings.stalled();
