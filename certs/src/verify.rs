@@ -25,7 +25,7 @@ pub use peer::{PeerRefused, Purpose, Revoked, check_peer, none_revoked};
 pub use server::{front_server, join_server, tunnel_server};
 
 use crate::name::TrustDomain;
-use known::{Remembering, Seen};
+use known::{Seen, remembering};
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
 const ALPN_TUNNEL: &[u8] = b"rh2";
@@ -103,7 +103,7 @@ impl Trust {
     pub fn new(root: &CertificateDer<'static>, domain: &TrustDomain) -> Result<Self, TrustError> {
         let roots = store([root])?;
         let seen = Arc::default();
-        let own = Some(Remembering::verifier(&roots, &seen, true)?);
+        let own = Some(remembering(&roots, &seen, true)?);
         Ok(Self {
             domain: domain.clone(),
             roots,
@@ -128,7 +128,7 @@ impl Trust {
         let mut trust = Self::new(root, domain)?;
         trust.own = trust.own.filter(|_| own);
         if !foreign.is_empty() {
-            trust.foreign = Some(verifier(&store(foreign)?)?);
+            trust.foreign = Some(verifier(&store(foreign)?, true)?);
         }
         Ok(trust)
     }
@@ -146,8 +146,18 @@ fn store<'a>(
     Ok(Arc::new(store))
 }
 
-fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
+/// rustls' verifier of client certificates below `roots`. Where they are not `required`, nobody may come as well.
+fn verifier(
+    roots: &Arc<RootCertStore>,
+    required: bool,
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    let builder = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider());
+    let builder = if required {
+        builder
+    } else {
+        builder.allow_unauthenticated()
+    };
+    builder
         .build()
         .map_err(|error| TrustError::Root(error.to_string()))
 }

@@ -283,6 +283,7 @@ async fn a_gateway_that_leaves_under_load_loses_no_request_and_gives_what_is_ope
 
     let (enough, began) = (Arc::new(AtomicBool::new(false)), Instant::now());
     let acting = async {
+        // Time is the subject, here and below: a load before the signal, and one behind it.
         sleep(before()).await;
         first.gateway.signal("TERM").await;
         until("the edge is at the second gateway", async || {

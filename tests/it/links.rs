@@ -100,6 +100,7 @@ async fn a_link_that_stutters_loses_nothing() {
     let over = AtomicBool::new(false);
     let stutter = async {
         for _ in 0..20 {
+            // Time is the subject: how the link stutters.
             link.silence();
             sleep(Duration::from_millis(150)).await;
             link.restore();

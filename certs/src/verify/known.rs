@@ -5,15 +5,12 @@
 //! time: the dates here, revocation in `check_peer`. Only what the root itself has signed is kept, since
 //! an intermediate has dates of its own.
 
-use super::{TrustError, provider};
+use super::{TrustError, verifier};
 use crate::certificate::Certificate;
 use rustls::{
     DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
     client::danger::HandshakeSignatureValid,
-    server::{
-        WebPkiClientVerifier,
-        danger::{ClientCertVerified, ClientCertVerifier},
-    },
+    server::danger::{ClientCertVerified, ClientCertVerifier},
 };
 use rustls_pki_types::{CertificateDer, UnixTime};
 use sha2::{Digest, Sha256};
@@ -70,36 +67,21 @@ fn keep(
 
 /// rustls' verifier of client certificates, with a memory.
 #[derive(Debug)]
-pub(super) struct Remembering {
+struct Remembering {
     inner: Arc<dyn ClientCertVerifier>,
     seen: Arc<Seen>,
 }
 
-impl Remembering {
-    /// For certificates below `roots`, of which `seen` remembers.
-    pub(super) fn verifier(
-        roots: &Arc<RootCertStore>,
-        seen: &Arc<Seen>,
-        required: bool,
-    ) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-        let builder = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider());
-        let builder = if required {
-            builder
-        } else {
-            builder.allow_unauthenticated()
-        };
-        let inner = builder
-            .build()
-            .map_err(|error| TrustError::Root(error.to_string()))?;
-        Ok(Arc::new(Self::over(inner, seen)))
-    }
-
-    fn over(inner: Arc<dyn ClientCertVerifier>, seen: &Arc<Seen>) -> Self {
-        Self {
-            inner,
-            seen: Arc::clone(seen),
-        }
-    }
+/// [`verifier`] below `roots`, of which `seen` remembers what they have signed.
+pub(super) fn remembering(
+    roots: &Arc<RootCertStore>,
+    seen: &Arc<Seen>,
+    required: bool,
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    Ok(Arc::new(Remembering {
+        inner: verifier(roots, required)?,
+        seen: Arc::clone(seen),
+    }))
 }
 
 impl ClientCertVerifier for Remembering {
@@ -163,70 +145,30 @@ impl ClientCertVerifier for Remembering {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Ca, TrustDomain};
-    use std::{
-        sync::atomic::{AtomicUsize, Ordering::Relaxed},
-        time::Duration,
-    };
+    use crate::{Ca, Leaf, TrustDomain, verify::store};
+    use std::time::Duration;
 
-    /// Says yes, and how often it was asked.
-    #[derive(Debug, Default)]
-    struct Counting(AtomicUsize);
-
-    impl ClientCertVerifier for Counting {
-        fn root_hint_subjects(&self) -> &[DistinguishedName] {
-            &[]
-        }
-
-        fn verify_client_cert(
-            &self,
-            _: &CertificateDer<'_>,
-            _: &[CertificateDer<'_>],
-            _: UnixTime,
-        ) -> Result<ClientCertVerified, Error> {
-            self.0.fetch_add(1, Relaxed);
-            Ok(ClientCertVerified::assertion())
-        }
-
-        fn verify_tls12_signature(
-            &self,
-            _: &[u8],
-            _: &CertificateDer<'_>,
-            _: &DigitallySignedStruct,
-        ) -> Result<HandshakeSignatureValid, Error> {
-            unreachable!("no handshake is made")
-        }
-
-        fn verify_tls13_signature(
-            &self,
-            _: &[u8],
-            _: &CertificateDer<'_>,
-            _: &DigitallySignedStruct,
-        ) -> Result<HandshakeSignatureValid, Error> {
-            unreachable!("no handshake is made")
-        }
-
-        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-            Vec::new()
-        }
-    }
-
+    /// What was verified passes even where the roots would not have it; nothing else does.
     #[test]
-    fn a_certificate_is_verified_once_and_each_has_its_own_turn() {
-        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let leaf = |name| ca.issue_caller(name, &[], Duration::from_hours(1)).unwrap();
+    fn a_certificate_is_verified_once_and_each_for_itself() {
+        let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let (ours, other) = (ca(), ca());
+        let seen = Arc::default();
+        let below = |ca: &Ca| remembering(&store([ca.root()]).unwrap(), &seen, true).unwrap();
+        let leaf = |name| {
+            ours.issue_caller(name, &[], Duration::from_hours(1))
+                .unwrap()
+        };
         let (ann, bob) = (leaf("ann"), leaf("bob"));
-        let (inner, seen) = (Arc::new(Counting::default()), Arc::default());
-        let near = Remembering::over(inner.clone(), &seen);
-        let far = Remembering::over(inner.clone(), &seen);
-        for verifier in [&near, &far, &near] {
-            for leaf in [&ann, &bob] {
-                let chain = leaf.chain();
-                let verified = verifier.verify_client_cert(&chain[0], &[], UnixTime::now());
-                verified.unwrap();
-            }
-        }
-        assert_eq!(inner.0.load(Relaxed), 2);
+        let passes = |verifier: &dyn ClientCertVerifier, leaf: &Leaf| {
+            let verified = verifier.verify_client_cert(&leaf.chain()[0], &[], UnixTime::now());
+            verified.is_ok()
+        };
+        let (knows, stranger) = (below(&ours), below(&other));
+        assert!(!passes(&*stranger, &ann));
+        assert!(passes(&*knows, &ann));
+        assert!(passes(&*stranger, &ann), "it was not asked again");
+        assert!(!passes(&*stranger, &bob));
     }
 
     #[test]

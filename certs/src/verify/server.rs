@@ -9,18 +9,18 @@ use std::sync::Arc;
 use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ResolvesServerCert, ServerConfig, WebPkiClientVerifier};
-use rustls::{RootCertStore, SupportedProtocolVersion, version};
+use rustls::{SupportedProtocolVersion, version};
 use rustls_pki_types::CertificateDer;
 
-use super::known::Remembering;
-use super::{ALPN_CONTROL, ALPN_TUNNEL, FrontTrust, Trust, TrustError, provider};
+use super::known::remembering;
+use super::{ALPN_CONTROL, ALPN_TUNNEL, FrontTrust, Trust, TrustError, provider, verifier};
 
 /// The tunnel: TLS 1.3, `rh2`, a client certificate of our own root required.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = Remembering::verifier(&trust.roots, &trust.seen, true)?;
+    let clients = remembering(&trust.roots, &trust.seen, true)?;
     config(&[&version::TLS13], clients, leaf, &[ALPN_TUNNEL])
 }
 
@@ -30,7 +30,7 @@ pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = Remembering::verifier(&trust.roots, &trust.seen, false)?;
+    let clients = remembering(&trust.roots, &trust.seen, false)?;
     config(&[&version::TLS13], clients, leaf, &ALPN_CONTROL)
 }
 
@@ -46,24 +46,9 @@ pub fn front_server(
     let clients = match (roots.is_empty(), front.require) {
         (true, true) => return Err(TrustError::NobodyTrusted),
         (true, false) => WebPkiClientVerifier::no_client_auth(),
-        (false, required) => clients(&roots, required)?,
+        (false, required) => verifier(&roots, required)?,
     };
     config(&[&version::TLS13, &version::TLS12], clients, leaves, alpn)
-}
-
-fn clients(
-    roots: &Arc<RootCertStore>,
-    required: bool,
-) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    let builder = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider());
-    let builder = if required {
-        builder
-    } else {
-        builder.allow_unauthenticated()
-    };
-    builder
-        .build()
-        .map_err(|error| TrustError::Root(error.to_string()))
 }
 
 fn config(

@@ -318,6 +318,7 @@ fn an_edge_that_was_known_is_refused_once_it_expired() {
     dial(&edge, &tunnel, "gw").unwrap();
     let mut server = ServerConfig::clone(&tunnel);
     server.time_provider = Arc::new(Later(HOUR * 2));
+    // Other keys: the second handshake is a full one.
     server.ticketer = world.tunnel().ticketer.clone();
     let failed = dial(&edge, &Arc::new(server), "gw").unwrap_err();
     assert!(failed.to_string().contains("expired"), "{failed}");

@@ -346,7 +346,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if self.settings.pressure.is_high() {
             return 0;
         }
-        let stalled = self.settings.siblings.stalled();
+        let stalled = self.shared.load.siblings().stalled();
         self.settings.budget.saturating_sub(stalled)
     }
 

@@ -99,12 +99,17 @@ async fn taking_turns(settings: Settings) -> Turning {
     let turns = tunnel.clone();
     tokio::spawn(async move {
         loop {
-            let bytes = turns.turn().await;
-            control.tell(&ToEdge::Window { bytes }).await.unwrap();
-            let Ok(ToGateway::Window { bytes }) = control.hear().await else {
-                return;
-            };
-            turns.turn_over(bytes);
+            tokio::select! {
+                bytes = turns.turn() => {
+                    if control.tell(&ToEdge::Window { bytes }).await.is_err() {
+                        return;
+                    }
+                }
+                heard = control.hear() => match heard {
+                    Ok(ToGateway::Window { bytes }) => turns.turn_over(bytes),
+                    _ => return,
+                },
+            }
         }
     });
     Turning {

@@ -82,6 +82,7 @@ async fn the_wall_clock_counts_and_a_machine_that_slept_renews_within_the_hour()
     clock.move_to(day(0));
     let began = Instant::now();
     let set = async {
+        // Paused time.
         sleep(HOUR * 5 / 2).await;
         clock.move_to(day(112));
     };
