@@ -200,7 +200,7 @@ impl Failed {
 #[derive(Clone)]
 struct Desk {
     admission: Arc<Admission>,
-    arrived: mpsc::Sender<Arrived>,
+    arrived: mpsc::Sender<Box<Arrived>>,
     joining: Arc<Semaphore>,
     stop: CancellationToken,
 }
@@ -247,13 +247,13 @@ impl Admission {
     }
 
     /// Begins the conversation with an edge on the core of its node.
-    fn carry(self: &Arc<Self>, tasks: &Tasks, arrived: Arrived) {
+    fn carry(self: &Arc<Self>, tasks: &Tasks, arrived: Box<Arrived>) {
         let node = arrived.node.as_ref();
         let core = node.map_or(CoreId(0), |node| self.cores.of(node));
         let name = node.map_or("(refused)", NodeName::as_str);
         let span = info_span!("tunnel", node = name, from = %arrived.from);
         // Boxed: what a task's wrappers copy would count for every idle edge.
-        let conversation = Box::pin(conversation::run(self.clone(), Box::new(arrived)));
+        let conversation = Box::pin(conversation::run(self.clone(), arrived));
         tasks.spawn_on(self.cores.runtime(core), span, conversation);
     }
 }
@@ -293,7 +293,8 @@ impl Desk {
         drop(permit);
         let done = match shaken {
             Ok((Way::Tunnel, io, round_trip)) => self.hand_over(io, from, round_trip).await,
-            Ok((Way::Join, io, _)) => self.join(io, from).await,
+            // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
+            Ok((Way::Join, io, _)) => Box::pin(self.join(io, from)).await,
             Err(failed) => Err(failed),
         };
         if let Err(failed) = done {
@@ -322,13 +323,13 @@ impl Desk {
             Err(refused) => Err(refused),
         };
         let socket = io.get_mut().0.take().ok_or(Failed::Stopping)?;
-        let arrived = Arrived {
+        let arrived = Box::new(Arrived {
             io,
             socket: socket.detach()?,
             node,
             from,
             round_trip,
-        };
+        });
         self.arrived
             .send(arrived)
             .await
