@@ -19,6 +19,7 @@ FROM ${BUILDER_IMAGE} AS build
 WORKDIR /src
 ENV CARGO_PROFILE_RELEASE_STRIP=symbols
 COPY Cargo.toml Cargo.lock ./
+COPY .cargo .cargo
 COPY config/Cargo.toml config/
 COPY tunnel/Cargo.toml tunnel/
 COPY certs/Cargo.toml certs/
