@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
 use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -93,18 +94,9 @@ impl FromStr for Fingerprint {
     type Err = FingerprintError;
 
     fn from_str(text: &str) -> Result<Self, FingerprintError> {
-        let digits = text.as_bytes();
-        let mut bytes = [0; 32];
-        if digits.len() != 64 {
-            return Err(FingerprintError);
-        }
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let [high, low] = pair else {
-                return Err(FingerprintError);
-            };
-            *byte = nibble(*high)? << 4 | nibble(*low)?;
-        }
-        Ok(Self(bytes))
+        let bytes = HEXLOWER_PERMISSIVE.decode(text.as_bytes()).ok();
+        let bytes = bytes.and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Self).ok_or(FingerprintError)
     }
 }
 
@@ -121,28 +113,8 @@ impl From<Fingerprint> for String {
     }
 }
 
-fn nibble(digit: u8) -> Result<u8, FingerprintError> {
-    match digit {
-        b'0'..=b'9' => Ok(digit - b'0'),
-        b'a'..=b'f' => Ok(digit - b'a' + 10),
-        b'A'..=b'F' => Ok(digit - b'A' + 10),
-        _ => Err(FingerprintError),
-    }
-}
-
 pub(crate) fn hex(bytes: &[u8]) -> String {
-    const DIGITS: [char; 16] = [
-        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f',
-    ];
-    bytes
-        .iter()
-        .flat_map(|byte| {
-            [
-                DIGITS[usize::from(byte >> 4)],
-                DIGITS[usize::from(byte & 15)],
-            ]
-        })
-        .collect()
+    HEXLOWER.encode(bytes)
 }
 
 /// Bytes from the thread's cryptographic generator.

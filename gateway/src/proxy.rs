@@ -25,6 +25,7 @@ pub mod outgoing;
 pub mod reply;
 
 pub mod access;
+mod trace;
 
 use crate::{
     config::Timeouts,

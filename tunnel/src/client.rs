@@ -230,7 +230,7 @@ impl Tunnel {
 }
 
 fn prepare(mut head: Request<()>, ask: &Ask, target: &Target) -> Result<Request<()>, StreamError> {
-    let target = target.to_string();
+    let target = target.text();
     match ask {
         Ask::Tcp => {
             *head.method_mut() = Method::CONNECT;

@@ -13,19 +13,17 @@ use crate::{
         front::{Connection, Front},
         limits::Permit,
         route::Route,
+        trace::Trace,
     },
     state::TunnelId,
 };
 use causeway_tunnel::{copy::Passed, listener::Peer};
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode};
+use http::{Request, StatusCode};
 use std::{
     fmt::Write as _,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
-
-/// W3C Trace Context, level 1.
-pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// The record of one stream.
 #[derive(Debug)]
@@ -36,7 +34,7 @@ pub struct Record {
     began: Instant,
     method: String,
     path: String,
-    trace: String,
+    trace: Trace,
     /// Bytes both ways: up is from the caller, down is to it.
     pub passed: Arc<Passed>,
     filled: Mutex<Filled>,
@@ -62,20 +60,20 @@ impl Record {
             Some(authority) if super::is_connect(request.method()) => authority.as_str(),
             _ => request.uri().path(),
         };
-        let trace = trace_id(request.headers()).unwrap_or_else(new_trace);
+        let trace = Trace::of(request.headers());
         Self::new(proxy, connection, (request.method().as_str(), path), trace)
     }
 
     /// Begins the record of a TCP session.
     pub fn session(proxy: &Proxy, connection: &Connection) -> Arc<Self> {
-        Self::new(proxy, connection, ("TCP", ""), new_trace())
+        Self::new(proxy, connection, ("TCP", ""), Trace::begin())
     }
 
     fn new(
         proxy: &Proxy,
         connection: &Connection,
         (method, path): (&str, &str),
-        trace: String,
+        trace: Trace,
     ) -> Arc<Self> {
         let filled = Filled {
             _open: Some(proxy.front.metrics.stream()),
@@ -143,55 +141,14 @@ impl Record {
             .map(|reason| reason.says(filled.detail.clone()))
     }
 
-    /// The trace that this stream belongs to, 32 hex digits.
-    pub fn trace(&self) -> &str {
+    /// The trace that this stream belongs to.
+    pub fn trace(&self) -> &Trace {
         &self.trace
-    }
-
-    /// Passes `traceparent` on as it came, or makes one where the caller sent none. Its value never comes again: in
-    /// HPACK's table it would push out what does (RFC 7541 §6.2.3).
-    pub fn put_trace(&self, fields: &mut HeaderMap) {
-        if trace_id(fields).is_none() {
-            let span = rand::random::<u64>();
-            let made = format!("00-{}-{span:016x}-01", self.trace);
-            if let Ok(made) = HeaderValue::try_from(made) {
-                fields.insert(TRACEPARENT, made);
-            }
-        }
-        if let Some(value) = fields.get_mut(TRACEPARENT) {
-            value.set_sensitive(true);
-        }
     }
 
     fn filled(&self) -> MutexGuard<'_, Filled> {
         self.filled.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The trace id of a sound `traceparent` (W3C Trace Context §3.2).
-fn trace_id(fields: &HeaderMap) -> Option<String> {
-    let text = fields.get(TRACEPARENT)?.to_str().ok()?;
-    let mut parts = text.split('-');
-    let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
-    let flags = parts.next()?;
-    let is_hex = |part: &str, length: usize| {
-        part.len() == length
-            && part
-                .bytes()
-                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-    };
-    let zero = |part: &str| part.bytes().all(|byte| byte == b'0');
-    let sound = is_hex(version, 2)
-        && version != "ff"
-        && is_hex(trace, 32)
-        && is_hex(span, 16)
-        && is_hex(flags, 2);
-    (sound && !zero(trace) && !zero(span)).then(|| trace.to_owned())
-}
-
-/// A new trace id: 32 hex digits.
-fn new_trace() -> String {
-    format!("{:032x}", rand::random::<u128>())
 }
 
 impl Drop for Record {
@@ -239,37 +196,11 @@ impl Record {
             ms = millis(duration),
             first_byte_ms = filled.first_byte.map(millis),
             tunnel = filled.tunnel.map(|tunnel| tunnel.0),
-            trace = self.trace,
+            trace = self.trace.as_str(),
         );
     }
 }
 
 fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_sound_traceparent_is_passed_on() {
-        let of = |text: &str| {
-            let mut fields = HeaderMap::new();
-            fields.insert(TRACEPARENT, HeaderValue::from_str(text).unwrap());
-            trace_id(&fields)
-        };
-        let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
-        assert_eq!(
-            of(&format!("00-{trace}-00f067aa0ba902b7-01")).as_deref(),
-            Some(trace)
-        );
-        assert_eq!(of(&format!("00-{trace}-0000000000000000-01")), None);
-        assert_eq!(of(&format!("ff-{trace}-00f067aa0ba902b7-01")), None);
-        assert_eq!(
-            of(&format!("00-{}-00f067aa0ba902b7-01", trace.to_uppercase())),
-            None
-        );
-        assert_eq!(of("nonsense"), None);
-    }
 }

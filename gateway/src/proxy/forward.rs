@@ -97,7 +97,7 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     request::clean(&mut fields);
     forwarded(way, &mut fields, authority.as_ref());
     via(&mut fields, version);
-    way.record.put_trace(&mut fields);
+    way.record.trace().put(&mut fields);
 
     let mut target = uri::Parts::default();
     target.path_and_query = parts.uri.path_and_query().cloned();

@@ -64,7 +64,7 @@ fn problem(error: &Error, record: &Record) -> String {
         status: error.reason.status().as_u16(),
         detail: &error.detail,
         reason: word,
-        trace: record.trace(),
+        trace: record.trace().as_str(),
     };
     serde_json::to_string(&problem).unwrap_or_default()
 }
