@@ -1,6 +1,6 @@
 //! The data directory: everything that outlives a process, typed.
 //!
-//! `ca.pem` and `ca.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
+//! `ca.pem`, `ca.key` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
 //! small `run-…` files by which one command finds another's process; `version` says how to read
 //! them. The directory is 0700 and each file 0600, of the directory's user whoever wrote it.
 //! Never repairs: a file that does not read is named, and the process stops. How a file is read
@@ -23,12 +23,15 @@ use crate::ca::Ca;
 use crate::edge::{EdgeFile, EdgeIdentity};
 use crate::name::NodeName;
 use crate::token::TokenBook;
+use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
 /// The version of the files that this program reads and writes.
 const VERSION: &str = "1";
 const ROOT: &str = "ca.pem";
 const ROOT_KEY: &str = "ca.key";
+/// What the keys of session tickets follow from.
+const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
@@ -115,6 +118,19 @@ impl Store {
         // The certificate last: a key without one is what an interrupted call leaves, no CA.
         self.dir.write(ROOT_KEY, ca.key_pem().expose())?;
         self.dir.write(ROOT, &ca.root_pem())
+    }
+
+    /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
+    pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
+        let _lock = self.dir.lock()?;
+        if let Some(text) = self.dir.read(TICKETS)? {
+            let why =
+                "it is not 32 bytes in base64url; without the file, the next start makes another";
+            return TicketSecret::parse(&text).ok_or_else(|| self.dir.corrupt(TICKETS, why));
+        }
+        let secret = TicketSecret::random();
+        self.dir.write(TICKETS, &format!("{}\n", secret.text()))?;
+        Ok(secret)
     }
 
     /// The join tokens of this directory's CA.

@@ -1,8 +1,8 @@
 //! Who is let in: rustls' configurations and the check after every handshake.
 //!
 //! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and
-//! `check_peer`. Each configuration has ticket keys and sessions of its own: a session made where
-//! a client certificate is optional can never resume where one is required.
+//! `check_peer`. Each configuration has ticket keys of its own: a session made where a client
+//! certificate is optional can never resume where one is required.
 //! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
 //! peer is, by our own root's signature or by a foreign root's, which are never confused.
 
@@ -10,6 +10,7 @@ mod client;
 mod known;
 mod peer;
 mod server;
+mod tickets;
 
 use std::sync::{Arc, LazyLock};
 
@@ -23,6 +24,7 @@ use thiserror::Error;
 pub use client::{WrongCa, control_client, join_client, pinned_root, tunnel_client};
 pub use peer::{PeerRefused, Purpose, Revoked, check_peer, none_revoked};
 pub use server::{front_server, join_server, tunnel_server};
+pub use tickets::TicketSecret;
 
 use crate::name::TrustDomain;
 use known::{Seen, remembering};

@@ -51,10 +51,24 @@ fn a_ca_comes_back_after_a_restart_and_is_not_overwritten() {
 }
 
 #[test]
+fn the_secret_of_tickets_is_made_once_and_a_damaged_one_is_named() {
+    let (dir, store) = open();
+    let made = store.ticket_secret().unwrap();
+    let again = Store::open(dir.path().join("data"), Access::Existing).unwrap();
+    assert_eq!(again.ticket_secret().unwrap(), made);
+    let file = dir.path().join("data/tickets.key");
+    fs::write(&file, "half").unwrap();
+    let damaged = store.ticket_secret().unwrap_err().to_string();
+    assert!(damaged.contains("tickets.key is damaged"), "{damaged}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), "half");
+}
+
+#[test]
 fn the_directory_and_its_files_are_the_owners_alone() {
     let (dir, store) = open();
     store.save_ca(&ca()).unwrap();
     store.save_edge(&edge(&ca(), "edge-1")).unwrap();
+    store.ticket_secret().unwrap();
     let data = dir.path().join("data");
     assert_eq!(mode(&data), 0o700);
     for name in names(&data) {

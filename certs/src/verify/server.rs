@@ -1,27 +1,36 @@
 //! The accepting ends: the tunnel port's two configurations and the fronts'.
 //!
-//! Each call makes ticket keys of its own, so sessions never cross from one configuration, listener
-//! or client-certificate mode to another. The tunnel port chooses between its two by the
+//! A front makes ticket keys of its own; the tunnel port's follow from a secret that outlives the process, by purpose. So
+//! sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
 //! `ClientHello`'s ALPN; both only prove possession of a key and a chain, `check_peer` says who.
 
 use std::sync::Arc;
 
 use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::danger::ClientCertVerifier;
-use rustls::server::{ResolvesServerCert, ServerConfig, WebPkiClientVerifier};
+use rustls::server::{ProducesTickets, ResolvesServerCert, ServerConfig, WebPkiClientVerifier};
 use rustls::{SupportedProtocolVersion, version};
 use rustls_pki_types::CertificateDer;
 
 use super::known::remembering;
+use super::tickets::{TicketSecret, Tickets};
 use super::{ALPN_CONTROL, ALPN_TUNNEL, FrontTrust, Trust, TrustError, provider, verifier};
 
 /// The tunnel: TLS 1.3, `rh2`, a client certificate of our own root required.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
+    tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = remembering(&trust.roots, &trust.seen, true)?;
-    config(&[&version::TLS13], clients, leaf, &[ALPN_TUNNEL])
+    let tickets = Arc::new(Tickets::new(tickets, "tunnel"));
+    Ok(config(
+        &[&version::TLS13],
+        clients,
+        leaf,
+        &[ALPN_TUNNEL],
+        tickets,
+    )?)
 }
 
 /// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, a client certificate of our
@@ -29,9 +38,17 @@ pub fn tunnel_server(
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
+    tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = remembering(&trust.roots, &trust.seen, false)?;
-    config(&[&version::TLS13], clients, leaf, &ALPN_CONTROL)
+    let tickets = Arc::new(Tickets::new(tickets, "join"));
+    Ok(config(
+        &[&version::TLS13],
+        clients,
+        leaf,
+        &ALPN_CONTROL,
+        tickets,
+    )?)
 }
 
 /// A front: TLS 1.2 and 1.3, client certificates as `front` says. `root` is our own.
@@ -48,7 +65,8 @@ pub fn front_server(
         (true, false) => WebPkiClientVerifier::no_client_auth(),
         (false, required) => verifier(&roots, required)?,
     };
-    config(&[&version::TLS13, &version::TLS12], clients, leaves, alpn)
+    let versions = [&version::TLS13, &version::TLS12];
+    Ok(config(&versions, clients, leaves, alpn, Ticketer::new()?)?)
 }
 
 fn config(
@@ -56,13 +74,14 @@ fn config(
     clients: Arc<dyn ClientCertVerifier>,
     leaf: Arc<dyn ResolvesServerCert>,
     alpn: &[&[u8]],
-) -> Result<Arc<ServerConfig>, TrustError> {
+    tickets: Arc<dyn ProducesTickets>,
+) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(versions)?
         .with_client_cert_verifier(clients)
         .with_cert_resolver(leaf);
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
-    config.ticketer = Ticketer::new()?;
+    config.ticketer = tickets;
     // OpenSSL's clients put AES-256 first, which costs a fifth of the throughput for nothing.
     config.ignore_client_order = true;
     Ok(Arc::new(config))

@@ -5,6 +5,7 @@ use crate::{
 };
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
+use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::ServerConfig;
 use rustls::time_provider::TimeProvider;
 use rustls::{ClientConnection, HandshakeKind, ServerConnection};
@@ -17,13 +18,18 @@ const HOUR: Duration = Duration::from_hours(1);
 struct World {
     ca: Ca,
     trust: Trust,
+    tickets: TicketSecret,
 }
 
 impl World {
     fn new() -> Self {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
-        Self { ca, trust }
+        Self {
+            ca,
+            trust,
+            tickets: TicketSecret::random(),
+        }
     }
 
     fn gateway(&self) -> Leaf {
@@ -47,11 +53,11 @@ impl World {
     }
 
     fn tunnel(&self) -> Arc<ServerConfig> {
-        tunnel_server(self.gateway().resolver(), &self.trust).unwrap()
+        tunnel_server(self.gateway().resolver(), &self.trust, &self.tickets).unwrap()
     }
 
     fn join(&self) -> Arc<ServerConfig> {
-        join_server(self.gateway().resolver(), &self.trust).unwrap()
+        join_server(self.gateway().resolver(), &self.trust, &self.tickets).unwrap()
     }
 
     fn check(
@@ -223,7 +229,7 @@ fn an_edge_cannot_pose_as_a_gateway_nor_can_a_front() {
         .mint_front(&[FrontName::parse("gw").unwrap()], HOUR)
         .unwrap();
     for leaf in [world.edge().leaf, world.caller(), front] {
-        let server = tunnel_server(leaf.resolver(), &world.trust).unwrap();
+        let server = tunnel_server(leaf.resolver(), &world.trust, &world.tickets).unwrap();
         assert!(dial(&tunnel_client(&world.edge()).unwrap(), &server, "gw").is_err());
     }
 }
@@ -264,7 +270,7 @@ fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
     let key = leaf.key_pem();
     let chain = pem_chain(&[leaf.chain()[0].clone(), world.ca.root().clone()]);
     let forged = Leaf::load(&chain, key.expose()).unwrap();
-    let server = join_server(forged.resolver(), &stranger.trust).unwrap();
+    let server = join_server(forged.resolver(), &stranger.trust, &stranger.tickets).unwrap();
     let client = join_client(world.ca.fingerprint()).unwrap();
     assert_eq!(
         dial(&client, &server, "gw").unwrap_err(),
@@ -319,7 +325,7 @@ fn an_edge_that_was_known_is_refused_once_it_expired() {
     let mut server = ServerConfig::clone(&tunnel);
     server.time_provider = Arc::new(Later(HOUR * 2));
     // Other keys: the second handshake is a full one.
-    server.ticketer = world.tunnel().ticketer.clone();
+    server.ticketer = Ticketer::new().unwrap();
     let failed = dial(&edge, &Arc::new(server), "gw").unwrap_err();
     assert!(failed.to_string().contains("expired"), "{failed}");
 }
@@ -381,6 +387,24 @@ fn a_session_made_without_a_certificate_does_not_resume_into_the_tunnel() {
     // The client did hold tickets: where they were made, the next one resumes.
     let (_client, server) = dial(&client, &join, "gw").unwrap();
     assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
+}
+
+#[test]
+fn a_session_resumes_at_a_gateway_that_shares_the_secret_and_at_no_other() {
+    let world = World::new();
+    for (tickets, kind) in [
+        (world.tickets.clone(), HandshakeKind::Resumed),
+        (TicketSecret::random(), HandshakeKind::Full),
+    ] {
+        let client = tunnel_client(&world.edge()).unwrap();
+        dial(&client, &world.tunnel(), "gw").unwrap();
+        let leaf = world.gateway();
+        let other = tunnel_server(leaf.resolver(), &world.trust, &tickets).unwrap();
+        let (_client, server) = dial(&client, &other, "gw").unwrap();
+        assert_eq!(server.handshake_kind(), Some(kind));
+        let chain = server.peer_certificates().unwrap();
+        assert_eq!(world.check(chain, Purpose::Edge).unwrap(), edge_1());
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@ use crate::{
 use axum::Router;
 use causeway_certs::{
     Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain, check_peer,
-    verify::{self, TrustError},
+    verify::{self, TicketSecret, TrustError},
 };
 use causeway_tunnel::{
     listener::{self, Bound, Listener},
@@ -65,7 +65,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// For a gateway that shows `leaf` and believes `root`.
+    /// For a gateway that shows `leaf`, believes `root` and seals sessions by `tickets`.
     ///
     /// # Errors
     /// If the root is unusable.
@@ -73,11 +73,12 @@ impl Tls {
         leaf: Arc<dyn ResolvesServerCert>,
         root: &CertificateDer<'static>,
         domain: &TrustDomain,
+        tickets: &TicketSecret,
     ) -> Result<Self, TrustError> {
         let trust = Trust::new(root, domain)?;
         Ok(Self {
-            tunnel: verify::tunnel_server(leaf.clone(), &trust)?,
-            join: verify::join_server(leaf, &trust)?,
+            tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
+            join: verify::join_server(leaf, &trust, tickets)?,
             trust,
         })
     }

@@ -13,7 +13,8 @@ use crate::{
 };
 use causeway_certs::{
     Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
-    install_provider, verify,
+    install_provider,
+    verify::{self, TicketSecret},
 };
 use causeway_tunnel::{
     Ended,
@@ -86,7 +87,7 @@ impl World {
             .issue_gateway(&[GatewayName::parse("127.0.0.1").unwrap()], LIFE)
             .unwrap();
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
-        let registry = Registry::new(cores);
+        let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let enrolment = Enrolment {
             ca: ca.clone(),
             store: store.clone(),
@@ -100,7 +101,7 @@ impl World {
             registry: registry.clone(),
             nodes: nodes.reader(),
             metrics: metrics.clone(),
-            tls: Tls::new(leaf.resolver(), ca.root(), ca.trust_domain()).unwrap(),
+            tls: Tls::new(leaf.resolver(), ca.root(), ca.trust_domain(), &tickets).unwrap(),
             settings: config::Tunnel {
                 advertise: vec!["gw.example:10262".to_owned()],
                 gateways: vec!["gw2.example:10262".to_owned()],

@@ -272,6 +272,7 @@ fn admission(
             identity.leaf.clone(),
             base.ca.root(),
             base.ca.trust_domain(),
+            &base.store.ticket_secret()?,
         )
         .map_err(trust)?,
         settings,

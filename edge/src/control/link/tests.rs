@@ -4,7 +4,7 @@ use crate::{Bound, Config, Edge, Error, config::Secret, state::Reader};
 use causeway_certs::{
     Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
     store::Access,
-    verify::{Trust, join_server, tunnel_server},
+    verify::{TicketSecret, Trust, join_server, tunnel_server},
 };
 use causeway_tunnel::{
     Tunnel,
@@ -67,7 +67,7 @@ fn acceptor(ca: &Ca, trusted: &Ca) -> TlsAcceptor {
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
     let trust = Trust::new(trusted.root(), trusted.trust_domain()).unwrap();
-    TlsAcceptor::from(tunnel_server(leaf.resolver(), &trust).unwrap())
+    TlsAcceptor::from(tunnel_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap())
 }
 
 impl Gateway {
@@ -605,7 +605,8 @@ async fn enrolling(
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
     let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
-    let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust).unwrap());
+    let acceptor =
+        TlsAcceptor::from(join_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap());
     tasks.spawn(info_span!("enrol"), async move {
         while let Ok((tcp, _)) = listener.accept().await {
             let Ok(mut tls) = acceptor.accept(tcp).await else {
