@@ -66,6 +66,8 @@ BARS = (
     Bar("1 GiB upload, against HAProxy straight", "0.45", "0.47", (0.62,), (0.85,), (ratio("up-1", "mb_per_s"),)),
     Bar("CPU seconds per GB down, gateway", "3.6", "2.25", (1.1,), (0.8,), (value("down-1", "cpu_front_s_per_gb"),),
         higher=False),
+    Bar("the same against Konnectivity's server in this run", "1", "0.63", (0.31,), (0.22,),
+        (ratio("down-1", "cpu_front_s_per_gb", "konnectivity"),), higher=False),
     Bar("64 stalled readers: what 64 callers beside them keep", "0; hangs", "1.0", (0.9,), (0.98,),
         (value("stalled-64", "kept"),)),
     Bar("memory per stalled stream", "–", "9.4 MB (frp)", (1024.0,), (256.0,), (value("stalled-64", "kib_per_reader"),),

@@ -39,7 +39,7 @@ class Pace:
 
 PACES = {
     "quick": Pace("quick", rounds=2, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
-    "default": Pace("default", rounds=3, seconds=5, warm=1, bulk=1024 * MIB, bulk_of_eight=1024 * MIB, settle=2.0),
+    "default": Pace("default", rounds=3, seconds=3, warm=1, bulk=1024 * MIB, bulk_of_eight=128 * MIB, settle=2.0),
     "full": Pace("full", rounds=5, seconds=10, warm=2, bulk=1024 * MIB, bulk_of_eight=1024 * MIB, settle=5.0),
 }
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Literal
 
 from .bed import Bed
 from .contestant import Contestant, Https, Plain, Way
@@ -14,7 +15,10 @@ from .process import Process, Trouble, run
 from .usage import Meter
 
 Figures = dict[str, float]
+Named = int | Literal["sni", "host"]
 MICRO = 1e6
+# How long transfers have been under way when the memory of the callers' side is looked at, in seconds.
+_BUSY = 0.3
 _FINISHED = re.compile(r"finished in ([\d.]+)(us|ms|s), ([\d.]+) req/s")
 _OUTCOMES = re.compile(r"requests: .* (\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout")
 
@@ -25,20 +29,24 @@ def https_of(contestant: Contestant) -> Https:
     return contestant.https
 
 
-def wrk(bed: Bed, contestant: Contestant, callers: int, seconds: float, *, close: bool = False, nodes: int = 0) -> Figures:
+def wrk(
+    bed: Bed, contestant: Contestant, callers: int, seconds: float, *, close: bool = False, named: Named = "sni"
+) -> Figures:
     """HTTP/1.1 requests for 1 KiB, over kept connections or, with `close`, over a new one each.
 
-    With `nodes` they go to node-1 … node-N in turn, by Host alone, since a connection's SNI can name only one.
+    The node is `named` by SNI, or by Host alone. A number goes to node-1 … node-N in turn, by Host alone, since a
+    connection's SNI can name only one.
     """
     front = https_of(contestant)
     scripts = Path(__file__).parent
     words = [bed.tools.path("wrk"), "-t1", f"-c{callers}", f"-d{seconds:.0f}s", "--timeout", "10s"]
     if close:
         words += ["-H", "Connection: close"]
-    if nodes:
-        words += ["-s", str(scripts / "nodes.lua"), f"https://127.0.0.1:{front.port}/1k", "--", str(nodes)]
+    if isinstance(named, int):
+        words += ["-s", str(scripts / "nodes.lua"), f"https://127.0.0.1:{front.port}/1k", "--", str(named)]
     else:
-        words += ["-s", str(scripts / "wrk.lua"), "-H", "Host: localhost", f"https://localhost:{front.port}/1k"]
+        name = "localhost" if named == "sni" else "127.0.0.1"
+        words += ["-s", str(scripts / "wrk.lua"), "-H", "Host: localhost", f"https://{name}:{front.port}/1k"]
     meter = Meter(contestant.processes)
     said = run(words, seconds + 30, bed.cpus("rest"))
     answer = json.loads(said.splitlines()[-1])
@@ -129,10 +137,13 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
     if up:
         # An upload begins at once, as other clients' do, and not after a second of waiting for 100.
         words += ["-H", "Expect:", "-T", str(bed.scratch / "files" / name)]
+    before = contestant.memory()
     meter = Meter(contestant.processes)
     begin = time.monotonic()
     curls = [Process(f"curl-{index}", words, bed.scratch / f"curl-{index}.log", bed.cpus("rest")) for index in range(count)]
     try:
+        time.sleep(_BUSY)
+        during = contestant.memory()
         for curl in curls:
             if curl.child.wait(330) != 0:
                 raise Trouble(f"curl ended with {curl.child.returncode}: {curl.tail()}")
@@ -143,4 +154,8 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
         for curl in curls:
             curl.stop()
             curl.log.unlink(missing_ok=True)
-    return {"mb_per_s": size * count / seconds / 1e6, **cpu_per("gb", meter, size * count / 1e9, 1.0)}
+    return {
+        "mb_per_s": size * count / seconds / 1e6,
+        **cpu_per("gb", meter, size * count / 1e9, 1.0),
+        "kib_per_stream": (during - before) / 1024 / count,
+    }

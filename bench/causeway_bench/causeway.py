@@ -6,6 +6,7 @@ node. Both fronts are anonymous, as HAProxy's is.
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Causeway(Contestant):
     program = "causeway"
     tunnel: int = 0
     admin: int = 0
+    cores: int = 1
     folder: Path = Path()
     # Put before the gateway's command: a profiler.
     under: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class Causeway(Contestant):
             "causeway/gateway.yaml",
             _GATEWAY.format(
                 data=self.data,
+                cores=self.cores,
                 tunnel=self.tunnel,
                 cloud=bed.cloud,
                 admin=self.admin,
@@ -103,6 +106,13 @@ class Before(Causeway):
     program = "before"
 
 
+def counted(port: int, metric: str) -> float:
+    """The sum of a counter over all its labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(metric + r"[ {]", line))
+
+
 def answers(port: int, path: str) -> bool:
     """Whether an admin listener says 200."""
     try:
@@ -114,7 +124,7 @@ def answers(port: int, path: str) -> bool:
 
 _GATEWAY = """\
 data_dir: {data}
-cores: 1
+cores: {cores}
 tunnel:
   listen: "{cloud}:{tunnel}"
   advertise: ["{cloud}:{tunnel}"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .bed import Bed
 from .process import Process
+from .usage import memory
 
 # Each start of a contestant gets a folder of its own.
 _START = itertools.count(1)
@@ -63,6 +64,10 @@ class Contestant:
         for process in reversed(self.processes.values()):
             process.stop()
         self.processes.clear()
+
+    def memory(self) -> int:
+        """Bytes of whatever stands on the callers' side: a front, and the server of a tunnel behind it."""
+        return sum(memory(process.pid).pss for role, process in self.processes.items() if role != "edge")
 
     def trouble(self) -> str:
         """The last lines of all logs, for whoever reads why it failed."""

@@ -5,30 +5,42 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from . import load
-from .bed import Bed
+from .bed import MIB, Bed
 from .callers import Figures, curl_words, transfer, way_of
 from .contestant import Contestant, fresh_name
 from .namespace import inside, namespaces
 from .process import Process
 
-ROUND_TRIP_US = 50_000.0
+# One body over it: seconds, not half a minute.
+_BULK = 256 * MIB
+# Below this a request's work takes longer than its round trips.
+_COUNTABLE_MS = 10
 _CLOUD, _NODE = "10.207.113.1", "10.207.113.2"
 
 
+@dataclass(frozen=True)
+class Link:
+    """What lies between the cloud and the node."""
+
+    round_trip_ms: float
+    mb_per_s: int
+
+
 @contextmanager
-def long_bed(bed: Bed, rate: int) -> Iterator[Bed]:
-    """A bed of its own over a link of 50 ms and so many MB/s; this thread stands at the cloud's side within."""
+def long_bed(bed: Bed, link: Link) -> Iterator[Bed]:
+    """A bed of its own over a link; this thread stands at the cloud's side within."""
     cloud, node = (f"causeway-bench-{side}-{os.getpid()}" for side in ("cloud", "node"))
     with namespaces(cloud, node):
         scratch = bed.scratch / fresh_name("link")
         scratch.mkdir()
-        far = replace(bed, scratch=scratch, cloud=_CLOUD, node=_NODE, namespaces={"cloud": cloud, "rest": node},
+        far = replace(bed, scratch=scratch, pace=replace(bed.pace, bulk=min(bed.pace.bulk, _BULK)), cloud=_CLOUD,
+                      node=_NODE, namespaces={"cloud": cloud, "rest": node},
                       apps={}, _processes=[])  # fmt: skip
-        words = ["link", "--between", f"{cloud},{node}", "--addresses", f"{_CLOUD},{_NODE}", "--delay", "25ms",
-                 "--rate", f"{rate}MB/s"]  # fmt: skip
+        words = ["link", "--between", f"{cloud},{node}", "--addresses", f"{_CLOUD},{_NODE}", "--delay",
+                 f"{link.round_trip_ms * 500:.0f}us", "--rate", f"{link.mb_per_s}MB/s"]  # fmt: skip
         with load.beside(bed, words, "ready"), inside(cloud):
             try:
                 far.prepare()
@@ -37,7 +49,7 @@ def long_bed(bed: Bed, rate: int) -> Iterator[Bed]:
                 far.stop()
 
 
-def over_link(bed: Bed, contestant: Contestant) -> Figures:
+def over_link(bed: Bed, contestant: Contestant, link: Link) -> Figures:
     """One stream's share of the link, and what small requests wait for, alone and beside it."""
     moved = transfer(bed, contestant, 1, up=False)
     seconds = max(3, bed.pace.seconds)
@@ -53,7 +65,8 @@ def over_link(bed: Bed, contestant: Contestant) -> Figures:
     figures = {"mb_per_s": moved["mb_per_s"]}
     if anew.get("p50_us"):
         figures["p50_new_us"] = anew["p50_us"]
-        figures["round_trips"] = float(round(anew["p50_us"] / ROUND_TRIP_US))
+        if link.round_trip_ms >= _COUNTABLE_MS:
+            figures["round_trips"] = float(round(anew["p50_us"] / link.round_trip_ms / 1e3))
     if alone.get("p50_us") and beside.get("p50_us"):
         figures["p50_us"] = alone["p50_us"]
         figures["p50_beside_us"] = beside["p50_us"]

@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, contextmanager
 
 from . import load
 from .bed import Bed
-from .callers import Figures, curl_words, h2load, transfer, way_of, wrk
-from .causeway import Causeway
+from .callers import Figures, Named, curl_words, h2load, transfer, way_of, wrk
+from .causeway import Causeway, counted
 from .contestant import Contestant
 from .process import Trouble
 from .stalled import stalled
-from .usage import Meter, cpu_seconds, memory
+from .usage import Meter, cpu_seconds
 
 KIB = 1024.0
+# Streams whose caller sat on another core than their node.
+CROSSED = "causeway_gateway_streams_crossed_total"
 
 
 def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
@@ -95,10 +97,10 @@ def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContex
     alone = callers()
     if not alone["requests_per_s"]:
         raise Trouble("not a single request, even before anybody stalled")
-    before = cloud_memory(contestant)
+    before = contestant.memory()
     with begin() as standing:
         time.sleep(bed.pace.settle)
-        held = cloud_memory(contestant) - before
+        held = contestant.memory() - before
         beside = callers()
     figures = {
         "readers": float(standing),
@@ -112,19 +114,14 @@ def _beside(bed: Bed, contestant: Contestant, begin: Callable[[], AbstractContex
     return figures
 
 
-def cloud_memory(contestant: Contestant) -> int:
-    """Bytes of whatever stands on the callers' side: a front, and the server of a tunnel behind it."""
-    return sum(memory(process.pid).pss for role, process in contestant.processes.items() if role != "edge")
-
-
 def idle_upgrades(bed: Bed, contestant: Contestant, count: int) -> Figures:
     """Memory at the front for each upgrade that is open and silent."""
-    before = cloud_memory(contestant)
+    before = contestant.memory()
     with load.beside(bed, load.idle(contestant, count), "ready"):
         time.sleep(bed.pace.settle)
-        during = cloud_memory(contestant)
+        during = contestant.memory()
     time.sleep(bed.pace.settle)
-    return {"kib_per_upgrade": (during - before) / KIB / count} | _mib(before, during, cloud_memory(contestant))
+    return {"kib_per_upgrade": (during - before) / KIB / count} | _mib(before, during, contestant.memory())
 
 
 def _mib(before: int, during: int, after: int) -> Figures:
@@ -137,18 +134,18 @@ def fleet_memory(bed: Bed, contestant: Contestant, count: int) -> Figures:
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, count)
     gateway.start_gateway(bed, bed.apps["files"])
-    before = cloud_memory(gateway)
+    before = gateway.memory()
     with load.beside(bed, load.fleet(gateway.tunnel, identities, count), "up", 300) as fleet:
         up_event = load.event(fleet.said(), "up") or {}
         time.sleep(bed.pace.settle)
-        during = cloud_memory(gateway)
+        during = gateway.memory()
         meter = Meter(gateway.processes)
         time.sleep(bed.pace.settle * 3)
         idle_cpu = meter.read()["front"] / (bed.pace.settle * 3)
     time.sleep(bed.pace.settle)
     return {
         "kib_per_edge": (during - before) / KIB / count,
-        **_mib(before, during, cloud_memory(gateway)),
+        **_mib(before, during, gateway.memory()),
         "idle_cpu_share": idle_cpu,
         "up_seconds": float(up_event.get("seconds", 0.0)),
     }
@@ -160,17 +157,21 @@ def storm(bed: Bed, contestant: Contestant, resume: bool) -> Figures:
     gateway.bootstrap(bed)
     identities = load.mint(bed, gateway.data, 32)
     gateway.start_gateway(bed, bed.apps["files"])
+    before = gateway.memory()
     meter = Meter(gateway.processes)
     found = load.handshakes(bed, gateway.tunnel, identities, bed.pace.seconds, resume=resume)
     count = found["handshakes"]
     if not count:
         raise Trouble(f"no handshake: {found}")
     used = meter.read()["front"]
+    time.sleep(bed.pace.settle)
     return {
         "per_s": float(found["per_second"]),
         "per_s_and_core": count / max(used, 0.01),
         "resumed_share": found["resumed"] / max(1, found["resumed"] + found["full"]),
         "p99_us": float(found["latency_us"]["p99"]),
+        "mib_before": before / KIB / KIB,
+        "mib_after": gateway.memory() / KIB / KIB,
     }
 
 
@@ -212,6 +213,34 @@ def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
         return wrk(bed, gateway, 64, bed.pace.seconds)
 
 
+def beside_idle(bed: Bed, contestant: Contestant, count: int) -> Figures:
+    """64 callers while so many upgrades stand open and silent on the same tunnel."""
+    if not count:
+        return load.requests(bed, contestant, 64, bed.pace.seconds)
+    with load.beside(bed, load.idle(contestant, count), "ready"):
+        return load.requests(bed, contestant, 64, bed.pace.seconds)
+
+
+def cores(bed: Bed, contestant: Contestant) -> Figures:
+    """A request whose node SNI names, served where its tunnel is, and one whose node Host alone names: of those a part
+    arrives on the other of the gateway's two cores."""
+    gateway = _causeway(contestant)
+    gateway.cores = 2
+    gateway.start(bed, bed.apps["files"])
+    figures: Figures = {}
+    ways: dict[str, Named] = {"own": "sni", "host": "host"}
+    for name, named in ways.items():
+        wrk(bed, gateway, 64, bed.pace.warm, named=named)
+        before = counted(gateway.admin, CROSSED)
+        found = wrk(bed, gateway, 64, bed.pace.seconds, named=named)
+        made = found["requests_per_s"] * bed.pace.seconds
+        figures[f"crossed_share_{name}"] = (counted(gateway.admin, CROSSED) - before) / made
+        figures[f"requests_per_s_{name}"] = found["requests_per_s"]
+        figures[f"cpu_us_{name}"] = found["cpu_front_us_per_request"]
+    figures["cpu_host_to_own"] = figures["cpu_us_host"] / figures["cpu_us_own"]
+    return figures
+
+
 def many_nodes(bed: Bed, contestant: Contestant, nodes: int) -> Figures:
     """64 callers that ask so many nodes in turn; light edges answer by themselves, without an app."""
     gateway = _causeway(contestant)
@@ -219,8 +248,8 @@ def many_nodes(bed: Bed, contestant: Contestant, nodes: int) -> Figures:
     identities = load.mint(bed, gateway.data, nodes)
     gateway.start_gateway(bed, bed.apps["files"])
     with load.beside(bed, load.fleet(gateway.tunnel, identities, nodes), "up", 300):
-        wrk(bed, gateway, 64, bed.pace.warm, nodes=nodes)
-        return wrk(bed, gateway, 64, bed.pace.seconds, nodes=nodes)
+        wrk(bed, gateway, 64, bed.pace.warm, named=nodes)
+        return wrk(bed, gateway, 64, bed.pace.seconds, named=nodes)
 
 
 def _causeway(contestant: Contestant) -> Causeway:

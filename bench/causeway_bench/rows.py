@@ -12,10 +12,10 @@ from .bed import App, Bed
 from .callers import Figures
 from .causeway import Before, Causeway
 from .contestant import Contestant, Direct
+from .cost import instructions, system_calls
 from .haproxy import Haproxy
-from .instructions import per_request
 from .konnectivity import Konnectivity
-from .link import over_link
+from .link import Link, over_link
 from .tunnels import Chisel, Frp, Rathole
 
 CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
@@ -56,8 +56,8 @@ class Row:
     reference: str = "haproxy"
     # Part of `--quick`, and with whom; none is not at all.
     quick: tuple[str, ...] = ()
-    # MB/s of the link of 50 ms that it goes over; 0 is loopback.
-    link: int = 0
+    # What it goes over; none is loopback.
+    link: Link | None = None
     needs: tuple[str, ...] = ()
 
 
@@ -158,19 +158,37 @@ def _standing() -> list[Row]:
             needs=("bench-load",))
         for nodes in (1, 100)
     )  # fmt: skip
-    rows.append(
-        Row("instructions", "instructions of the gateway for a request, HTTP/1.1", per_request, "instructions_per_request",
-            OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind"))
+    rows.extend(
+        Row(f"streams-{count}", f"64 callers beside {count:,} idle upgrades on the same tunnel",
+            partial(measures.beside_idle, count=count), "requests_per_s", PAIR, start="fresh", app="load",
+            needs=("bench-load",))
+        for count in (0, 1000, 4000)
     )  # fmt: skip
+    rows += [
+        Row("cores", "64 callers of a gateway with two cores: the node named by SNI, and by Host alone", measures.cores,
+            "cpu_host_to_own", OWN, higher=False, start="own", reference=""),
+        Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
+            "instructions_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind")),
+        Row("system-calls", "system calls of the gateway for a request, HTTP/1.1, 64 callers", system_calls,
+            "system_calls_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "strace")),
+    ]  # fmt: skip
     return rows
 
 
 def _long() -> list[Row]:
-    return [
-        Row(f"link-{rate}", f"one stream, and small requests beside it, over 50 ms and {rate} MB/s", over_link, "mb_per_s",
-            ("plain", *ALL[1:]), reference="plain", needs=("bench-load",), link=rate)
-        for rate in (50, 125)
-    ]  # fmt: skip
+    rows = []
+    for name, link, who in (
+        ("link-50", Link(50, 50), ALL[1:]),
+        ("link-125", Link(50, 125), ALL[1:]),
+        ("link-far", Link(100, 50), CONNECTS[1:]),
+        ("link-near", Link(0.1, 125), CONNECTS[1:]),
+    ):
+        over = f"{link.round_trip_ms:g} ms and {link.mb_per_s} MB/s"
+        rows.append(
+            Row(name, f"one stream, and small requests beside it, over {over}", partial(over_link, link=link), "mb_per_s",
+                ("plain", *who), reference="plain", needs=("bench-load",), link=link)
+        )  # fmt: skip
+    return rows
 
 
 ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_long())

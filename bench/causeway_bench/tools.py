@@ -20,6 +20,7 @@ _ASK = {
     "curl": "--version",
     "openssl": "version",
     "valgrind": "--version",
+    "strace": "--version",
     "causeway": "--version",
     "before": "--version",
 }
