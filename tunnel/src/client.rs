@@ -95,6 +95,21 @@ struct Shared {
     close: CancellationToken,
 }
 
+impl Shared {
+    fn new(load: Arc<Load>, settings: &Settings) -> Self {
+        let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
+        Self {
+            load,
+            max_streams: settings.max_streams,
+            suspect: AtomicBool::new(false),
+            draining: AtomicBool::new(false),
+            round_trip_us: AtomicU64::new(round_trip),
+            turn: Turn::default(),
+            close: CancellationToken::new(),
+        }
+    }
+}
+
 /// A stream that was opened: what is sent, and the answer to wait for.
 #[derive(Debug)]
 pub struct Opened {

@@ -19,6 +19,7 @@ pub mod window;
 
 pub mod body;
 pub mod copy;
+mod cork;
 pub mod frames;
 pub mod headers;
 pub mod load;

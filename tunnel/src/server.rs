@@ -4,6 +4,7 @@
 //! handshake (design trap 11); its liveness is silence: a gateway that is alive is heard every 5 s.
 
 use crate::{
+    cork::Cork,
     error::{Ended, Refusal, Refused, StreamError},
     headers,
     hello::Control,
@@ -57,7 +58,8 @@ impl Default for Settings {
 /// The edge's end of one tunnel.
 #[derive(Debug)]
 pub struct Server<S: AsyncRead + AsyncWrite + Unpin> {
-    connection: h2::server::Connection<S, Bytes>,
+    connection: h2::server::Connection<Cork<S>, Bytes>,
+    cork: Cork<S>,
     traffic: Arc<Traffic>,
     load: Arc<Load>,
     settings: Settings,
@@ -116,6 +118,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let window = window::size(settings.round_trip, 1, settings.budget);
+    let cork = Cork::new(io);
     let handshake = h2::server::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
@@ -127,13 +130,15 @@ where
         .max_local_error_reset_streams(None)
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .enable_connect_protocol()
-        .handshake(io);
+        .handshake(cork.clone());
     let connection = tokio::time::timeout(settings.silence, handshake)
         .await
         .map_err(|_| Ended::Silent)?
         .map_err(|error| Ended::of(Err(error)))?;
+    cork.close();
     Ok(Server {
         connection,
+        cork,
         traffic,
         load: Arc::new(Load::new(settings.bulk)),
         settings,
@@ -214,10 +219,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
     ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), Ended> {
         let silence = self.settings.silence;
         let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + silence));
+        let Self {
+            connection, cork, ..
+        } = self;
+        let mut accept = poll_fn(|cx| {
+            let accepted = connection.poll_accept(cx);
+            cork.release(cx);
+            accepted
+        });
         loop {
             tokio::select! {
                 biased;
-                accepted = self.connection.accept() => return match accepted {
+                accepted = &mut accept => return match accepted {
                     Some(Ok(accepted)) => Ok(accepted),
                     Some(Err(error)) => Err(Ended::of(Err(error))),
                     None => Err(Ended::Peer),

@@ -5,8 +5,9 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Load, Settings, Shared, Tunnel, turn::Turn};
+use super::{Load, Settings, Shared, Tunnel};
 use crate::{
+    cork::Cork,
     error::Ended,
     flood::{Guarded, guarded},
     liveness::{Liveness, Verdict},
@@ -21,10 +22,7 @@ use std::{
     collections::VecDeque,
     future::Future,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll},
     time::Duration,
 };
@@ -32,7 +30,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::{Instant, Sleep},
 };
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 /// How many PINGs the round trip is the least of: one under load measures queues.
 const RECENT: usize = 8;
@@ -63,6 +61,7 @@ where
         settings.siblings.clone(),
         settings.pressure.clone(),
     ));
+    let cork = Cork::new(io);
     let (sender, mut connection) = h2::client::Builder::new()
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
@@ -74,23 +73,15 @@ where
         .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
         .enable_push(false)
-        .handshake(guarded(io, load.small().clone()))
+        .handshake(guarded(cork.clone(), load.small().clone()))
         .await
         .map_err(|error| Ended::of(Err(error)))?;
+    cork.close();
     let ping_pong = connection
         .ping_pong()
         .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
-    let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
     load.set_crowd(window::crowd(window, settings.budget));
-    let shared = Arc::new(Shared {
-        load: load.clone(),
-        max_streams: settings.max_streams,
-        suspect: AtomicBool::new(false),
-        draining: AtomicBool::new(false),
-        round_trip_us: AtomicU64::new(round_trip),
-        turn: Turn::default(),
-        close: CancellationToken::new(),
-    });
+    let shared = Arc::new(Shared::new(load.clone(), &settings));
     let tunnel = Tunnel {
         sender,
         shared: shared.clone(),
@@ -98,6 +89,7 @@ where
     let closing = Box::pin(shared.close.clone().cancelled_owned());
     let driver = Driver {
         connection,
+        cork,
         ping_pong,
         shared,
         traffic,
@@ -134,7 +126,8 @@ enum Air {
 /// The task that owns a tunnel's connection on the gateway's side.
 #[derive(Debug)]
 pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
-    connection: h2::client::Connection<Guarded<S>, Bytes>,
+    connection: h2::client::Connection<Guarded<Cork<S>>, Bytes>,
+    cork: Cork<S>,
     ping_pong: PingPong,
     shared: Arc<Shared>,
     traffic: Arc<Traffic>,
@@ -199,6 +192,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             if let Poll::Ready(result) = self.connection.poll_unpin(cx) {
                 return Poll::Ready(Ended::of(result));
             }
+            self.cork.release(cx);
             if let Poll::Ready(pong) = self.ping_pong.poll_pong(cx) {
                 match pong {
                     Ok(_) => self.answered(),

@@ -1,0 +1,353 @@
+//! What a tunnel writes in one turn goes out together.
+//!
+//! The engine flushes behind every DATA frame that is not tiny, and sends the next one only when that is through: each
+//! small answer would be a TLS record, a system call and a packet of its own. So its flushes only say that they are done;
+//! what was written is held until whoever drives the connection has polled it, and then leaves at once. Nothing waits for
+//! more to come, and what is large is not copied.
+
+use std::{
+    io::{self, IoSlice},
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Bytes that are held at most: the plaintext of one TLS record (RFC 8446 §5.1).
+const MOST: usize = 16 * 1024;
+/// From this many bytes on, a write is passed on as it is.
+const LARGE: usize = 4 * 1024;
+
+/// A connection whose small writes are held until [`Cork::release`]. The engine has one handle, its driver the other.
+#[derive(Debug)]
+pub(crate) struct Cork<S>(Arc<Mutex<Held<S>>>);
+
+#[derive(Debug)]
+struct Held<S> {
+    io: S,
+    /// Written by the engine and not yet by us. An idle tunnel has no room for it.
+    bytes: Vec<u8>,
+    /// Whether the connection below may have something to flush.
+    unflushed: bool,
+    /// What a release met: the engine hears of it when it reads or writes next.
+    broken: Option<io::Error>,
+    corked: bool,
+}
+
+impl<S> Clone for Cork<S> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<S> Cork<S> {
+    /// Holds nothing before [`Cork::close`].
+    pub(crate) fn new(io: S) -> Self {
+        Self(Arc::new(Mutex::new(Held {
+            io,
+            bytes: Vec::new(),
+            unflushed: false,
+            broken: None,
+            corked: false,
+        })))
+    }
+
+    /// From now on small writes wait for [`Cork::release`], which the caller has to see to.
+    pub(crate) fn close(&self) {
+        self.held().corked = true;
+    }
+
+    /// Two handles in one task: nobody ever waits for this.
+    fn held(&self) -> MutexGuard<'_, Held<S>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> Cork<S> {
+    /// Sends what is held, as far as the connection takes it; the task is woken when it takes more, and has to call this
+    /// again after it has polled the engine.
+    pub(crate) fn release(&self, cx: &mut Context<'_>) {
+        let mut held = self.held();
+        if let Poll::Ready(Err(error)) = held.poll_flush(cx) {
+            held.broken = Some(error);
+            cx.waker().wake_by_ref();
+        }
+    }
+}
+
+impl<S> Held<S> {
+    fn check(&mut self) -> io::Result<()> {
+        self.broken.take().map_or(Ok(()), Err)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> Held<S> {
+    /// Passes on what is held, without flushing what is below.
+    fn poll_empty(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut passed = 0;
+        let outcome = loop {
+            let rest = self.bytes.get(passed..).unwrap_or_default();
+            if rest.is_empty() {
+                break Poll::Ready(Ok(()));
+            }
+            self.unflushed = true;
+            match Pin::new(&mut self.io).poll_write(cx, rest) {
+                Poll::Ready(Ok(0)) => break Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Poll::Ready(Ok(written)) => passed += written,
+                Poll::Ready(Err(error)) => break Poll::Ready(Err(error)),
+                Poll::Pending => break Poll::Pending,
+            }
+        };
+        if passed == self.bytes.len() {
+            self.bytes = Vec::new();
+        } else {
+            self.bytes.drain(..passed);
+        }
+        outcome
+    }
+
+    fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_empty(cx))?;
+        if self.unflushed {
+            ready!(Pin::new(&mut self.io).poll_flush(cx))?;
+            self.unflushed = false;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Takes the bytes in, or writes as much of them as the connection takes.
+    fn poll_write(
+        &mut self,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.check()?;
+        let length = bufs.iter().map(|buf| buf.len()).sum::<usize>();
+        let small = self.corked && length < LARGE;
+        if !small || self.bytes.len() + length > MOST {
+            ready!(self.poll_empty(cx))?;
+        }
+        if small {
+            if self.bytes.capacity() == 0 {
+                self.bytes.reserve_exact(MOST);
+            }
+            for buf in bufs {
+                self.bytes.extend_from_slice(buf);
+            }
+            return Poll::Ready(Ok(length));
+        }
+        self.unflushed = true;
+        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Cork<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let mut held = self.held();
+        held.check()?;
+        Pin::new(&mut held.io).poll_read(cx, buf)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Cork<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.held().poll_write(cx, &[IoSlice::new(buf)])
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut held = self.held();
+        held.check()?;
+        if held.corked {
+            return Poll::Ready(Ok(()));
+        }
+        held.poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut held = self.held();
+        held.check()?;
+        ready!(held.poll_flush(cx))?;
+        Pin::new(&mut held.io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.held().poll_write(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::task::noop_waker_ref;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    /// A connection that takes so many bytes, and notes each write.
+    #[derive(Debug, Default)]
+    struct Wire {
+        room: usize,
+        writes: Vec<Vec<u8>>,
+        flushes: usize,
+        broken: bool,
+    }
+
+    impl AsyncRead for Wire {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _cx: &mut Context<'_>,
+            _buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    impl AsyncWrite for Wire {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            _cx: &mut Context<'_>,
+            buf: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            if self.broken {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let taken = buf.len().min(self.room);
+            if taken == 0 {
+                return Poll::Pending;
+            }
+            self.room -= taken;
+            self.writes.push(buf[..taken].to_vec());
+            Poll::Ready(Ok(taken))
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            self.flushes += 1;
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    fn closed(room: usize) -> Cork<Wire> {
+        let cork = Cork::new(Wire {
+            room,
+            ..Wire::default()
+        });
+        cork.close();
+        cork
+    }
+
+    fn cx() -> Context<'static> {
+        Context::from_waker(noop_waker_ref())
+    }
+
+    fn write(cork: &mut Cork<Wire>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(cork).poll_write(&mut cx(), bytes)
+    }
+
+    fn flush(cork: &mut Cork<Wire>) {
+        assert!(Pin::new(cork).poll_flush(&mut cx()).is_ready());
+    }
+
+    #[test]
+    fn what_one_turn_writes_leaves_in_one_write_and_an_idle_tunnel_keeps_no_room() {
+        let mut cork = closed(usize::MAX);
+        for part in ["one", "two", "three"] {
+            assert!(write(&mut cork, part.as_bytes()).is_ready());
+            flush(&mut cork);
+        }
+        assert!(cork.held().io.writes.is_empty());
+        cork.release(&mut cx());
+        cork.release(&mut cx());
+        let held = cork.held();
+        assert_eq!(held.io.writes, [b"onetwothree"]);
+        // Once for what was written: a turn that wrote nothing costs nothing.
+        assert_eq!(held.io.flushes, 1);
+        assert_eq!(held.bytes.capacity(), 0);
+    }
+
+    #[test]
+    fn what_is_large_goes_behind_what_is_held_and_is_not_held() {
+        let mut cork = closed(usize::MAX);
+        let large = vec![b'x'; LARGE];
+        assert!(write(&mut cork, b"head").is_ready());
+        assert!(write(&mut cork, &large).is_ready());
+        assert_eq!(cork.held().io.writes, [b"head".to_vec(), large]);
+    }
+
+    #[test]
+    fn no_more_is_held_than_a_record_and_nothing_is_lost_where_the_connection_stalls() {
+        let mut cork = closed(0);
+        let part: Vec<u8> = (0..=255).cycle().take(LARGE - 1).collect();
+        let mut taken = Vec::new();
+        while write(&mut cork, &part).is_ready() {
+            taken.extend_from_slice(&part);
+            cork.release(&mut cx());
+        }
+        assert!(taken.len() <= MOST && taken.len() + part.len() > MOST);
+        // Some at a time, as a slow link takes it.
+        for room in [1, 700, MOST] {
+            cork.held().io.room = room;
+            cork.release(&mut cx());
+        }
+        assert_eq!(cork.held().io.writes.concat(), taken);
+    }
+
+    #[test]
+    fn before_it_is_closed_and_at_the_end_everything_passes() {
+        let mut cork = Cork::new(Wire {
+            room: usize::MAX,
+            ..Wire::default()
+        });
+        assert!(write(&mut cork, b"preface").is_ready());
+        flush(&mut cork);
+        assert_eq!(cork.held().io.flushes, 1);
+        cork.close();
+        assert!(write(&mut cork, b"goaway").is_ready());
+        assert!(Pin::new(&mut cork).poll_shutdown(&mut cx()).is_ready());
+        assert_eq!(
+            cork.held().io.writes,
+            [b"preface".to_vec(), b"goaway".to_vec()]
+        );
+    }
+
+    #[test]
+    fn a_connection_that_breaks_at_a_release_is_told_to_the_engine_which_is_woken() {
+        struct Woken(AtomicUsize);
+        impl std::task::Wake for Woken {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Relaxed);
+            }
+        }
+        let woken = Arc::new(Woken(AtomicUsize::new(0)));
+        let waker = woken.clone().into();
+        let mut cx = Context::from_waker(&waker);
+        let mut cork = closed(usize::MAX);
+        assert!(write(&mut cork, b"answer").is_ready());
+        cork.held().io.broken = true;
+        cork.release(&mut cx);
+        assert_eq!(woken.0.load(Relaxed), 1);
+        let mut space = [0; 8];
+        let read = Pin::new(&mut cork).poll_read(&mut cx, &mut ReadBuf::new(&mut space));
+        let Poll::Ready(Err(error)) = read else {
+            panic!("{read:?}");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+}
