@@ -29,6 +29,8 @@ class Pace:
 
     name: str
     rounds: int
+    # Of rows that take minutes each.
+    long_rounds: int
     seconds: int
     warm: int
     # One body of the rows with one transfer, and of those with eight.
@@ -38,9 +40,13 @@ class Pace:
 
 
 PACES = {
-    "quick": Pace("quick", rounds=2, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
-    "default": Pace("default", rounds=3, seconds=3, warm=1, bulk=1024 * MIB, bulk_of_eight=128 * MIB, settle=2.0),
-    "full": Pace("full", rounds=5, seconds=10, warm=2, bulk=1024 * MIB, bulk_of_eight=1024 * MIB, settle=5.0),
+    "quick": Pace("quick", rounds=2, long_rounds=2, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
+    "default": Pace(
+        "default", rounds=3, long_rounds=2, seconds=3, warm=1, bulk=1024 * MIB, bulk_of_eight=128 * MIB, settle=2.0
+    ),
+    "full": Pace(
+        "full", rounds=5, long_rounds=3, seconds=10, warm=2, bulk=1024 * MIB, bulk_of_eight=1024 * MIB, settle=5.0
+    ),
 }
 
 # Who runs on which CPU, the same for all contestants.

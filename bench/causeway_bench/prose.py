@@ -42,9 +42,10 @@ class Run:
 def opening(run: Run) -> list[str]:
     return [
         f"Written by `{run.command}` on {datetime.now(UTC):%Y-%m-%d}, in {run.seconds / 60:.0f} minutes. "
-        f"Each row has {run.pace.rounds} rounds, and contestants take turns within each; a figure is the median of its",
-        "rounds and, in brackets, the least and the most. A ratio is taken round by round. All of it runs on one machine",
-        "over loopback, generators and apps included.",
+        f"Each row has {run.pace.rounds} rounds, long ones {run.pace.long_rounds}, and contestants take turns within each; "
+        "a figure is the",
+        "median of its rounds and, in brackets, the least and the most. A ratio is taken round by round. All of it runs on",
+        "one machine over loopback, generators and apps included.",
     ]
 
 

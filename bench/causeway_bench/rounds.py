@@ -95,7 +95,7 @@ def _rounds(bed: Bed, row: Row, who: tuple[str, ...], outcome: Outcome) -> None:
         if row.start == "together":
             for name in who:
                 _guarded(outcome, name, lambda name=name: _stand(bed, row, name, standing))
-        for _ in range(bed.pace.rounds):
+        for _ in range(bed.pace.long_rounds if row.long else bed.pace.rounds):
             for name in who:
                 if name not in outcome.failed:
                     _guarded(outcome, name, lambda name=name: _round(bed, row, name, standing, outcome))

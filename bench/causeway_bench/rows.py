@@ -59,6 +59,8 @@ class Row:
     # What it goes over; none is loopback.
     link: Link | None = None
     needs: tuple[str, ...] = ()
+    # Takes minutes: fewer rounds, unless somebody asks for all.
+    long: bool = False
 
 
 def _requests() -> list[Row]:
@@ -116,12 +118,12 @@ def _transfers() -> list[Row]:
 def _neighbours() -> list[Row]:
     return [
         Row("stalled-1", "64 callers beside one reader that reads nothing",
-            partial(measures.beside_stalled, readers=1), "kept", ALL, start="fresh", needs=("bench-load",)),
+            partial(measures.beside_stalled, readers=1), "kept", ALL, start="fresh", long=True, needs=("bench-load",)),
         Row("stalled-64", "64 callers beside 64 readers that read nothing",
             partial(measures.beside_stalled, readers=64), "kept", ALL, start="fresh", quick=PAIR,
-            needs=("bench-load",)),
+            long=True, needs=("bench-load",)),
         Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), "kept", ALL,
-            start="fresh", quick=PAIR, needs=("bench-load",)),
+            start="fresh", quick=PAIR, long=True, needs=("bench-load",)),
     ]  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def _standing() -> list[Row]:
     rows = [
         Row(f"idle-edges-{count}", f"gateway with {count:,} idle edges", partial(measures.fleet_memory, count=count),
             "kib_per_edge", OWN, higher=False, start="own", reference="", quick=OWN if count == 1000 else (),
-            needs=("bench-load",))
+            long=count > 1000, needs=("bench-load",))
         for count in (1, 1000, 10000)
     ]  # fmt: skip
     rows.append(
@@ -143,13 +145,14 @@ def _standing() -> list[Row]:
         )  # fmt: skip
     rows.extend(
         Row(f"restart-{count}", f"{count:,} edges after a gateway's restart", partial(measures.restart, count=count),
-            "seconds_from_start", OWN, higher=False, start="own", reference="", needs=("bench-load",))
+            "seconds_from_start", OWN, higher=False, start="own", reference="", long=count > 1000,
+            needs=("bench-load",))
         for count in (1000, 10000)
     )  # fmt: skip
     rows.extend(
         Row(f"growth-{count}", f"HTTP/1.1, 64 callers of one node, {count:,} others registered",
             partial(measures.growth, count=count), "requests_per_s", OWN, start="own", reference="",
-            needs=("bench-load",))
+            long=count > 1000, needs=("bench-load",))
         for count in (0, 100, 1000, 10000)
     )  # fmt: skip
     rows.extend(
@@ -186,7 +189,7 @@ def _long() -> list[Row]:
         over = f"{link.round_trip_ms:g} ms and {link.mb_per_s} MB/s"
         rows.append(
             Row(name, f"one stream, and small requests beside it, over {over}", partial(over_link, link=link), "mb_per_s",
-                ("plain", *who), reference="plain", needs=("bench-load",), link=link)
+                ("plain", *who), reference="plain", needs=("bench-load",), link=link, long=True)
         )  # fmt: skip
     return rows
 
