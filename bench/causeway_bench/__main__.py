@@ -16,6 +16,7 @@ from . import report
 from .bed import PACES, PLACEMENTS, Bed
 from .machine import describe
 from .process import Trouble
+from .profile import draw
 from .prose import Run
 from .rounds import Outcome, run_row
 from .rows import ROWS, Row
@@ -29,7 +30,9 @@ def arguments() -> argparse.Namespace:
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
     parser.add_argument("--before", type=Path, metavar="PROGRAM",
-                        help="another build of causeway: these two alone, the other as the reference")
+                        help="another build of causeway: these two alone, the other as the reference")  # fmt: skip
+    parser.add_argument("--profile", type=Path, metavar="DIR",
+                        help="with --only: no figures, but flame graphs of what the gateway does in these rows")  # fmt: skip
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
                         help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
@@ -70,8 +73,21 @@ def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Out
     return outcomes, True
 
 
+def profile(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]], out: Path) -> int:
+    """Flame graphs in place of figures."""
+    try:
+        bed.prepare()
+        for row, _ in rows:
+            print(f"bench: {draw(bed, row, out)}")
+    finally:
+        bed.stop()
+    return 0
+
+
 def main() -> int:
     asked = arguments()
+    if asked.profile and not asked.only:
+        raise SystemExit("bench: --profile wants --only ROW")
     if asked.list:
         for row in ROWS:
             print(f"{row.name:24}{'quick' if row.quick else '':7}{row.title}")
@@ -93,6 +109,8 @@ def main() -> int:
     machine = describe(tools)
     try:
         bed = Bed(tools, scratch, pace, asked.placement)
+        if asked.profile:
+            return profile(bed, rows, asked.profile)
         outcomes, whole = measure(bed, rows)
     except Trouble as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -113,7 +131,7 @@ def main() -> int:
     # Only a whole run replaces what is checked in.
     kept = whole and not (asked.quick or asked.only or asked.before)
     out = asked.out or (bench if kept else Path(tempfile.mkdtemp(prefix="causeway-bench-results.")))
-    report.write(run, out)
+    report.write(run, out, bench / "why")
     print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")
     return report.status(run) if whole else 1
 

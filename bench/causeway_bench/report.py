@@ -65,6 +65,22 @@ def bars(run: Run) -> list[str]:
     ]
 
 
+def shortfalls(run: Run, why: Path) -> list[str]:
+    """For each bar that is not reached: why, with its profile, as somebody who looked has written it down."""
+    rows = {outcome.row.name: outcome for outcome in run.outcomes}
+    short: dict[str, list[str]] = {}
+    for bar in BARS:
+        said = [bar.verdict(index, found) for index, part in enumerate(bar.parts) if (found := part(rows))]
+        if "falls short" in said:
+            short.setdefault(bar.why, []).append(bar.measure)
+    lines = []
+    for name, measures in short.items():
+        text = why / f"{name}.md"
+        lines += [f"### {'; '.join(measures)}", ""]
+        lines += [text.read_text().strip() if name and text.is_file() else "Nobody has looked into it yet.", ""]
+    return lines or ["Nothing.", ""]
+
+
 def ratios(run: Run) -> list[str]:
     """The headline of each row, by contestant: the reference's figure, and the others as ratios to it."""
     lines = [
@@ -111,9 +127,9 @@ def details(outcome: Outcome) -> list[str]:
     return lines
 
 
-def markdown(run: Run) -> str:
+def markdown(run: Run, why: Path) -> str:
     lines = ["# Results of the benchmark", "", *prose.opening(run), "", "## Bars", "", *prose.BARS, "", *bars(run), ""]
-    lines += ["## Ratios", ""]
+    lines += ["## What falls short", "", *shortfalls(run, why), "## Ratios", ""]
     lines += [f"![{title}](pictures/{name})\n" for name, title in pictures.names(run.outcomes)]
     lines += [*ratios(run), "", "## Rows", ""]
     lines += [text for outcome in run.outcomes for text in details(outcome)]
@@ -133,10 +149,11 @@ def markdown(run: Run) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(run: Run, out: Path) -> None:
+def write(run: Run, out: Path, why: Path) -> None:
+    """Into `out`; what is known of shortfalls is in `why`."""
     out.mkdir(parents=True, exist_ok=True)
     pictures.draw(run.outcomes, out / "pictures")
-    (out / "RESULTS.md").write_text(run.clean(markdown(run)))
+    (out / "RESULTS.md").write_text(run.clean(markdown(run, why)))
     found = {
         "command": run.command,
         "placement": run.placement,
