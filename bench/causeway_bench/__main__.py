@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--before", type=Path, metavar="PROGRAM",
                         help="another build of causeway: these two alone, the other as the reference")  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="DIR",
-                        help="with --only: no figures, but flame graphs of what the gateway does in these rows")  # fmt: skip
+                        help="with --only: no figures, but flame graphs of the gateway in these rows")  # fmt: skip
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
                         help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
