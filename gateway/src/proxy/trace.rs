@@ -6,6 +6,8 @@
 use data_encoding::HEXLOWER;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
+/// §3.3 of the recommendation.
+const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 /// §3.2 of the recommendation.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Hex digits of a trace's id, and of a span's: two for each byte.
@@ -17,15 +19,24 @@ const BYTES: usize = TRACE / 2 + SPAN / 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trace {
     id: [u8; TRACE],
-    /// This hop's span, where the trace begins here.
-    span: Option<[u8; SPAN]>,
+    /// This hop's span, for where the caller sent none.
+    span: [u8; SPAN],
+    /// Whether the caller's is sound.
+    came: bool,
 }
 
 impl Trace {
     /// The caller's, if its `traceparent` is sound, or a new one.
     pub fn of(fields: &HeaderMap) -> Self {
-        let came = fields.get(TRACEPARENT).and_then(sound);
-        came.map_or_else(Self::begin, |id| Self { id, span: None })
+        let mut all = fields.get_all(TRACEPARENT).iter();
+        let mut trace = Self::begin();
+        // Two are none: nobody can tell which counts.
+        if let (Some(only), None) = (all.next(), all.next())
+            && let Some(id) = sound(only)
+        {
+            (trace.id, trace.came) = (id, true);
+        }
+        trace
     }
 
     /// A new one.
@@ -36,7 +47,8 @@ impl Trace {
         HEXLOWER.encode_mut(&bytes[TRACE / 2..], &mut span);
         Self {
             id,
-            span: Some(span),
+            span,
+            came: false,
         }
     }
 
@@ -46,13 +58,17 @@ impl Trace {
         std::str::from_utf8(&self.id).unwrap_or_default()
     }
 
-    /// Puts `traceparent` into a head that has no sound one. Its value never comes again: in HPACK's table it would push
-    /// out what does (RFC 7541 §6.2.3).
+    /// Puts `traceparent` into a head that has no sound one, or has it no more. Its value never comes again: in HPACK's
+    /// table it would push out what does (RFC 7541 §6.2.3).
     pub fn put(&self, fields: &mut HeaderMap) {
-        if let Some(span) = &self.span {
+        if !self.came {
+            // It belongs to what was replaced (§4.3).
+            fields.remove(TRACESTATE);
+        }
+        if !self.came || !fields.contains_key(TRACEPARENT) {
             let mut text = *b"00-00000000000000000000000000000000-0000000000000000-01";
             text[3..3 + TRACE].copy_from_slice(&self.id);
-            text[4 + TRACE..4 + TRACE + SPAN].copy_from_slice(span);
+            text[4 + TRACE..4 + TRACE + SPAN].copy_from_slice(&self.span);
             if let Ok(value) = HeaderValue::from_bytes(&text) {
                 fields.insert(TRACEPARENT, value);
             }
@@ -68,6 +84,7 @@ fn sound(value: &HeaderValue) -> Option<[u8; TRACE]> {
     let mut parts = value.as_bytes().split(|byte| *byte == b'-');
     let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
     let flags = parts.next()?;
+    let ends = parts.next().is_none();
     let is_hex = |part: &[u8], length: usize| {
         part.len() == length
             && part
@@ -77,6 +94,7 @@ fn sound(value: &HeaderValue) -> Option<[u8; TRACE]> {
     let zero = |part: &[u8]| part.iter().all(|byte| *byte == b'0');
     let sound = is_hex(version, 2)
         && version != b"ff"
+        && (ends || version != b"00")
         && is_hex(trace, TRACE)
         && is_hex(span, SPAN)
         && is_hex(flags, 2)
@@ -99,13 +117,18 @@ mod tests {
 
     #[test]
     fn a_sound_traceparent_passes_as_it_came() {
-        let text = format!("00-{CAME}-00f067aa0ba902b7-01");
-        let mut fields = with(&text);
-        let trace = Trace::of(&fields);
-        assert_eq!(trace.as_str(), CAME);
-        trace.put(&mut fields);
-        assert_eq!(fields[TRACEPARENT], text);
-        assert!(fields[TRACEPARENT].is_sensitive());
+        for text in [
+            format!("00-{CAME}-00f067aa0ba902b7-01"),
+            // A later version may say more.
+            format!("01-{CAME}-00f067aa0ba902b7-01-more"),
+        ] {
+            let mut fields = with(&text);
+            let trace = Trace::of(&fields);
+            assert_eq!(trace.as_str(), CAME);
+            trace.put(&mut fields);
+            assert_eq!(fields[TRACEPARENT], text);
+            assert!(fields[TRACEPARENT].is_sensitive());
+        }
     }
 
     #[test]
@@ -116,6 +139,7 @@ mod tests {
             &format!("ff-{CAME}-00f067aa0ba902b7-01"),
             &format!("00-{}-00f067aa0ba902b7-01", CAME.to_uppercase()),
             &format!("00-{CAME}-00f067aa0ba902b7"),
+            &format!("00-{CAME}-00f067aa0ba902b7-01-more"),
             "nonsense",
         ] {
             let mut fields = with(text);
@@ -125,6 +149,26 @@ mod tests {
             assert_eq!(Trace::of(&fields).as_str(), trace.as_str(), "{text}");
             assert!(fields[TRACEPARENT].is_sensitive());
         }
+    }
+
+    #[test]
+    fn a_trace_that_was_taken_away_on_the_way_goes_on() {
+        let trace = Trace::of(&with(&format!("00-{CAME}-00f067aa0ba902b7-01")));
+        let mut fields = HeaderMap::new();
+        trace.put(&mut fields);
+        assert_eq!(Trace::of(&fields).as_str(), CAME);
+    }
+
+    #[test]
+    fn two_are_none_and_the_state_of_a_trace_that_was_replaced_goes() {
+        let mut fields = with(&format!("00-{CAME}-00f067aa0ba902b7-01"));
+        fields.append(TRACEPARENT, fields[TRACEPARENT].clone());
+        fields.insert(TRACESTATE, HeaderValue::from_static("vendor=1"));
+        let trace = Trace::of(&fields);
+        trace.put(&mut fields);
+        assert_ne!(trace.as_str(), CAME);
+        assert_eq!(fields.get_all(TRACEPARENT).iter().count(), 1);
+        assert!(!fields.contains_key(TRACESTATE));
     }
 
     #[test]
