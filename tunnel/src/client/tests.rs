@@ -39,6 +39,52 @@ async fn pair(settings: Settings) -> (Tunnel, mpsc::UnboundedReceiver<Ended>, Ed
     (tunnel, ended, accepted.unwrap())
 }
 
+#[tokio::test]
+async fn a_tunnel_goes_on_after_its_connection_took_nothing_for_a_while() {
+    let (near, far) = duplex(64);
+    let (near, far) = (Counted::new(near), Counted::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let accept = server::accept(far, far_traffic, server::Settings::default());
+    let settings = Settings::default();
+    let (connected, accepted) = tokio::join!(connect(near, near_traffic, settings), accept);
+    let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
+    tokio::spawn(driver.run());
+    // Many small answers in one turn: each is held, and the connection takes 64 bytes at a time.
+    tokio::spawn(async move {
+        let mut asked = Vec::new();
+        while let Ok(Incoming::Stream(stream)) = edge.next().await {
+            asked.push(*stream);
+            if asked.len() < 32 {
+                continue;
+            }
+            for (index, stream) in asked.drain(..).enumerate() {
+                let mut send = stream.reply.send(Response::new(()), false).unwrap();
+                let body = Bytes::from(vec![u8::try_from(index).unwrap(); 3000]);
+                tokio::spawn(async move { send.last(body).await });
+            }
+        }
+    });
+    let mut answers = Vec::new();
+    for index in 0..32 {
+        let head = Request::new(());
+        let target = Target::new("edge-1", 80);
+        let opened = tunnel.open(head, &Ask::Request, &target, true).await;
+        answers.push((index, opened.unwrap().answer));
+    }
+    let all_come = async {
+        for (index, answer) in answers {
+            let mut body = answer.await.unwrap().into_body();
+            let mut all = Vec::new();
+            while let Some(data) = body.data().await {
+                all.extend_from_slice(&data.unwrap());
+            }
+            assert_eq!(all, vec![index; 3000]);
+        }
+    };
+    let bound = Duration::from_secs(10);
+    tokio::time::timeout(bound, all_come).await.unwrap();
+}
+
 /// Both ends of a tunnel on which the edge takes its turns.
 struct Turning {
     tunnel: Tunnel,
