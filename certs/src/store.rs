@@ -115,6 +115,8 @@ impl Store {
                 path: self.root_path(),
             });
         }
+        // Whoever could resume under a CA before must not under this one.
+        self.dir.remove(TICKETS)?;
         // The certificate last: a key without one is what an interrupted call leaves, no CA.
         self.dir.write(ROOT_KEY, ca.key_pem().expose())?;
         self.dir.write(ROOT, &ca.root_pem())

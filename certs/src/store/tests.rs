@@ -56,6 +56,8 @@ fn the_secret_of_tickets_is_made_once_and_a_damaged_one_is_named() {
     let made = store.ticket_secret().unwrap();
     let again = Store::open(dir.path().join("data"), Access::Existing).unwrap();
     assert_eq!(again.ticket_secret().unwrap(), made);
+    store.save_ca(&ca()).unwrap();
+    assert_ne!(store.ticket_secret().unwrap(), made, "a new CA has another");
     let file = dir.path().join("data/tickets.key");
     fs::write(&file, "half").unwrap();
     let damaged = store.ticket_secret().unwrap_err().to_string();

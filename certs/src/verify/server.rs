@@ -1,14 +1,16 @@
 //! The accepting ends: the tunnel port's two configurations and the fronts'.
 //!
-//! A front makes ticket keys of its own; the tunnel port's follow from a secret that outlives the process, by purpose. So
-//! sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
+//! A front makes ticket keys of its own; the tunnel's follow from a secret that outlives the process; where certificates
+//! are given nothing resumes. So sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
 //! `ClientHello`'s ALPN; both only prove possession of a key and a chain, `check_peer` says who.
 
 use std::sync::Arc;
 
 use rustls::crypto::aws_lc_rs::Ticketer;
 use rustls::server::danger::ClientCertVerifier;
-use rustls::server::{ProducesTickets, ResolvesServerCert, ServerConfig, WebPkiClientVerifier};
+use rustls::server::{
+    NoServerSessionStorage, ProducesTickets, ResolvesServerCert, ServerConfig, WebPkiClientVerifier,
+};
 use rustls::{SupportedProtocolVersion, version};
 use rustls_pki_types::CertificateDer;
 
@@ -23,31 +25,24 @@ pub fn tunnel_server(
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = remembering(&trust.roots, &trust.seen, true)?;
-    let tickets = Arc::new(Tickets::new(tickets, "tunnel"));
-    Ok(config(
-        &[&version::TLS13],
-        clients,
-        leaf,
-        &[ALPN_TUNNEL],
-        tickets,
-    )?)
+    let tickets = Some(Arc::new(Tickets::new(tickets)) as Arc<dyn ProducesTickets>);
+    let versions = [&version::TLS13];
+    Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
 
 /// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, a client certificate of our
-/// own root optional.
+/// own root optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
-    tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
     let clients = remembering(&trust.roots, &trust.seen, false)?;
-    let tickets = Arc::new(Tickets::new(tickets, "join"));
     Ok(config(
         &[&version::TLS13],
         clients,
         leaf,
         &ALPN_CONTROL,
-        tickets,
+        None,
     )?)
 }
 
@@ -66,7 +61,8 @@ pub fn front_server(
         (false, required) => verifier(&roots, required)?,
     };
     let versions = [&version::TLS13, &version::TLS12];
-    Ok(config(&versions, clients, leaves, alpn, Ticketer::new()?)?)
+    let tickets = Ticketer::new()?;
+    Ok(config(&versions, clients, leaves, alpn, Some(tickets))?)
 }
 
 fn config(
@@ -74,14 +70,19 @@ fn config(
     clients: Arc<dyn ClientCertVerifier>,
     leaf: Arc<dyn ResolvesServerCert>,
     alpn: &[&[u8]],
-    tickets: Arc<dyn ProducesTickets>,
+    tickets: Option<Arc<dyn ProducesTickets>>,
 ) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(versions)?
         .with_client_cert_verifier(clients)
         .with_cert_resolver(leaf);
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
-    config.ticketer = tickets;
+    if let Some(tickets) = tickets {
+        config.ticketer = tickets;
+    } else {
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+    }
     // OpenSSL's clients put AES-256 first, which costs a fifth of the throughput for nothing.
     config.ignore_client_order = true;
     Ok(Arc::new(config))

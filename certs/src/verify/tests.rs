@@ -6,7 +6,7 @@ use crate::{
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
 use rustls::crypto::aws_lc_rs::Ticketer;
-use rustls::server::ServerConfig;
+use rustls::server::{ProducesTickets, ServerConfig};
 use rustls::time_provider::TimeProvider;
 use rustls::{ClientConnection, HandshakeKind, ServerConnection};
 use rustls_pki_types::{ServerName, UnixTime};
@@ -57,7 +57,14 @@ impl World {
     }
 
     fn join(&self) -> Arc<ServerConfig> {
-        join_server(self.gateway().resolver(), &self.trust, &self.tickets).unwrap()
+        join_server(self.gateway().resolver(), &self.trust).unwrap()
+    }
+
+    /// The joining port as it must not be: it gives tickets, by these keys.
+    fn leaky_join(&self, ticketer: Arc<dyn ProducesTickets>) -> Arc<ServerConfig> {
+        let mut join = ServerConfig::clone(&self.join());
+        (join.ticketer, join.send_tls13_tickets) = (ticketer, 2);
+        Arc::new(join)
     }
 
     fn check(
@@ -270,7 +277,7 @@ fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
     let key = leaf.key_pem();
     let chain = pem_chain(&[leaf.chain()[0].clone(), world.ca.root().clone()]);
     let forged = Leaf::load(&chain, key.expose()).unwrap();
-    let server = join_server(forged.resolver(), &stranger.trust, &stranger.tickets).unwrap();
+    let server = join_server(forged.resolver(), &stranger.trust).unwrap();
     let client = join_client(world.ca.fingerprint()).unwrap();
     assert_eq!(
         dial(&client, &server, "gw").unwrap_err(),
@@ -380,13 +387,30 @@ fn crossing(world: &World) -> Arc<ClientConfig> {
 #[test]
 fn a_session_made_without_a_certificate_does_not_resume_into_the_tunnel() {
     let world = World::new();
-    let (client, join) = (crossing(&world), world.join());
+    let join = world.leaky_join(Ticketer::new().unwrap());
+    let client = crossing(&world);
     dial(&client, &join, "gw").unwrap();
     let refused = dial(&client, &world.tunnel(), "gw").unwrap_err();
     assert_eq!(refused, rustls::Error::NoCertificatesPresented);
     // The client did hold tickets: where they were made, the next one resumes.
     let (_client, server) = dial(&client, &join, "gw").unwrap();
     assert_eq!(server.handshake_kind(), Some(HandshakeKind::Resumed));
+}
+
+#[test]
+fn nothing_resumes_where_certificates_are_given() {
+    let world = World::new();
+    let client = control_client(&world.edge()).unwrap();
+    let join = world.join();
+    for _ in 0..2 {
+        let (_client, server) = dial(&client, &join, "gw").unwrap();
+        assert_eq!(server.handshake_kind(), Some(HandshakeKind::Full));
+    }
+    // Not even a session that whoever holds the secret has forged.
+    let (client, tunnel) = (crossing(&world), world.tunnel());
+    dial(&client, &world.leaky_join(tunnel.ticketer.clone()), "gw").unwrap();
+    let (_client, server) = dial(&client, &join, "gw").unwrap();
+    assert_eq!(server.handshake_kind(), Some(HandshakeKind::Full));
 }
 
 #[test]
@@ -410,11 +434,9 @@ fn a_session_resumes_at_a_gateway_that_shares_the_secret_and_at_no_other() {
 #[test]
 fn even_with_shared_ticket_keys_the_check_refuses_a_session_without_a_certificate() {
     let world = World::new();
-    let (client, join) = (crossing(&world), world.join());
-    let mut tunnel = ServerConfig::clone(&world.tunnel());
-    tunnel.ticketer = Arc::clone(&join.ticketer);
-    dial(&client, &join, "gw").unwrap();
-    let (_client, server) = dial(&client, &Arc::new(tunnel), "gw").unwrap();
+    let (client, tunnel) = (crossing(&world), world.tunnel());
+    dial(&client, &world.leaky_join(tunnel.ticketer.clone()), "gw").unwrap();
+    let (_client, server) = dial(&client, &tunnel, "gw").unwrap();
     let chain = server.peer_certificates();
     let now = UnixTime::now();
     let refused = check_peer(chain, Purpose::Edge, now, &world.trust, &none_revoked);

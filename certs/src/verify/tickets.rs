@@ -1,9 +1,9 @@
 //! Keys of session tickets that outlive a process, and that gateways can share.
 //!
-//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that follows from a secret of the data directory, what
-//! the listener is for, and the hour. So edges resume at a gateway that has restarted, and at each replica that was given
-//! the same secret, while nothing that was made for joining opens for a tunnel. For TLS 1.3 alone: there the secrecy of a
-//! resumed connection is its own key exchange's, and who steals the secret later reads nothing of what has passed.
+//! A ticket (RFC 5077 §4, RFC 8446 §4.6.1) is sealed under a key that follows from a secret of the data directory and the
+//! day. So edges resume at a gateway that has restarted, and at each replica that was given the same secret. For TLS 1.3
+//! alone: there the secrecy of a resumed connection is its own key exchange's, and who steals the secret later reads
+//! nothing of what has passed. For tunnels alone: a forged session would be worth a certificate where those are given.
 
 use std::fmt;
 
@@ -14,11 +14,17 @@ use rustls_pki_types::UnixTime;
 
 use crate::secret::{base64url, from_base64url, random};
 
-/// How long one key seals, in seconds. What it sealed opens until the next one's time is over too.
-const PERIOD: u64 = 6 * 60 * 60;
+/// How long one key seals, in seconds: a nonce is random, and a key is good for 2^32 of them (NIST SP 800-38D §8.3).
+const PERIOD: u64 = 24 * 60 * 60;
+/// For how many periods a ticket opens: as long as any may (RFC 8446 §4.6.1), since an edge gets one only when it dials
+/// and dials again after days.
+const LIFE: u64 = 7;
 /// Bytes of a period's number, which a ticket begins with.
 const NUMBER: usize = 8;
 const SALT: &[u8] = b"causeway session tickets";
+/// Whose words are sealed. Another version may understand them otherwise; a ticket that does not open is only a full
+/// handshake.
+const FORMAT: &[u8] = b"rustls 0.23";
 
 /// What the keys of tickets follow from: 32 random bytes.
 #[derive(Clone, PartialEq, Eq)]
@@ -48,24 +54,22 @@ impl fmt::Debug for TicketSecret {
     }
 }
 
-/// Seals and opens the tickets of one kind of listener.
+/// Seals and opens tickets.
 #[derive(Debug)]
 pub(super) struct Tickets {
     secret: Prk,
-    purpose: &'static str,
 }
 
 impl Tickets {
-    pub(super) fn new(secret: &TicketSecret, purpose: &'static str) -> Self {
+    pub(super) fn new(secret: &TicketSecret) -> Self {
         Self {
             secret: Salt::new(HKDF_SHA256, SALT).extract(&secret.0),
-            purpose,
         }
     }
 
-    /// Derived each time: it takes a thousandth of a handshake, and nothing has to be replaced at its hour.
+    /// Derived each time: microseconds of a handshake's hundreds, and nothing has to be replaced at its hour.
     fn key(&self, period: u64) -> Option<RandomizedNonceKey> {
-        let info = [self.purpose.as_bytes(), &period.to_be_bytes()];
+        let info = [FORMAT, &period.to_be_bytes()];
         let mut key = [0; 32];
         let derived = self.secret.expand(&info, Bytes32).ok()?;
         derived.fill(&mut key).ok()?;
@@ -86,7 +90,7 @@ impl Tickets {
         let number: [u8; NUMBER] = number.try_into().ok()?;
         let period = u64::from_be_bytes(number);
         // One ahead: replicas' clocks differ.
-        if period.abs_diff(now) > 1 {
+        if period > now + 1 || now.saturating_sub(period) > LIFE {
             return None;
         }
         let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
@@ -106,7 +110,7 @@ impl ProducesTickets for Tickets {
     }
 
     fn lifetime(&self) -> u32 {
-        u32::try_from(PERIOD).unwrap_or(u32::MAX)
+        u32::try_from(LIFE * PERIOD).unwrap_or(u32::MAX)
     }
 
     fn encrypt(&self, session: &[u8]) -> Option<Vec<u8>> {
@@ -137,28 +141,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ticket_opens_for_every_holder_of_the_secret_and_for_its_purpose_alone() {
+    fn a_ticket_opens_for_every_holder_of_the_secret_and_for_no_other() {
         let secret = TicketSecret::random();
         let copied = TicketSecret::parse(&format!("{}\n", secret.text())).unwrap();
-        let tunnel = Tickets::new(&secret, "tunnel");
-        let ticket = tunnel.encrypt(b"session").unwrap();
-        let replica = Tickets::new(&copied, "tunnel");
+        let ticket = Tickets::new(&secret).encrypt(b"session").unwrap();
+        let replica = Tickets::new(&copied);
         assert_eq!(replica.decrypt(&ticket).as_deref(), Some(&b"session"[..]));
-        assert_eq!(Tickets::new(&secret, "join").decrypt(&ticket), None);
-        let stranger = Tickets::new(&TicketSecret::random(), "tunnel");
+        let stranger = Tickets::new(&TicketSecret::random());
         assert_eq!(stranger.decrypt(&ticket), None);
     }
 
     #[test]
-    fn a_ticket_ends_with_the_period_behind_its_own() {
-        let tickets = Tickets::new(&TicketSecret::random(), "tunnel");
+    fn a_ticket_lives_for_a_week_and_clients_are_told_so() {
+        let tickets = Tickets::new(&TicketSecret::random());
+        assert_eq!(tickets.lifetime(), 604_800);
         let ticket = tickets.seal(b"session", 100).unwrap();
         for (now, opens) in [
             (98, false),
             (99, true),
             (100, true),
-            (101, true),
-            (102, false),
+            (107, true),
+            (108, false),
         ] {
             assert_eq!(tickets.open(&ticket, now).is_some(), opens, "{now}");
         }
@@ -170,7 +173,7 @@ mod tests {
 
     #[test]
     fn what_is_no_ticket_opens_nothing() {
-        let tickets = Tickets::new(&TicketSecret::random(), "tunnel");
+        let tickets = Tickets::new(&TicketSecret::random());
         let ticket = tickets.encrypt(b"session").unwrap();
         for length in 0..ticket.len() {
             assert_eq!(tickets.decrypt(&ticket[..length]), None, "{length}");

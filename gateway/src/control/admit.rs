@@ -78,7 +78,7 @@ impl Tls {
         let trust = Trust::new(root, domain)?;
         Ok(Self {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
-            join: verify::join_server(leaf, &trust, tickets)?,
+            join: verify::join_server(leaf, &trust)?,
             trust,
         })
     }

@@ -605,8 +605,7 @@ async fn enrolling(
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
     let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
-    let acceptor =
-        TlsAcceptor::from(join_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap());
+    let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust).unwrap());
     tasks.spawn(info_span!("enrol"), async move {
         while let Ok((tcp, _)) = listener.accept().await {
             let Ok(mut tls) = acceptor.accept(tcp).await else {

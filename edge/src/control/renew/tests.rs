@@ -5,7 +5,7 @@ use crate::{Bound, Config, Edge, state::Status};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
     Access, Ca, CsrKey, GatewayName, NodeName, Store, TrustDomain,
-    verify::{TicketSecret, Trust, join_server},
+    verify::{Trust, join_server},
 };
 use causeway_tunnel::{task::Tasks, wire};
 use rustls_pki_types::CertificateDer;
@@ -131,7 +131,7 @@ impl Gateway {
         let name = GatewayName::parse("localhost").unwrap();
         let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
         let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
-        let config = join_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap();
+        let config = join_server(leaf.resolver(), &trust).unwrap();
         let mut config = rustls::ServerConfig::clone(&config);
         config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
         let acceptor = TlsAcceptor::from(Arc::new(config));
