@@ -131,6 +131,8 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
     let doors = doors(&config, &base, &shared, &cores, (&tasks, &ending))?;
+    // From here on the directory may be written to.
+    let claim = base.store.claim()?;
     let admission = admission(&config, &base, &shared, (&cores, &identity), &tunnel)?;
     let readiness = Readiness::default();
     let admin_app = admin::App {
@@ -143,7 +145,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     };
     Ok(Bound {
         config,
-        claim: base.store.claim()?,
+        claim,
         store: base.store,
         cores,
         threads,
