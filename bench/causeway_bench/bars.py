@@ -47,26 +47,8 @@ def ratio(row: str, figure: str, reference: str | None = None) -> Part:
     return lambda rows: rows[row].ratio("causeway", figure, reference) if row in rows else None
 
 
-def value(row: str, figure: str, whose: str = "causeway") -> Part:
-    return lambda rows: rows[row].spread(whose, figure) if row in rows else None
-
-
-# What the machine of the design's figures took of Konnectivity's server for a GB down, in CPU seconds.
-_PACE = 3.6
-
-
-def at_the_designs_pace(row: str, figure: str) -> Part:
-    """A figure by the second, as the design's machine would have it by the work of Konnectivity's server."""
-
-    def scaled(rows: Outcomes) -> Spread | None:
-        found = value(row, figure)(rows)
-        pace = value("down-1", "cpu_front_s_per_gb", "konnectivity")(rows)
-        if found is None or pace is None:
-            return None
-        factor = pace.median / _PACE
-        return Spread(found.median * factor, found.low * factor, found.high * factor)
-
-    return scaled
+def value(row: str, figure: str) -> Part:
+    return lambda rows: rows[row].spread("causeway", figure) if row in rows else None
 
 
 BARS = (
@@ -111,8 +93,6 @@ BARS = (
         elsewhere="`cargo test --test it`"),
     Bar("reconnect storm: full handshakes per second and core", "–", "–", (2500.0,), (3300.0,),
         (value("handshakes-full", "per_s_and_core"),), why="handshakes"),
-    Bar("the same, scaled to the design's machine by Konnectivity's CPU seconds per GB", "–", "–", (2500.0,), (3300.0,),
-        (at_the_designs_pace("handshakes-full", "per_s_and_core"),), why="handshakes"),
     Bar("10,000 edges back after a gateway restart (the design says 19,000, with two cores for the gateway)", "–", "–",
         (10.0,), (5.0,), (value("restart-10000", "seconds_from_start"),), higher=False, unit=" s"),
 )  # fmt: skip

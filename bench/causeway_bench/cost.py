@@ -1,21 +1,20 @@
 """What the gateway does for a request, counted: instructions and allocations by callgrind, system calls by strace.
 
-Counts are what a busy machine does not change. Each is the difference of a long and a short load, or begins when
-connections stand: that takes handshakes out.
+Counts are what a busy machine does not change. Each is the difference of a long and a short load: that takes
+handshakes out.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from . import load
 from .bed import Bed
 from .callers import Figures
 from .causeway import Causeway
-from .contestant import Contestant
-from .process import Process, Trouble, run
+from .contestant import Contestant, fresh_name
+from .process import Process, Trouble, run, wait_for
 
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
 # callgrind gives each function a number where it names it first, and counts the calls in the line behind.
@@ -72,29 +71,34 @@ def system_calls(bed: Bed, contestant: Contestant) -> Figures:
     gateway.cores = 2
     gateway.start(bed, bed.apps["files"])
     load.requests(bed, gateway, 64, bed.pace.warm)
-    out = bed.scratch / "strace.out"
-    pid = str(gateway.processes["front"].pid)
-    words = [bed.tools.path("strace"), "-c", "-f", "-o", str(out), "-p", pid]
-    tracer = Process("strace", words, bed.scratch / "strace.log", bed.cpus("rest"))
-    try:
-        found = load.requests(bed, gateway, 64, bed.pace.seconds)
-    finally:
-        tracer.child.terminate()
-        try:
-            tracer.child.wait(10)
-        except subprocess.TimeoutExpired:
-            tracer.stop()
-    calls = {name: int(count) for count, name in _SYSTEM_CALL.findall(out.read_text()) if name != "total"}
-    requests = found["requests_per_s"] * bed.pace.seconds
-    if not calls or not requests:
-        raise Trouble(f"strace: {tracer.tail(2)}")
-    figures = {
-        "system_calls_per_request": sum(calls.values()) / requests,
-        "waits_per_request": calls.get(_WAITS, 0) / requests,
-    }
-    for name, count in sorted(calls.items(), key=lambda one: -one[1])[:4]:
-        figures[f"{name}_per_request"] = count / requests
+    short, few = _traced(bed, gateway, 1)
+    long, many = _traced(bed, gateway, 1 + bed.pace.seconds)
+    requests = many - few
+    if requests <= 0:
+        raise Trouble(f"{few:.0f} requests in the short load, {many:.0f} in the long one")
+    calls = {name: (count - short.get(name, 0)) / requests for name, count in long.items()}
+    figures = {"system_calls_per_request": sum(calls.values()), "waits_per_request": calls.get(_WAITS, 0.0)}
+    for name in sorted(calls, key=lambda name: -calls[name])[:4]:
+        figures[f"{name}_per_request"] = calls[name]
     return figures
+
+
+def _traced(bed: Bed, gateway: Causeway, seconds: float) -> tuple[dict[str, int], float]:
+    """System calls of the gateway by name, and requests that were answered meanwhile."""
+    name = fresh_name("strace")
+    out = bed.scratch / f"{name}.out"
+    words = [bed.tools.path("strace"), "-c", "-f", "-o", str(out), "-p", str(gateway.processes["front"].pid)]
+    tracer = Process(name, words, bed.scratch / f"{name}.log", bed.cpus("rest"))
+    try:
+        wait_for("strace is attached", lambda: "attached" in tracer.said(), [tracer])
+        found = load.requests(bed, gateway, 64, seconds)
+    finally:
+        # It writes its table when it is asked to end.
+        tracer.stop(10)
+    calls = {name: int(count) for count, name in _SYSTEM_CALL.findall(out.read_text()) if name != "total"}
+    if not calls:
+        raise Trouble(f"strace wrote no table: {tracer.tail(2)}")
+    return calls, found["requests_per_s"] * seconds
 
 
 def _causeway(contestant: Contestant) -> Causeway:

@@ -55,7 +55,7 @@ def draw(bed: Bed, row: Row, out: Path) -> Path:
     title = f"The gateway in {row.name}: {row.title}"
     with picture.open("wb") as drawn:
         words = ["inferno-flamegraph", "--title", title, "--minwidth", "0.3", "--hash"]
-        subprocess.run(words, stdin=collapse.stdout, stdout=drawn, check=True, timeout=600)
-    if script.wait(60) or collapse.wait(60):
+        failed = subprocess.run(words, stdin=collapse.stdout, stdout=drawn, check=False, timeout=600).returncode
+    if failed or script.wait(60) or collapse.wait(60):
         raise Trouble("perf or inferno failed")
     return picture

@@ -1,8 +1,9 @@
 //! Who is let in: rustls' configurations and the check after every handshake.
 //!
 //! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and
-//! `check_peer`. Each configuration has ticket keys of its own: a session made where a client
-//! certificate is optional can never resume where one is required.
+//! `check_peer`. A tunnel's session resumes wherever its secret is shared, a front's at that front
+//! alone, and none where certificates are given: what was made without a client certificate can never
+//! resume where one is required.
 //! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
 //! peer is, by our own root's signature or by a foreign root's, which are never confused.
 

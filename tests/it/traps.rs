@@ -30,7 +30,7 @@ use crate::{
 use causeway_certs::FrontName;
 use causeway_edge::config::{Port, Scheme};
 use rustls::{
-    ClientConfig, RootCertStore, ServerConfig,
+    ClientConfig, HandshakeKind, RootCertStore, ServerConfig,
     pki_types::{PrivateKeyDer, ServerName, pem::PemObject},
 };
 use std::{
@@ -319,8 +319,11 @@ async fn trap_10_a_session_made_to_join_does_not_resume_as_a_tunnel() {
         .with_no_client_auth();
     config.alpn_protocols = vec![HTTP11.to_vec()];
     let mut joining = to_tunnel(&road, &config).await.unwrap();
-    // Tickets come behind the handshake, before the answer.
+    // Tickets would come behind the handshake, before the answer.
     exchange(&mut joining, "GET / HTTP/1.1\r\nHost: gateway\r\n\r\n").await;
+    let again = to_tunnel(&road, &config).await.unwrap();
+    let kind = again.get_ref().1.handshake_kind();
+    assert_eq!(kind, Some(HandshakeKind::Full));
     config.alpn_protocols = vec![b"rh2".to_vec()];
     let ended = match to_tunnel(&road, &config).await {
         Ok(mut wire) => read_to_end(&mut wire).await,

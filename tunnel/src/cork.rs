@@ -20,10 +20,10 @@ const LARGE: usize = 4 * 1024;
 
 /// A connection whose small writes are held until [`Cork::release`]. The engine has one handle, its driver the other.
 #[derive(Debug)]
-pub(crate) struct Cork<S>(Arc<Mutex<Held<S>>>);
+pub(crate) struct Cork<S>(Arc<Mutex<Inner<S>>>);
 
 #[derive(Debug)]
-struct Held<S> {
+struct Inner<S> {
     io: S,
     /// Written by the engine and not yet by us. An idle tunnel has no room for it.
     bytes: Vec<u8>,
@@ -31,7 +31,7 @@ struct Held<S> {
     unflushed: bool,
     /// What a release met: the engine hears of it when it reads or writes next.
     broken: Option<io::Error>,
-    corked: bool,
+    holds: bool,
 }
 
 impl<S> Clone for Cork<S> {
@@ -41,24 +41,24 @@ impl<S> Clone for Cork<S> {
 }
 
 impl<S> Cork<S> {
-    /// Holds nothing before [`Cork::close`].
+    /// Holds nothing before [`Cork::hold`].
     pub(crate) fn new(io: S) -> Self {
-        Self(Arc::new(Mutex::new(Held {
+        Self(Arc::new(Mutex::new(Inner {
             io,
             bytes: Vec::new(),
             unflushed: false,
             broken: None,
-            corked: false,
+            holds: false,
         })))
     }
 
     /// From now on small writes wait for [`Cork::release`], which the caller has to see to.
-    pub(crate) fn close(&self) {
-        self.held().corked = true;
+    pub(crate) fn hold(&self) {
+        self.inner().holds = true;
     }
 
     /// Two handles in one task: nobody ever waits for this.
-    fn held(&self) -> MutexGuard<'_, Held<S>> {
+    fn inner(&self) -> MutexGuard<'_, Inner<S>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -67,21 +67,21 @@ impl<S: AsyncWrite + Unpin> Cork<S> {
     /// Sends what is held, as far as the connection takes it; the task is woken when it takes more, and has to call this
     /// again after it has polled the engine.
     pub(crate) fn release(&self, cx: &mut Context<'_>) {
-        let mut held = self.held();
-        if let Poll::Ready(Err(error)) = held.poll_flush(cx) {
-            held.broken = Some(error);
+        let mut inner = self.inner();
+        if let Poll::Ready(Err(error)) = inner.poll_flush(cx) {
+            inner.broken = Some(error);
             cx.waker().wake_by_ref();
         }
     }
 }
 
-impl<S> Held<S> {
+impl<S> Inner<S> {
     fn check(&mut self) -> io::Result<()> {
         self.broken.take().map_or(Ok(()), Err)
     }
 }
 
-impl<S: AsyncWrite + Unpin> Held<S> {
+impl<S: AsyncWrite + Unpin> Inner<S> {
     /// Passes on what is held, without flushing what is below.
     fn poll_empty(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut passed = 0;
@@ -123,7 +123,7 @@ impl<S: AsyncWrite + Unpin> Held<S> {
     ) -> Poll<io::Result<usize>> {
         self.check()?;
         let length = bufs.iter().map(|buf| buf.len()).sum::<usize>();
-        let small = self.corked && length < LARGE;
+        let small = self.holds && length < LARGE;
         if !small || self.bytes.len() + length > MOST {
             ready!(self.poll_empty(cx))?;
         }
@@ -147,9 +147,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Cork<S> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let mut held = self.held();
-        held.check()?;
-        Pin::new(&mut held.io).poll_read(cx, buf)
+        let mut inner = self.inner();
+        inner.check()?;
+        Pin::new(&mut inner.io).poll_read(cx, buf)
     }
 }
 
@@ -159,23 +159,23 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Cork<S> {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.held().poll_write(cx, &[IoSlice::new(buf)])
+        self.inner().poll_write(cx, &[IoSlice::new(buf)])
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut held = self.held();
-        held.check()?;
-        if held.corked {
+        let mut inner = self.inner();
+        inner.check()?;
+        if inner.holds {
             return Poll::Ready(Ok(()));
         }
-        held.poll_flush(cx)
+        inner.poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut held = self.held();
-        held.check()?;
-        ready!(held.poll_flush(cx))?;
-        Pin::new(&mut held.io).poll_shutdown(cx)
+        let mut inner = self.inner();
+        inner.check()?;
+        ready!(inner.poll_flush(cx))?;
+        Pin::new(&mut inner.io).poll_shutdown(cx)
     }
 
     fn poll_write_vectored(
@@ -183,7 +183,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Cork<S> {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.held().poll_write(cx, bufs)
+        self.inner().poll_write(cx, bufs)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -244,12 +244,12 @@ mod tests {
         }
     }
 
-    fn closed(room: usize) -> Cork<Wire> {
+    fn holding(room: usize) -> Cork<Wire> {
         let cork = Cork::new(Wire {
             room,
             ..Wire::default()
         });
-        cork.close();
+        cork.hold();
         cork
     }
 
@@ -267,33 +267,33 @@ mod tests {
 
     #[test]
     fn what_one_turn_writes_leaves_in_one_write_and_an_idle_tunnel_keeps_no_room() {
-        let mut cork = closed(usize::MAX);
+        let mut cork = holding(usize::MAX);
         for part in ["one", "two", "three"] {
             assert!(write(&mut cork, part.as_bytes()).is_ready());
             flush(&mut cork);
         }
-        assert!(cork.held().io.writes.is_empty());
+        assert!(cork.inner().io.writes.is_empty());
         cork.release(&mut cx());
         cork.release(&mut cx());
-        let held = cork.held();
-        assert_eq!(held.io.writes, [b"onetwothree"]);
+        let inner = cork.inner();
+        assert_eq!(inner.io.writes, [b"onetwothree"]);
         // Once for what was written: a turn that wrote nothing costs nothing.
-        assert_eq!(held.io.flushes, 1);
-        assert_eq!(held.bytes.capacity(), 0);
+        assert_eq!(inner.io.flushes, 1);
+        assert_eq!(inner.bytes.capacity(), 0);
     }
 
     #[test]
     fn what_is_large_goes_behind_what_is_held_and_is_not_held() {
-        let mut cork = closed(usize::MAX);
+        let mut cork = holding(usize::MAX);
         let large = vec![b'x'; LARGE];
         assert!(write(&mut cork, b"head").is_ready());
         assert!(write(&mut cork, &large).is_ready());
-        assert_eq!(cork.held().io.writes, [b"head".to_vec(), large]);
+        assert_eq!(cork.inner().io.writes, [b"head".to_vec(), large]);
     }
 
     #[test]
     fn no_more_is_held_than_a_record_and_nothing_is_lost_where_the_connection_stalls() {
-        let mut cork = closed(0);
+        let mut cork = holding(0);
         let part: Vec<u8> = (0..=255).cycle().take(LARGE - 1).collect();
         let mut taken = Vec::new();
         while write(&mut cork, &part).is_ready() {
@@ -303,26 +303,26 @@ mod tests {
         assert!(taken.len() <= MOST && taken.len() + part.len() > MOST);
         // Some at a time, as a slow link takes it.
         for room in [1, 700, MOST] {
-            cork.held().io.room = room;
+            cork.inner().io.room = room;
             cork.release(&mut cx());
         }
-        assert_eq!(cork.held().io.writes.concat(), taken);
+        assert_eq!(cork.inner().io.writes.concat(), taken);
     }
 
     #[test]
-    fn before_it_is_closed_and_at_the_end_everything_passes() {
+    fn before_it_holds_and_at_the_end_everything_passes() {
         let mut cork = Cork::new(Wire {
             room: usize::MAX,
             ..Wire::default()
         });
         assert!(write(&mut cork, b"preface").is_ready());
         flush(&mut cork);
-        assert_eq!(cork.held().io.flushes, 1);
-        cork.close();
+        assert_eq!(cork.inner().io.flushes, 1);
+        cork.hold();
         assert!(write(&mut cork, b"goaway").is_ready());
         assert!(Pin::new(&mut cork).poll_shutdown(&mut cx()).is_ready());
         assert_eq!(
-            cork.held().io.writes,
+            cork.inner().io.writes,
             [b"preface".to_vec(), b"goaway".to_vec()]
         );
     }
@@ -338,9 +338,9 @@ mod tests {
         let woken = Arc::new(Woken(AtomicUsize::new(0)));
         let waker = woken.clone().into();
         let mut cx = Context::from_waker(&waker);
-        let mut cork = closed(usize::MAX);
+        let mut cork = holding(usize::MAX);
         assert!(write(&mut cork, b"answer").is_ready());
-        cork.held().io.broken = true;
+        cork.inner().io.broken = true;
         cork.release(&mut cx);
         assert_eq!(woken.0.load(Relaxed), 1);
         let mut space = [0; 8];

@@ -135,7 +135,7 @@ where
         .await
         .map_err(|_| Ended::Silent)?
         .map_err(|error| Ended::of(Err(error)))?;
-    cork.close();
+    cork.hold();
     Ok(Server {
         connection,
         cork,

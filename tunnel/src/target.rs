@@ -37,18 +37,17 @@ impl Target {
         }
     }
 
-    /// The text of [`fmt::Display`], at a sixth of its price: every request has one.
+    /// As text, without the formatter: every request has one.
     pub fn text(&self) -> String {
-        // Two brackets, a colon, and five digits.
-        let mut text = String::with_capacity(self.host.len() + 8);
-        let bare = !self.host.contains(':');
-        for part in [
-            if bare { "" } else { "[" },
-            &self.host,
-            if bare { ":" } else { "]:" },
-        ] {
-            text.push_str(part);
+        let mut text = String::with_capacity(self.host.len() + "[]:65535".len());
+        if self.host.contains(':') {
+            text.push('[');
+            text.push_str(&self.host);
+            text.push(']');
+        } else {
+            text.push_str(&self.host);
         }
+        text.push(':');
         text.push_str(itoa::Buffer::new().format(self.port));
         text
     }

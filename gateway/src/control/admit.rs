@@ -45,7 +45,7 @@ use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
-/// Handshakes at once, at about 30 KiB each; what comes beyond waits in the kernel's queue.
+/// Handshakes at once, each with a task of 7 KiB and TLS's own state; what comes beyond waits in the kernel's queue.
 const HANDSHAKES: usize = 1024;
 /// Connections of edges' own requests at once: joining and renewing take some milliseconds each.
 const JOINING: usize = 256;

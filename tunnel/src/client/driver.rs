@@ -76,7 +76,7 @@ where
         .handshake(guarded(cork.clone(), load.small().clone()))
         .await
         .map_err(|error| Ended::of(Err(error)))?;
-    cork.close();
+    cork.hold();
     let ping_pong = connection
         .ping_pong()
         .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
