@@ -33,6 +33,9 @@ pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");
 
 /// Largest HTTP/2 frame that either end accepts, in bytes. Larger ones delay small requests beside bulk.
 pub const MAX_FRAME: u32 = 64 * 1024;
+/// What TLS takes at once, in bytes: a frame with its head. At rustls' own 64 KiB the last nine bytes of a full frame would
+/// leave in a write and a packet of their own.
+pub const TLS_BUFFER: usize = MAX_FRAME as usize + 4 * 1024;
 /// The connection window, in bytes: the maximum of RFC 9113 §6.9.1, so that it is never the bottleneck.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// Largest head or trailers that either end sends, in bytes of [`crate::headers::size`] (apps may send 60 KiB and more).

@@ -12,6 +12,7 @@ use causeway_tunnel::{
     Target,
     resolve::resolve,
     socket::{Counted, tune_tunnel},
+    wire,
 };
 use http::Uri;
 use hyper_util::{
@@ -170,11 +171,14 @@ impl Dialler {
         )
         .await
         {
-            Ok(Ok(io)) => Ok(Dialled {
-                io,
-                place: place.clone(),
-                round_trip: began.elapsed(),
-            }),
+            Ok(Ok(mut io)) => {
+                io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+                Ok(Dialled {
+                    io,
+                    place: place.clone(),
+                    round_trip: began.elapsed(),
+                })
+            }
             Ok(Err(error)) => Err(Trouble::handshake(&error)),
             Err(_) => Err(Trouble::silent(format!(
                 "{} did not finish TLS in time",

@@ -364,7 +364,8 @@ impl Tls {
         let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
         let (way, config) = self.choose(&begun.client_hello());
         let answered = Instant::now();
-        let io = begun.into_stream(config).await?;
+        let mut io = begun.into_stream(config).await?;
+        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
         Ok((way, io, answered.elapsed()))
     }
 }

@@ -15,7 +15,7 @@ use causeway_certs::{
     Identity,
     verify::{PeerRefused, Purpose, check_peer, none_revoked},
 };
-use causeway_tunnel::socket::Socket;
+use causeway_tunnel::{socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
 use rustls_pki_types::UnixTime;
 use std::sync::Arc;
@@ -55,7 +55,10 @@ async fn finish(
     let (config, _) = proxy.front.tls.as_ref()?;
     let start = StartHandshake::from_parts(accepted, socket);
     match timeout_at(deadline, start.into_stream(config.clone())).await {
-        Ok(Ok(stream)) => Some(stream),
+        Ok(Ok(mut stream)) => {
+            stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+            Some(stream)
+        }
         Ok(Err(error)) => {
             failed(proxy, "handshake", &error);
             None
