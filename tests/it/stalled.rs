@@ -97,7 +97,7 @@ async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
     others_are_served(&road, &whole).await;
     let unread = usize::try_from(road.metrics().await.sum("unread_bytes", &[])).unwrap();
     // Bulk has brought a second tunnel, and both share one budget.
-    let allowed = 64 * MIB + count * FLOOR + SLACK;
+    let allowed = 32 * MIB + count * FLOOR + SLACK;
     assert!(
         unread <= allowed,
         "{unread} bytes unread, {allowed} allowed"
