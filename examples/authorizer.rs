@@ -7,7 +7,7 @@
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, routing::any};
-use causeway_certs::{Access, Ca, CallerTokens, NodeName, Store, TrustDomain};
+use causeway_certs::{Access, Ca, CallerTokens, Confirmed, NodeName, Store, TrustDomain};
 use causeway_edge::Edge;
 use causeway_edge::config::{Port, Secret};
 use causeway_gateway::Gateway;
@@ -112,7 +112,7 @@ async fn road(
     let name = NodeName::parse("edge-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Vec::new(), None)?;
+        .create(&name, Duration::from_mins(5), Confirmed::default())?;
     let mut config = causeway_edge::Config {
         data_dir: folder.join("edge"),
         gateways: vec![addresses.tunnel.to_string()],

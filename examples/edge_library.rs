@@ -7,7 +7,7 @@
 use std::{error::Error, net::SocketAddr, path::Path, time::Duration};
 
 use axum::{Router, routing::get};
-use causeway_certs::{Access, Ca, NodeName, Store, TrustDomain};
+use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
 use causeway_edge::config::{Port, Secret};
 use causeway_edge::{Config, Edge, state::Reader};
 use causeway_gateway::Gateway;
@@ -100,7 +100,7 @@ fn gateway(
     let name = NodeName::parse("sensor-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Vec::new(), None)?;
+        .create(&name, Duration::from_mins(5), Confirmed::default())?;
     let front = Front {
         anonymous: true,
         ..Front::new("http", Kind::Http, Listen::Tcp(loopback))

@@ -6,7 +6,7 @@
 use std::{error::Error, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use axum::{Router, routing::get};
-use causeway_certs::{Access, Ca, JoinToken, NodeName, Store, TrustDomain};
+use causeway_certs::{Access, Ca, Confirmed, JoinToken, NodeName, Store, TrustDomain};
 use causeway_edge::config::{Port, Secret};
 use causeway_edge::{Edge, state::Reader};
 use causeway_gateway::config::{Front, Kind, Listen};
@@ -36,7 +36,7 @@ async fn main() -> Result {
     let name = NodeName::parse("edge-1")?;
     let token = store
         .tokens()?
-        .create(&name, Duration::from_mins(5), Vec::new(), None)?;
+        .create(&name, Duration::from_mins(5), Confirmed::default())?;
 
     let gateway = gateway(folder.path())?;
     let addresses = gateway.addresses();

@@ -42,6 +42,9 @@ pub(crate) enum Command {
     /// Make tokens by which callers are known
     #[command(subcommand)]
     Caller(Caller),
+    /// Ask what the rules of who may do what decide
+    #[command(subcommand)]
+    Policy(Policy),
     /// Ask a running gateway or edge whether it is well; exits 0 or 1
     Health(Health),
     /// Print a script by which a shell completes commands and flags
@@ -213,8 +216,81 @@ pub(crate) struct TokenCreate {
     /// Confirmed pool of the node
     #[arg(long)]
     pub(crate) pool: Option<String>,
+    /// Confirmed label of the node, for the policy; may be given several times
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
+    pub(crate) labels: Vec<(String, String)>,
     #[command(flatten)]
     pub(crate) data: DataDir,
+}
+
+/// `KEY=VALUE`.
+fn label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').unwrap_or_default();
+    if key.is_empty() || value.is_empty() || text.chars().any(char::is_control) {
+        return Err("write KEY=VALUE, as in tier=gold".into());
+    }
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Policy {
+    /// Say what the policy decides for one request, and by which line; exits 0 if it may pass, 1 if not
+    Check(PolicyCheck),
+    /// Hold the policy against a table of expectations; exits 0 if all are met, 1 if not
+    Test(PolicyTest),
+}
+
+/// Where a policy and the nodes that it speaks of are.
+#[derive(Debug, Args)]
+pub(crate) struct PolicyFile {
+    /// The file of rules, as the gateway's key `policy` names it
+    #[arg(long, value_name = "FILE", env = "CAUSEWAY_POLICY")]
+    pub(crate) policy: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PolicyCheck {
+    #[command(flatten)]
+    pub(crate) file: PolicyFile,
+    /// Name of the caller; nobody in particular without it
+    #[arg(long = "as", value_name = "USER")]
+    pub(crate) user: Option<String>,
+    /// Group of the caller; may be given several times
+    #[arg(long = "group", value_name = "GROUP", requires = "user")]
+    pub(crate) groups: Vec<String>,
+    /// URI in the caller's certificate; may be given several times
+    #[arg(long = "spiffe", value_name = "URI", requires = "user")]
+    pub(crate) uris: Vec<String>,
+    /// Address that the caller comes from
+    #[arg(long, value_name = "IP")]
+    pub(crate) from: Option<IpAddr>,
+    /// Pool of the node; read from the data directory without it
+    #[arg(long)]
+    pub(crate) pool: Option<String>,
+    /// Label of the node; may be given several times; read from the data directory without it
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
+    pub(crate) labels: Vec<(String, String)>,
+    /// Whether the request switches protocols, as kubectl exec does
+    #[arg(long)]
+    pub(crate) upgrade: bool,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+    /// GET, POST and so on, or CONNECT
+    #[arg(value_name = "METHOD")]
+    pub(crate) method: hyper::Method,
+    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT
+    #[arg(value_name = "URL")]
+    pub(crate) url: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PolicyTest {
+    /// The file of rules; without it, the one that the table names
+    #[arg(long, value_name = "FILE", env = "CAUSEWAY_POLICY")]
+    pub(crate) policy: Option<PathBuf>,
+    /// The table: who asks for what, and what is to come of it
+    #[arg(value_name = "FILE")]
+    pub(crate) table: PathBuf,
 }
 
 #[derive(Debug, Subcommand)]

@@ -13,6 +13,7 @@ mod edge;
 mod gateway;
 mod health;
 mod man;
+mod policy;
 mod private;
 mod status;
 mod token;
@@ -63,11 +64,11 @@ impl Job {
 /// Reads what the command needs. `None` if it has done all there is to do.
 pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
     Ok(Some(match command {
-        Command::Gateway(run) => match configure(run, &[])? {
+        Command::Gateway(run) => match configure(run, &[], gateway::check)? {
             Some(config) => Job::new(config.log.clone(), gateway::run(config)),
             None => return Ok(None),
         },
-        Command::Edge(run) => match configure(run, PROXY)? {
+        Command::Edge(run) => match configure(run, PROXY, |_| Ok(()))? {
             Some(config) => Job::new(config.log.clone(), edge::run(config)),
             None => return Ok(None),
         },
@@ -79,6 +80,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Ca(ca) => return ca::run(ca).map(|()| None),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Caller(caller) => return caller::run(caller).map(|()| None),
+        Command::Policy(policy) => return policy::run(policy).map(|()| None),
         Command::Completions { shell } => return completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),
         Command::Reference { side } => {
@@ -133,10 +135,11 @@ fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
         .context("cannot write the completions")
 }
 
-/// The configuration, or `None` if it was only to be checked and is sound.
+/// The configuration, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
 fn configure<C: Settings + Send + Sync + 'static>(
     run: Run<C>,
     fallbacks: &'static [(&'static str, &'static str)],
+    check: impl FnOnce(&C) -> anyhow::Result<()>,
 ) -> anyhow::Result<Option<C>> {
     let config = settings::load::<C>(&Sources {
         file: run.config,
@@ -147,6 +150,7 @@ fn configure<C: Settings + Send + Sync + 'static>(
         fallbacks,
     })?;
     if run.check_config {
+        check(&config)?;
         println!("the configuration is sound");
         return Ok(None);
     }

@@ -30,10 +30,15 @@ use yaml::{Spot, Spots};
 pub(crate) use reference::{plain, reference};
 pub(crate) use schema::{Form, Key, keys};
 
-/// A configuration that can be read from files, variables and flags.
-pub(crate) trait Settings: DeserializeOwned + JsonSchema + Validate + AsRef<Log> {}
+/// What a file says, held against its schema and judged.
+pub(crate) trait Document: DeserializeOwned + JsonSchema + Validate {}
 
-impl<C: DeserializeOwned + JsonSchema + Validate + AsRef<Log>> Settings for C {}
+impl<C: DeserializeOwned + JsonSchema + Validate> Document for C {}
+
+/// A configuration that can be read from files, variables and flags.
+pub(crate) trait Settings: Document + AsRef<Log> {}
+
+impl<C: Document + AsRef<Log>> Settings for C {}
 
 /// Where a configuration comes from.
 #[derive(Debug, Default)]
@@ -61,9 +66,28 @@ impl fmt::Display for Refused {
 /// Reads and judges the configuration.
 pub(crate) fn load<C: Settings>(sources: &Sources) -> Result<C, Refused> {
     let mut draft = Draft::default();
-    draft.read_file(sources);
+    draft.read_file(sources.file.as_deref());
     draft.lay_over::<C>(sources);
-    draft.finish()
+    draft.finish(judge).map(|(config, _)| config)
+}
+
+/// Reads and judges a file that stands for itself; also says where what is in it stands.
+pub(crate) fn document<C: Document>(file: &std::path::Path) -> Result<(C, Lines), Refused> {
+    let mut draft = Draft::default();
+    draft.read_file(Some(file));
+    let (document, spots) = draft.finish(C::validate)?;
+    Ok((document, Lines(spots)))
+}
+
+/// Where the values of a file stand.
+#[derive(Debug)]
+pub(crate) struct Lines(HashMap<String, Spots>);
+
+impl Lines {
+    /// The line of the value at this path, from 1; 0 where there is none.
+    pub(crate) fn of(&self, path: &str) -> usize {
+        self.0.get(path).map_or(0, |spots| spots.value.line)
+    }
 }
 
 /// The flag or variable that gave a value.
@@ -88,9 +112,9 @@ struct Located {
 }
 
 impl Draft {
-    fn read_file(&mut self, sources: &Sources) {
+    fn read_file(&mut self, file: Option<&std::path::Path>) {
         self.value = Value::Object(Map::new());
-        let Some(file) = &sources.file else {
+        let Some(file) = file else {
             self.file = "configuration".into();
             return;
         };
@@ -179,7 +203,10 @@ impl Draft {
         self.origins.insert(name, origin);
     }
 
-    fn finish<C: Settings>(mut self) -> Result<C, Refused> {
+    fn finish<C: Document>(
+        mut self,
+        judge: impl FnOnce(&C) -> Vec<Fault>,
+    ) -> Result<(C, HashMap<String, Spots>), Refused> {
         let schema = schema::of::<C>();
         let mut value = std::mem::take(&mut self.value);
         let mut shape = Shape::default();
@@ -194,14 +221,14 @@ impl Draft {
             let overlap = |around: &String| is_within(path, around) || is_within(around, path);
             !spoilt.iter().any(overlap)
         };
-        for fault in config.iter().flat_map(judge) {
+        for fault in config.as_ref().map(judge).unwrap_or_default() {
             let (path, rests_on) = (written(&fault.path), fault.rests_on.as_deref().map(written));
             if sound(&path) && rests_on.as_deref().is_none_or(sound) {
                 self.fault(&path, false, &fault.message);
             }
         }
         match config {
-            Some(config) if self.faults.is_empty() => Ok(config),
+            Some(config) if self.faults.is_empty() => Ok((config, self.spots)),
             _ => {
                 self.faults.sort();
                 self.faults.dedup();
@@ -213,7 +240,7 @@ impl Draft {
     }
 
     /// Lets serde read the value; where it stops, that is a fault and is taken out.
-    fn read<C: Settings>(&mut self, value: &mut Value, shape: &mut Shape) -> Option<C> {
+    fn read<C: Document>(&mut self, value: &mut Value, shape: &mut Shape) -> Option<C> {
         loop {
             let error = match serde_path_to_error::deserialize::<_, C>(&*value) {
                 Ok(config) => return Some(config),

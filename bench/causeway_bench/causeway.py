@@ -29,6 +29,8 @@ class Causeway(Contestant):
     tunnel: int = 0
     admin: int = 0
     cores: int = 1
+    # Rules of its policy, of which the last lets callers pass; none is no policy.
+    rules: int = 0
     folder: Path = Path()
     # Put before the gateway's command: a profiler.
     under: tuple[str, ...] = ()
@@ -65,6 +67,7 @@ class Causeway(Contestant):
                 https=https,
                 connect=connect,
                 app=app,
+                policy=f"policy: {_policy(bed, self.rules)}" if self.rules else "",
             ),
         )
         command = [*self.under, bed.tools.path(self.program), "gateway", "--config", str(configuration)]
@@ -97,6 +100,18 @@ class Causeway(Contestant):
         with bed.at("rest"):
             wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
         return edge
+
+
+def _policy(bed: Bed, rules: int) -> Path:
+    """So many rules of which each is about other callers, nodes, ports and paths, but for the last."""
+    others = (
+        f"  - {{ who: {{ users: [user-{n}, 'team-{n}-*'], networks: [10.{n >> 8}.{n & 255}.0/24] }}, "
+        f"where: {{ nodes: [node-{n}, 'site-{n}-*'] }}, "
+        f"what: {{ ports: [{1024 + n}], paths: [/api/{n}], methods: [GET, POST] }}, then: allow }}\n"
+        for n in range(rules - 1)
+    )
+    last = f"  - {{ who: {{ users: ['system:anonymous'] }}, where: {{ nodes: [{NODE}] }}, then: allow }}\n"
+    return bed.write(f"causeway/policy-{rules}.yaml", "rules:\n" + "".join(others) + last)
 
 
 class Before(Causeway):
@@ -135,6 +150,7 @@ fronts:
   - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost], anonymous: true }}
 access_log: none
 log: {{ filter: warn }}
+{policy}
 """
 
 _EDGE = """\

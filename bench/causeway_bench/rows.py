@@ -170,6 +170,8 @@ def _standing() -> list[Row]:
     rows += [
         Row("cores", "64 callers of a gateway with two cores: the node named by SNI, and by Host alone", measures.cores,
             "cpu_host_to_own", OWN, higher=False, start="own", reference=""),
+        Row("rules", "64 callers of a gateway with 10 rules, and of one with 10,000, of which the last matches",
+            measures.rules, "cpu_10000_to_10", OWN, higher=False, start="own", reference=""),
         Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
             "instructions_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind")),
         Row("system-calls", "system calls of the gateway for a request, HTTP/1.1, 64 callers", system_calls,

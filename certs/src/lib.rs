@@ -40,5 +40,5 @@ pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, TrustDomai
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
 pub use store::{Access, Claim, NodeRecord, Nodes, Store, StoreError};
-pub use token::{JoinToken, TokenBook, TokenError, TokenRecord, TokenRefused};
+pub use token::{Confirmed, JoinToken, TokenBook, TokenError, TokenRecord, TokenRefused};
 pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};

@@ -219,6 +219,9 @@ pub struct NodeRecord {
     pub addresses: Vec<IpAddr>,
     /// Its confirmed pool.
     pub pool: Option<String>,
+    /// Its confirmed labels.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
     /// When it enrolled, in Unix seconds.
     pub enrolled_at: u64,
     /// Serial number of its certificate, in hexadecimal.

@@ -7,6 +7,7 @@
 
 mod book;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -133,6 +134,17 @@ fn decode<const N: usize>(text: &str, part: &'static str) -> Result<[u8; N], Tok
         .ok_or(TokenError::Damaged { part })
 }
 
+/// What joining by a token confirms of its node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Confirmed {
+    /// Addresses that name the node to callers.
+    pub addresses: Vec<IpAddr>,
+    /// The pool that it belongs to.
+    pub pool: Option<String>,
+    /// What it is labelled with.
+    pub labels: BTreeMap<String, String>,
+}
+
 /// What the gateway keeps of a join token. Times are in Unix seconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -147,6 +159,9 @@ pub struct TokenRecord {
     pub addresses: Vec<IpAddr>,
     /// The pool that the node belongs to.
     pub pool: Option<String>,
+    /// What the node is labelled with.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
     /// When it was made.
     pub created: u64,
     /// From when on it is no longer accepted.

@@ -116,6 +116,11 @@ impl Trust {
         })
     }
 
+    /// The URI by which a caller is known whom our own root names so.
+    pub fn caller_uri(&self, name: &str) -> String {
+        crate::identity::caller_uri(&self.domain, name)
+    }
+
     /// Whom a front's configuration names. Our root among its foreign ones counts as our own.
     pub fn front(
         root: &CertificateDer<'static>,

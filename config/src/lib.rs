@@ -5,12 +5,14 @@
 //! Knows neither YAML nor flags: the binary reads those, these types only parse text.
 
 mod fault;
+mod given;
 mod human;
 mod listen;
 mod log;
 mod secret;
 
 pub use fault::{Fault, Faults, Validate};
+pub use given::Given;
 pub use human::{HumanDuration, HumanNetworks, HumanSize};
 pub use listen::{HumanAddress, Listen, Listeners, host_port};
 pub use log::{Log, LogFormat};

@@ -5,6 +5,7 @@
 //! does that); `validate` finds what no type can express, all of it at once.
 
 mod front;
+pub mod policy;
 mod validate;
 
 use std::net::SocketAddr;
@@ -33,6 +34,8 @@ pub struct Config {
     pub admin: Admin,
     /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
     pub fronts: Vec<Front>,
+    /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
+    pub policy: Option<PathBuf>,
     /// What is served at most.
     pub limits: Limits,
     /// How long is waited at most.
@@ -52,6 +55,7 @@ impl Default for Config {
             tunnel: Tunnel::default(),
             admin: Admin::default(),
             fronts: vec![Front::https()],
+            policy: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,

@@ -17,11 +17,8 @@ use crate::{
         http,
     },
     core::{CoreId, Cores},
-    proxy::{
-        Shared,
-        authorize::{AnyCaller, Authorize},
-        front::Door,
-    },
+    proxy::{Shared, authorize::Authorize, front::Door},
+    state::PolicyReader,
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
@@ -92,7 +89,16 @@ impl BindError {
 pub struct Gateway {
     config: Config,
     cores: Option<Cores>,
-    authorizer: Arc<dyn Authorize>,
+    deciding: Deciding,
+}
+
+/// Who decides who may do what.
+#[derive(Debug)]
+enum Deciding {
+    /// Nobody was named: whoever a front lets in may do everything.
+    Nobody,
+    By(Arc<dyn Authorize>),
+    Policy(PolicyReader),
 }
 
 impl Gateway {
@@ -101,14 +107,21 @@ impl Gateway {
         Self {
             config,
             cores: None,
-            authorizer: Arc::new(AnyCaller),
+            deciding: Deciding::Nobody,
         }
     }
 
     /// Decides by `authorizer` who may do what.
     #[must_use]
     pub fn authorizer(mut self, authorizer: Arc<dyn Authorize>) -> Self {
-        self.authorizer = authorizer;
+        self.deciding = Deciding::By(authorizer);
+        self
+    }
+
+    /// Decides by these rules, which may be replaced at any time, who may do what.
+    #[must_use]
+    pub fn policy(mut self, policy: PolicyReader) -> Self {
+        self.deciding = Deciding::Policy(policy);
         self
     }
 

@@ -117,17 +117,13 @@ impl Proxy {
         };
         let ask = Ask {
             caller: &caller,
+            from: connection.peer,
             route: &route,
             act,
             method: request.method(),
             path: request.uri().path(),
         };
-        authorize::check(
-            self.shared.authorizer.as_ref(),
-            &ask,
-            self.shared.timeouts.authorize,
-        )
-        .await?;
+        self.authorize(&ask, record).await?;
         let picked = self.pick(&route)?;
         record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
         record.tunnel(picked.id);
@@ -158,6 +154,16 @@ impl Proxy {
         let authentication = &self.front.authentication;
         let caller = authentication.identify(connection, fields, port, &self.shared)?;
         Ok((caller, routed?))
+    }
+
+    /// Whether they may, which the record notes.
+    pub(crate) async fn authorize(&self, ask: &Ask<'_>, record: &Record) -> Result<(), Error> {
+        let (authorizer, bound) = (&self.shared.authorizer, self.shared.timeouts.authorize);
+        let (by, decided) = authorize::check(authorizer.as_ref(), ask, bound).await;
+        if let Some(by) = by {
+            record.decided(by);
+        }
+        decided
     }
 
     /// The tunnel to use, or why there is none.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
-use causeway_certs::{Ca, JoinToken, NodeName, Store};
+use causeway_certs::{Ca, Confirmed, JoinToken, NodeName, Store};
 
 use super::{ca, private};
 use crate::cli::Bootstrap;
@@ -50,7 +50,7 @@ fn token(store: &Store, node: &NodeName, file: &Path, ttl: Duration) -> anyhow::
     if holds(store, node, file)? {
         return Ok(format!("the token in {place} still holds"));
     }
-    let token = store.tokens()?.create(node, ttl, Vec::new(), None)?;
+    let token = store.tokens()?.create(node, ttl, Confirmed::default())?;
     private::write(file, &format!("{}\n", token.text().expose()))?;
     let ttl = humantime::format_duration(ttl);
     Ok(format!("token in {place}, good for {ttl}, once"))
@@ -132,6 +132,7 @@ mod tests {
             node: NodeName::parse("edge-2").unwrap(),
             addresses: Vec::new(),
             pool: None,
+            labels: std::collections::BTreeMap::new(),
             enrolled_at: 0,
             serial: "1".into(),
         };

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use causeway_certs::{Access, Ca, NodeName, Store, TrustDomain};
+use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
 use causeway_edge::Edge;
 use causeway_gateway::config::{Front, Kind, Listen};
 use causeway_gateway::gateway::Addresses;
@@ -283,10 +283,11 @@ async fn edge(
     );
 
     let name = NodeName::parse(node)?;
-    let token = files
-        .store
-        .tokens()?
-        .create(&name, Duration::from_mins(10), Vec::new(), None)?;
+    let token =
+        files
+            .store
+            .tokens()?
+            .create(&name, Duration::from_mins(10), Confirmed::default())?;
     let mut config = causeway_edge::Config {
         data_dir: files.dir.join(node),
         gateways: vec![gateway.to_string()],

@@ -4,7 +4,7 @@ use anyhow::bail;
 use causeway_gateway::{Config, Gateway};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::admin;
+use super::{admin, policy};
 use crate::notify::Notify;
 use crate::signal::Signals;
 
@@ -16,7 +16,12 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
-    let bound = Gateway::new(within_files(config))
+    let policy = config.policy.as_deref().map(policy::load).transpose()?;
+    let mut gateway = Gateway::new(within_files(config));
+    if let Some(policy) = &policy {
+        gateway = gateway.policy(policy.reader());
+    }
+    let bound = gateway
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let store = bound.store().clone();
@@ -30,6 +35,12 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
     }
+    Ok(())
+}
+
+/// Reads what the configuration names, as far as that can be judged without the data directory.
+pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
+    config.policy.as_deref().map(policy::load).transpose()?;
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 //! The token alone goes to standard output, so that scripts can take it; what to do with
 //! it goes to standard error.
 
-use causeway_certs::NodeName;
+use causeway_certs::{Confirmed, NodeName};
 
 use super::data;
 use crate::cli::{Token, TokenCreate};
@@ -26,10 +26,12 @@ pub(crate) fn run(token: Token) -> anyhow::Result<()> {
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {
     let node = NodeName::parse(&ask.node)?;
     let (store, _) = data::with_ca(&ask.data.data_dir)?;
-    let addresses = ask.addresses.clone();
-    let token = store
-        .tokens()?
-        .create(&node, ask.ttl, addresses, ask.pool.clone())?;
+    let confirmed = Confirmed {
+        addresses: ask.addresses.clone(),
+        pool: ask.pool.clone(),
+        labels: ask.labels.iter().cloned().collect(),
+    };
+    let token = store.tokens()?.create(&node, ask.ttl, confirmed)?;
     Ok(token.text().expose().to_owned())
 }
 
@@ -47,6 +49,7 @@ mod tests {
             ttl: Duration::from_hours(1),
             addresses: vec!["10.0.0.7".parse().unwrap()],
             pool: Some("north".into()),
+            labels: vec![("tier".into(), "gold".into())],
             data: DataDir {
                 data_dir: directory.to_owned(),
             },
@@ -64,6 +67,7 @@ mod tests {
         let noted = store.tokens().unwrap().all().unwrap();
         assert_eq!((noted.len(), &noted[0].id), (1, &token.id));
         assert_eq!(noted[0].pool.as_deref(), Some("north"));
+        assert_eq!(noted[0].labels["tier"], "gold");
         assert!(create(&ask(folder.path(), "edge_1")).is_err());
     }
 

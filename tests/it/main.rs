@@ -12,6 +12,8 @@ mod errors;
 
 mod identity;
 
+mod policy;
+
 mod renewal;
 
 mod road;

@@ -18,7 +18,7 @@ pub(crate) mod recorder;
 pub(crate) mod tool;
 
 use caller::{Caller, Place};
-use causeway_certs::{Ca, JoinToken, Leaf, NodeName, Store};
+use causeway_certs::{Ca, Confirmed, JoinToken, Leaf, NodeName, Store};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -147,7 +147,7 @@ impl World {
     pub(crate) fn token(&self, node: &str, life: Duration) -> JoinToken {
         let node = NodeName::parse(node).unwrap();
         let tokens = self.store().tokens().unwrap();
-        tokens.create(&node, life, Vec::new(), None).unwrap()
+        tokens.create(&node, life, Confirmed::default()).unwrap()
     }
 
     /// What was logged so far.

@@ -206,6 +206,7 @@ fn nodes_are_kept_by_name() {
         node: NodeName::parse(node).unwrap(),
         addresses: vec![[10, 0, 0, 1].into()],
         pool: None,
+        labels: BTreeMap::new(),
         enrolled_at: 1,
         serial: serial.into(),
     };

@@ -5,13 +5,12 @@
 //! returns. Of two that redeem one token at once, the second finds it used.
 //! Every call does blocking I/O and may wait for the lock: call it off the core threads.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
-use super::{JoinToken, TokenRecord};
+use super::{Confirmed, JoinToken, TokenRecord};
 use crate::certificate::date;
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
@@ -67,22 +66,27 @@ impl TokenBook {
         Self { dir, root }
     }
 
-    /// Makes a token for one node, with the addresses and the pool that joining confirms.
+    /// Makes a token for one node, and says what joining confirms of it.
     pub fn create(
         &self,
         node: &NodeName,
         ttl: Duration,
-        addresses: Vec<IpAddr>,
-        pool: Option<String>,
+        confirmed: Confirmed,
     ) -> Result<JoinToken, StoreError> {
         let token = JoinToken::generate(self.root);
         let now = UnixTime::now().as_secs();
+        let Confirmed {
+            addresses,
+            pool,
+            labels,
+        } = confirmed;
         let record = TokenRecord {
             id: token.id.clone(),
             hash: hash(&token),
             node: node.clone(),
             addresses,
             pool,
+            labels,
             created: now,
             expires: now.saturating_add(ttl.as_secs()),
             used: None,

@@ -24,9 +24,13 @@ impl World {
     }
 
     fn token(&self) -> JoinToken {
-        let addresses = vec![[10, 0, 0, 7].into()];
+        let confirmed = Confirmed {
+            addresses: vec![[10, 0, 0, 7].into()],
+            pool: Some("p".into()),
+            labels: [("site".to_owned(), "north".to_owned())].into(),
+        };
         self.book()
-            .create(&node(), Duration::from_mins(1), addresses, Some("p".into()))
+            .create(&node(), Duration::from_mins(1), confirmed)
             .unwrap()
     }
 }

@@ -232,12 +232,14 @@ impl Desk {
             node,
             addresses,
             pool,
+            labels,
             ..
         } = record;
         let known = self.enrolment.nodes.reader().get(&node).unwrap_or_default();
         let confirmed = Node {
             addresses,
             pool,
+            labels,
             ..known
         };
         self.sign(key, node, confirmed, UnixTime::now().as_secs())
@@ -278,6 +280,7 @@ impl Desk {
             node: node.clone(),
             addresses: confirmed.addresses.clone(),
             pool: confirmed.pool.clone(),
+            labels: confirmed.labels.clone(),
             enrolled_at,
             serial: hex(&issued.serial),
         };

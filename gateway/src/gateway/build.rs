@@ -4,7 +4,7 @@
 
 mod front;
 
-use super::{BindError, Bound, Gateway, Threads};
+use super::{BindError, Bound, Deciding, Gateway, Threads};
 use crate::{
     config::{self, Config, Listen},
     control::{
@@ -15,7 +15,12 @@ use crate::{
     },
     core::Cores,
     metrics::Metrics,
-    proxy::{Proxy, Shared, authorize::Authorize, front::Door, limits::Limits},
+    proxy::{
+        Proxy, Shared,
+        authorize::{AnyCaller, Authorize, ByPolicy},
+        front::Door,
+        limits::Limits,
+    },
     state::{Node, NodesWriter, Registry},
 };
 use causeway_certs::{Access, Ca, HostName, LiveLeaf, Store, StoreError};
@@ -116,9 +121,10 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let Gateway {
         config,
         cores,
-        authorizer,
+        deciding,
     } = gateway;
     let base = Base::open(&config)?;
+    let authorizer = authorizer(deciding, &config, &base)?;
     let (cores, threads) = if let Some(cores) = cores {
         (cores, Threads(None))
     } else {
@@ -160,6 +166,27 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         readiness,
         ending,
     })
+}
+
+fn authorizer(
+    deciding: Deciding,
+    config: &Config,
+    base: &Base,
+) -> Result<Arc<dyn Authorize>, BindError> {
+    match (deciding, &config.policy) {
+        (Deciding::By(authorizer), _) => Ok(authorizer),
+        (Deciding::Policy(policy), _) => Ok(Arc::new(ByPolicy {
+            policy,
+            nodes: base.nodes.reader(),
+        })),
+        // Never open because somebody forgot to read it.
+        (Deciding::Nobody, Some(path)) => Err(BindError::File {
+            what: "policy".to_owned(),
+            path: path.clone(),
+            why: "its rules were not given to this gateway (Gateway::policy)".to_owned(),
+        }),
+        (Deciding::Nobody, None) => Ok(Arc::new(AnyCaller)),
+    }
 }
 
 fn shared(config: &Config, base: &Base, cores: &Cores, authorizer: Arc<dyn Authorize>) -> Shared {
@@ -207,6 +234,7 @@ fn known(store: &Store) -> Result<NodesWriter, BindError> {
         let node = Node {
             addresses: record.addresses,
             pool: record.pool,
+            labels: record.labels,
             ..Node::default()
         };
         (record.node, node)

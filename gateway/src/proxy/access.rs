@@ -15,7 +15,7 @@ use crate::{
         route::Route,
         trace::Trace,
     },
-    state::TunnelId,
+    state::{TunnelId, policy::Matched},
 };
 use causeway_tunnel::{copy::Passed, listener::Peer};
 use http::{Request, StatusCode};
@@ -45,6 +45,7 @@ struct Filled {
     caller: Option<Caller>,
     route: Option<Route>,
     tunnel: Option<TunnelId>,
+    by: Option<Matched>,
     status: u16,
     reason: Option<Reason>,
     detail: String,
@@ -100,6 +101,11 @@ impl Record {
     /// Notes where to.
     pub fn route(&self, route: &Route) {
         self.filled().route = Some(route.clone());
+    }
+
+    /// Notes by which rule it was decided.
+    pub fn decided(&self, by: Matched) {
+        self.filled().by = Some(by);
     }
 
     /// Notes on which tunnel.
@@ -188,6 +194,8 @@ impl Record {
             port = filled.route.as_ref().map(|route| route.target.port),
             method = self.method,
             path = self.path,
+            rule = filled.by.as_ref().map(|by| &*by.rule),
+            rule_line = filled.by.as_ref().map(|by| by.line),
             status = filled.status,
             reason = filled.reason.map(Reason::word),
             detail = (!filled.detail.is_empty()).then_some(filled.detail.as_str()),

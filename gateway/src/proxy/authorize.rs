@@ -4,30 +4,31 @@
 //! It answers at once wherever it can. Where somebody else must be asked, it hands back a question, which is
 //! awaited here within a bound: one of the two waits that the way of a request permits.
 
+pub use crate::config::policy::Act;
+
 use crate::{
     error::{Error, Reason},
-    proxy::{caller::Caller, route::Route},
+    proxy::{
+        caller::{self, Caller},
+        route::Route,
+    },
+    state::{
+        Nodes, PolicyReader,
+        policy::{Decision, Matched, Question},
+    },
 };
+use causeway_tunnel::listener::Peer;
 use futures_util::future::BoxFuture;
 use http::Method;
 use std::{borrow::Cow, fmt::Debug, time::Duration};
-
-/// What a stream does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Act {
-    /// A plain request.
-    Request,
-    /// A request that switches protocols.
-    Upgrade,
-    /// A TCP session.
-    Connect,
-}
 
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
     /// Who.
     pub caller: &'a Caller,
+    /// From where.
+    pub from: Peer,
     /// Where.
     pub route: &'a Route,
     /// What kind of stream.
@@ -44,6 +45,8 @@ pub enum Verdict {
     Allow,
     /// Not allowed; the sentence is for the caller.
     Deny(Cow<'static, str>),
+    /// What the policy says.
+    Policy(Decision),
     /// Somebody else has to be asked.
     Ask(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
@@ -64,7 +67,38 @@ impl Authorize for AnyCaller {
     }
 }
 
-/// Asks, and waits for no longer than `bound`.
+/// By the rules of a policy file.
+#[derive(Clone, Debug)]
+pub struct ByPolicy {
+    /// The rules.
+    pub policy: PolicyReader,
+    /// What is confirmed of nodes.
+    pub nodes: Nodes,
+}
+
+impl Authorize for ByPolicy {
+    fn authorize(&self, ask: &Ask<'_>) -> Verdict {
+        let Ask { caller, route, .. } = ask;
+        Verdict::Policy(self.nodes.with(&route.node, |node| {
+            self.policy.decide(&Question {
+                user: &caller.name,
+                groups: &caller.groups,
+                uris: &caller.uris,
+                known: caller.method != caller::Method::Anonymous,
+                from: ask.from.ip(),
+                node: &route.node,
+                pool: node.pool.as_deref(),
+                labels: &node.labels,
+                port: route.target.port,
+                act: ask.act,
+                method: ask.method.as_str(),
+                path: ask.path,
+            })
+        }))
+    }
+}
+
+/// Asks, and waits for no longer than `bound`. Also says by which rule it was decided, if by one.
 ///
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::TargetTimeout`] if no decision came in time.
@@ -72,20 +106,41 @@ pub async fn check(
     authorizer: &dyn Authorize,
     ask: &Ask<'_>,
     bound: Duration,
-) -> Result<(), Error> {
-    let denied = match authorizer.authorize(ask) {
-        Verdict::Allow => return Ok(()),
-        Verdict::Deny(detail) => detail,
-        Verdict::Ask(question) => match tokio::time::timeout(bound, question).await {
-            Ok(Ok(())) => return Ok(()),
-            Ok(Err(detail)) => detail,
-            Err(_) => {
-                let detail = format!("whether you may do this was not decided within {bound:?}");
-                return Err(Reason::TargetTimeout.says(detail));
-            }
-        },
-    };
-    Err(Reason::Forbidden.says(denied))
+) -> (Option<Matched>, Result<(), Error>) {
+    let forbidden = |why| Err(Reason::Forbidden.says(why));
+    match authorizer.authorize(ask) {
+        Verdict::Allow => (None, Ok(())),
+        Verdict::Deny(why) => (None, forbidden(why)),
+        Verdict::Policy(Decision { allow: true, by }) => (by, Ok(())),
+        Verdict::Policy(Decision { by, .. }) => (by, forbidden(refusal(ask).into())),
+        Verdict::Ask(question) => {
+            let decided = match tokio::time::timeout(bound, question).await {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(why)) => forbidden(why),
+                Err(_) => {
+                    let detail =
+                        format!("whether you may do this was not decided within {bound:?}");
+                    Err(Reason::TargetTimeout.says(detail))
+                }
+            };
+            (None, decided)
+        }
+    }
+}
+
+/// What the caller hears; the rule is for the log.
+fn refusal(ask: &Ask<'_>) -> String {
+    let Ask { caller, route, .. } = ask;
+    let (node, port) = (&route.node, route.target.port);
+    match ask.act {
+        Act::Connect => {
+            format!("the policy does not let {caller} connect to port {port} of {node}")
+        }
+        Act::Request | Act::Upgrade => format!(
+            "the policy does not let {caller} {} {} at port {port} of {node}",
+            ask.method, ask.path
+        ),
+    }
 }
 
 #[cfg(test)]
@@ -113,14 +168,15 @@ mod tests {
         let caller = Caller::for_test("alice");
         let ask = Ask {
             caller: &caller,
+            from: Peer::Unix(0),
             route: &route,
             act: Act::Request,
             method: &Method::GET,
             path: "/",
         };
         let bound = Duration::from_secs(3);
-        let error = check(&Slow, &ask, bound).await.unwrap_err();
-        assert_eq!(error.reason, Reason::TargetTimeout);
-        assert!(check(&AnyCaller, &ask, bound).await.is_ok());
+        let (_, decided) = check(&Slow, &ask, bound).await;
+        assert_eq!(decided.unwrap_err().reason, Reason::TargetTimeout);
+        assert!(check(&AnyCaller, &ask, bound).await.1.is_ok());
     }
 }

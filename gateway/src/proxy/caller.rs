@@ -49,6 +49,8 @@ pub struct Caller {
     pub name: Arc<str>,
     /// Groups: a certificate's organizations, or those of the token.
     pub groups: Arc<[String]>,
+    /// The URIs in its certificate.
+    pub uris: Arc<[String]>,
     /// How it is known.
     pub method: Method,
     /// Its streams that are open.
@@ -69,8 +71,16 @@ impl Caller {
             open: shared.limits.caller(&name),
             name,
             groups: groups.into(),
+            uris: Arc::default(),
             method,
         }
+    }
+
+    /// With the URIs of its certificate.
+    #[must_use]
+    pub fn with_uris(mut self, uris: Vec<String>) -> Self {
+        self.uris = uris.into();
+        self
     }
 
     #[cfg(test)]
@@ -78,6 +88,7 @@ impl Caller {
         Self {
             name: name.into(),
             groups: Arc::new([]),
+            uris: Arc::new([]),
             method: Method::Certificate,
             open: Count::default(),
         }

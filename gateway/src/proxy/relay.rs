@@ -9,7 +9,7 @@ use crate::{
     proxy::{
         Proxy, Way,
         access::Record,
-        authorize::{self, Act, Ask},
+        authorize::{Act, Ask},
         forward,
         front::{Connection, idle::Busy, io::Io},
         held::{Waiting, weighed},
@@ -152,12 +152,13 @@ async fn begin(
     record.route(&route);
     let ask = Ask {
         caller: &caller,
+        from: connection.peer,
         route: &route,
         act: Act::Connect,
         method: &Method::CONNECT,
         path: "",
     };
-    authorize::check(shared.authorizer.as_ref(), &ask, shared.timeouts.authorize).await?;
+    proxy.authorize(&ask, record).await?;
     let picked = proxy.pick(&route)?;
     record.permit(shared.limits.admit(&caller.open, &picked.streams)?);
     record.tunnel(picked.id);

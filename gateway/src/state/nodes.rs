@@ -22,6 +22,8 @@ pub struct Node {
     pub pod_networks: Vec<IpNet>,
     /// The pool that it counts to.
     pub pool: Option<String>,
+    /// What it is labelled with.
+    pub labels: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Default)]
@@ -158,6 +160,14 @@ impl Nodes {
         }
     }
 
+    /// Reads what is confirmed of a node; of one that is not known, nothing is.
+    pub fn with<T>(&self, name: &NodeName, read: impl FnOnce(&Node) -> T) -> T {
+        match self.0.load().nodes.get(name) {
+            Some(node) => read(node),
+            None => read(&Node::default()),
+        }
+    }
+
     /// What is confirmed of a node.
     pub fn get(&self, name: &NodeName) -> Option<Node> {
         self.0.load().nodes.get(name).cloned()
@@ -181,7 +191,7 @@ mod tests {
         Node {
             addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
             pod_networks: pods.iter().map(|text| text.parse().unwrap()).collect(),
-            pool: None,
+            ..Node::default()
         }
     }
 

@@ -4,7 +4,7 @@
 //! started again from its data directory.
 
 use super::{PATIENCE, World, gateway::loopback, until};
-use causeway_certs::NodeName;
+use causeway_certs::{Confirmed, NodeName};
 use causeway_edge::{
     Config, Error,
     config::{Port, Scheme, Secret},
@@ -23,7 +23,7 @@ const SILENT: Duration = Duration::from_millis(100);
 pub(crate) struct Plan<'a> {
     world: &'a World,
     node: String,
-    confirmed: Vec<std::net::IpAddr>,
+    confirmed: Confirmed,
     config: Config,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Plan<'a> {
         Self {
             world,
             node: node.to_owned(),
-            confirmed: Vec::new(),
+            confirmed: Confirmed::default(),
             config,
         }
     }
@@ -63,7 +63,19 @@ impl<'a> Plan<'a> {
 
     /// An address of the node that its token confirms.
     pub(crate) fn address(mut self, address: &str) -> Self {
-        self.confirmed.push(address.parse().unwrap());
+        self.confirmed.addresses.push(address.parse().unwrap());
+        self
+    }
+
+    /// A label of the node that its token confirms.
+    pub(crate) fn label(mut self, key: &str, value: &str) -> Self {
+        self.confirmed.labels.insert(key.into(), value.into());
+        self
+    }
+
+    /// The pool of the node that its token confirms.
+    pub(crate) fn pool(mut self, pool: &str) -> Self {
+        self.confirmed.pool = Some(pool.into());
         self
     }
 
@@ -105,7 +117,7 @@ impl<'a> Plan<'a> {
     fn issued(&self) -> String {
         let node = NodeName::parse(&self.node).unwrap();
         let tokens = self.world.store().tokens().unwrap();
-        let token = tokens.create(&node, super::LIFE, self.confirmed.clone(), None);
+        let token = tokens.create(&node, super::LIFE, self.confirmed.clone());
         token.unwrap().text().expose().to_owned()
     }
 }

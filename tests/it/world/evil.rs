@@ -34,6 +34,7 @@ pub(crate) fn enrol(data: &Path) {
         node: NodeName::parse(NODE).unwrap(),
         addresses: Vec::new(),
         pool: None,
+        labels: std::collections::BTreeMap::new(),
         enrolled_at: 0,
         serial: String::new(),
     };

@@ -10,7 +10,8 @@ use causeway_gateway::{
     config::{AccessLog, Front, Kind, Listen},
     core::Cores,
     gateway::Addresses,
-    proxy::authorize::{AnyCaller, Authorize},
+    proxy::authorize::Authorize,
+    state::PolicyReader,
 };
 use std::{
     fs::OpenOptions,
@@ -66,7 +67,8 @@ pub(super) fn store(folder: &Path) -> Store {
 /// A gateway before it starts.
 pub(crate) struct Build {
     config: Config,
-    authorizer: Arc<dyn Authorize>,
+    authorizer: Option<Arc<dyn Authorize>>,
+    policy: Option<PolicyReader>,
     cores: Option<usize>,
     log: Log,
     _listening: DefaultGuard,
@@ -89,7 +91,8 @@ impl Build {
         let log = Log::default();
         Self {
             config,
-            authorizer: Arc::new(AnyCaller),
+            authorizer: None,
+            policy: None,
             cores: None,
             _listening: log.listen(),
             log,
@@ -112,7 +115,13 @@ impl Build {
 
     /// Who may do what.
     pub(crate) fn authorizer(mut self, authorizer: impl Authorize) -> Self {
-        self.authorizer = Arc::new(authorizer);
+        self.authorizer = Some(Arc::new(authorizer));
+        self
+    }
+
+    /// Decides by these rules.
+    pub(crate) fn policy(mut self, policy: PolicyReader) -> Self {
+        self.policy = Some(policy);
         self
     }
 
@@ -193,9 +202,13 @@ impl Build {
             Some(count) => Cores::start(count).unwrap(),
             None => Cores::here(),
         };
-        let gateway = Gateway::new(self.config.clone())
-            .cores(cores)
-            .authorizer(self.authorizer.clone());
+        let mut gateway = Gateway::new(self.config.clone()).cores(cores);
+        if let Some(authorizer) = &self.authorizer {
+            gateway = gateway.authorizer(authorizer.clone());
+        }
+        if let Some(policy) = &self.policy {
+            gateway = gateway.policy(policy.clone());
+        }
         gateway.bind()
     }
 }

@@ -18,6 +18,7 @@ use rustls_pki_types::{CertificateDer, pem::PemObject};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::{
+    collections::BTreeMap,
     fs::OpenOptions,
     io::Write,
     os::unix::fs::OpenOptionsExt,
@@ -71,6 +72,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             node,
             addresses: Vec::new(),
             pool: None,
+            labels: BTreeMap::new(),
             enrolled_at,
             serial: Certificate::read(&issued.certificate)?.serial_hex(),
         });

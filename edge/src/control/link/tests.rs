@@ -2,7 +2,7 @@
 
 use crate::{Bound, Config, Edge, Error, config::Secret, state::Reader};
 use causeway_certs::{
-    Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
+    Ca, Confirmed, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
     store::Access,
     verify::{TicketSecret, Trust, join_server, tunnel_server},
 };
@@ -642,7 +642,7 @@ fn token(world: &World) -> causeway_certs::JoinToken {
     store
         .tokens()
         .unwrap()
-        .create(&node, HOUR, Vec::new(), None)
+        .create(&node, HOUR, Confirmed::default())
         .unwrap()
 }
 

@@ -53,7 +53,10 @@ pub(super) struct Row {
     /// Confirmed addresses, by which callers may name it.
     addresses: Vec<IpAddr>,
     ports: Vec<u16>,
+    /// What the edge says of itself.
     labels: BTreeMap<String, String>,
+    /// What joining has confirmed: policy goes by these.
+    confirmed_labels: BTreeMap<String, String>,
 }
 
 /// One node with its tunnels.
@@ -150,6 +153,7 @@ fn row(
         tunnels: edges.len(),
         instance: welcome.map(|welcome| welcome.instance.clone()),
         pool: known.pool,
+        confirmed_labels: known.labels,
         addresses: known.addresses,
         ports: welcome
             .map(|welcome| welcome.ports.clone())

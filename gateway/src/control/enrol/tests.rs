@@ -1,7 +1,7 @@
 use super::*;
 use crate::control::world::{World, identity, name};
 use axum::{body::Body, http::Request};
-use causeway_certs::{EdgeIdentity, EdgeKey, verify};
+use causeway_certs::{Confirmed, EdgeIdentity, EdgeKey, verify};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::{Value, json};
@@ -37,10 +37,12 @@ impl Counter {
 
     fn token(&self, node: &str, ttl: Duration) -> String {
         let book = self.world.store.tokens().unwrap();
-        let pool = Some("north".to_owned());
-        let token = book
-            .create(&name(node), ttl, vec![[10, 0, 0, 1].into()], pool)
-            .unwrap();
+        let confirmed = Confirmed {
+            addresses: vec![[10, 0, 0, 1].into()],
+            pool: Some("north".to_owned()),
+            labels: [("tier".to_owned(), "gold".to_owned())].into(),
+        };
+        let token = book.create(&name(node), ttl, confirmed).unwrap();
         token.text().expose().to_owned()
     }
 

@@ -97,29 +97,25 @@ fn caller(
         trust,
         &none_revoked,
     )?;
-    let (name, groups) = match identity {
-        Identity::Caller { name, groups } => (name, groups),
+    let (name, groups, uris) = match identity {
+        Identity::Caller { name, groups } => {
+            let uri = trust.caller_uri(&name);
+            (name, groups, vec![uri])
+        }
         Identity::Foreign {
             common_name,
             organizations,
             uris,
         } => {
-            let name = uris
-                .into_iter()
-                .next()
-                .or(common_name)
-                .unwrap_or_else(|| "unnamed".to_owned());
-            (name, organizations)
+            let name = uris.first().cloned().or(common_name);
+            let name = name.unwrap_or_else(|| "unnamed".to_owned());
+            (name, organizations, uris)
         }
         // `check_peer` lets neither through for this purpose.
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
-    Ok(Some(Caller::new(
-        &name,
-        groups,
-        Method::Certificate,
-        &proxy.shared,
-    )))
+    let caller = Caller::new(&name, groups, Method::Certificate, &proxy.shared);
+    Ok(Some(caller.with_uris(uris)))
 }
 
 fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {

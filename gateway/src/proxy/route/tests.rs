@@ -14,7 +14,7 @@ fn nodes() -> Nodes {
         let node = Node {
             addresses: vec![address.parse().unwrap()],
             pod_networks: vec![pods.parse().unwrap()],
-            pool: None,
+            ..Node::default()
         };
         writer.put(NodeName::parse(name).unwrap(), node);
     }

@@ -1,0 +1,72 @@
+//! A key that was given, told from one that was left out.
+//!
+//! Where leaving a key out means "any", an empty list must not mean it too: a list that a template left
+//! empty would open what it was to narrow.
+
+use std::borrow::Cow;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// What stands under a key, if the key stands there. For `#[serde(default)]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Given<T>(pub Option<T>);
+
+impl<T> Default for Given<T> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<T> From<T> for Given<T> {
+    fn from(value: T) -> Self {
+        Self(Some(value))
+    }
+}
+
+impl<T: Serialize> Serialize for Given<T> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(to)
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Given<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        T::deserialize(from).map(Self::from)
+    }
+}
+
+/// That of `T`: a key without a value (`users:`) is none.
+impl<T: JsonSchema> JsonSchema for Given<T> {
+    fn schema_name() -> Cow<'static, str> {
+        T::schema_name()
+    }
+
+    fn inline_schema() -> bool {
+        T::inline_schema()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        T::json_schema(generator)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{from_value, json};
+
+    #[derive(Deserialize)]
+    struct Sample {
+        #[serde(default)]
+        users: Given<Vec<String>>,
+    }
+
+    #[test]
+    fn a_key_that_is_empty_is_not_one_that_is_absent() {
+        let read = |value| from_value::<Sample>(value).map(|sample| sample.users.0);
+        assert_eq!(read(json!({})).unwrap(), None);
+        assert_eq!(read(json!({ "users": [] })).unwrap(), Some(Vec::new()));
+        assert!(read(json!({ "users": null })).is_err());
+    }
+}

@@ -1,0 +1,376 @@
+//! The policy file: rules of who may do what on which node; the first that matches decides.
+//!
+//! What a rule does not speak of, it does not narrow. A key that is there and empty is a fault: a list that
+//! a template left empty must not open what it was to narrow. Nothing is guessed: a pattern that can never
+//! match, or means two things, is a fault as well.
+
+mod path;
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use causeway_config::{Fault, Faults, Given, HumanNetworks, Validate};
+use ipnet::IpNet;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+pub use path::canonical;
+
+/// More rules than anybody writes: a bound on what one file costs.
+const MAX_RULES: usize = 100_000;
+
+/// Who may do what on which node. What no rule allows is refused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Policy {
+    /// The rules; the first that matches decides.
+    pub rules: Vec<Rule>,
+}
+
+/// One rule.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    /// Name in logs; unique.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// Whom it is about; everybody whom a front lets in without this key.
+    #[serde(default)]
+    pub who: Given<Who>,
+    /// Which nodes it is about; all without this key.
+    #[serde(default)]
+    pub r#where: Given<Where>,
+    /// What it is about; everything without this key.
+    #[serde(default)]
+    pub what: Given<What>,
+    /// What follows: `allow` or `deny`.
+    pub then: Then,
+    /// The line that it begins in, from 1; 0 where there is no file.
+    #[serde(skip)]
+    pub line: usize,
+}
+
+/// Whom a rule is about: whoever is one of `users`, `groups` or `spiffe`, and comes from one of `networks`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Who {
+    /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`.
+    #[serde(default)]
+    pub users: Given<Vec<String>>,
+    /// Groups of callers; whoever is known is in `system:authenticated`, others are in `system:unauthenticated`.
+    #[serde(default)]
+    pub groups: Given<Vec<String>>,
+    /// URIs in callers' certificates: `spiffe://example.org/ns/monitoring/*`.
+    #[serde(default)]
+    pub spiffe: Given<Vec<String>>,
+    /// Networks that callers come from.
+    #[serde(default)]
+    pub networks: Given<Networks>,
+}
+
+/// Which nodes a rule is about: those that every given key holds for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Where {
+    /// Names of nodes; `*` stands for any characters.
+    #[serde(default)]
+    pub nodes: Given<Vec<String>>,
+    /// Confirmed pools.
+    #[serde(default)]
+    pub pools: Given<Vec<String>>,
+    /// Confirmed labels; a node has all of them.
+    #[serde(default)]
+    pub labels: Given<BTreeMap<String, String>>,
+}
+
+/// What a rule is about: what every given key holds for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct What {
+    /// Ports of the node: `10250`, or `"30000-32767"`.
+    #[serde(default)]
+    pub ports: Given<Vec<Ports>>,
+    /// HTTP methods.
+    #[serde(default)]
+    pub methods: Given<Vec<String>>,
+    /// Paths, each with all that is below it: `/metrics` is also `/metrics/cadvisor`.
+    #[serde(default)]
+    pub paths: Given<Vec<String>>,
+    /// Kinds of streams: `request`, `upgrade` or `connect`.
+    #[serde(default)]
+    pub streams: Given<Vec<Act>>,
+}
+
+/// What a stream does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Act {
+    /// A plain request.
+    Request,
+    /// A request that switches protocols (kubectl exec, websocket).
+    Upgrade,
+    /// A TCP session, by CONNECT or through a `tcp` front.
+    Connect,
+}
+
+impl Act {
+    /// The word of the policy file.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Request => "request",
+            Self::Upgrade => "upgrade",
+            Self::Connect => "connect",
+        }
+    }
+}
+
+/// What follows from a rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Then {
+    /// It may.
+    Allow,
+    /// It may not.
+    Deny,
+}
+
+/// Networks, as a list that also takes plain addresses.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct Networks(#[serde(with = "HumanNetworks")] pub Vec<IpNet>);
+
+/// A port, or ports from one to another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ports(pub RangeInclusive<u16>);
+
+impl FromStr for Ports {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+        let range = match text.split_once('-') {
+            None => number(text).map(|port| port..=port),
+            Some((first, last)) => number(first)
+                .zip(number(last))
+                .map(|(first, last)| first..=last)
+                .filter(|range| !range.is_empty()),
+        };
+        range.map(Self).ok_or_else(|| {
+            format!("\"{text}\" is no port; write 10250, or \"30000-32767\", from 1 to 65535")
+        })
+    }
+}
+
+impl fmt::Display for Ports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, last) = (self.0.start(), self.0.end());
+        if first == last {
+            write!(f, "{first}")
+        } else {
+            write!(f, "{first}-{last}")
+        }
+    }
+}
+
+impl Serialize for Ports {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Ports {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Number(u64),
+            Text(String),
+        }
+        let text = match Written::deserialize(from)? {
+            Written::Number(number) => number.to_string(),
+            Written::Text(text) => text,
+        };
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+impl JsonSchema for Ports {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Ports".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": ["integer", "string"] })
+    }
+}
+
+impl Rule {
+    /// How it is called in logs and refusals: its name, or its place.
+    pub fn called(&self, index: usize) -> String {
+        let name = self.name.clone();
+        name.unwrap_or_else(|| format!("rules[{index}]"))
+    }
+}
+
+impl Validate for Policy {
+    fn validate(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        if self.rules.len() > MAX_RULES {
+            let message = format!(
+                "there are {} rules, and {MAX_RULES} is the most",
+                self.rules.len()
+            );
+            faults.add("rules", message);
+        }
+        let mut names = HashSet::new();
+        for (index, rule) in self.rules.iter().enumerate() {
+            let path = format!("rules[{index}]");
+            let mut check = Check {
+                path: &path,
+                faults: &mut faults,
+            };
+            if let Some(name) = &rule.name {
+                check.name(name, names.insert(name.as_str()));
+            }
+            check.who(&rule.who);
+            check.nodes(&rule.r#where);
+            check.what(&rule.what);
+        }
+        faults.into_vec()
+    }
+}
+
+/// Collects the faults of one rule.
+struct Check<'a> {
+    path: &'a str,
+    faults: &'a mut Faults,
+}
+
+impl Check<'_> {
+    fn add(&mut self, key: &str, message: impl Into<String>) {
+        self.faults.add(format!("{}.{key}", self.path), message);
+    }
+
+    fn name(&mut self, name: &str, new: bool) {
+        if name.trim().is_empty() || name.chars().any(char::is_control) {
+            self.add("name", "must be a word or some; remove the key for none");
+        } else if !new {
+            let message =
+                format!("the name \"{name}\" is taken by an earlier rule; each has its own");
+            self.add("name", message);
+        }
+    }
+
+    /// Each of a list that was given, unless that is empty.
+    fn each<T>(&mut self, key: &str, list: &Given<Vec<T>>, fault: impl Fn(&T) -> Option<String>) {
+        let Some(list) = &list.0 else { return };
+        if list.is_empty() {
+            self.add(key, EMPTY);
+        }
+        for (index, one) in list.iter().enumerate() {
+            if let Some(message) = fault(one) {
+                self.add(&format!("{key}[{index}]"), message);
+            }
+        }
+    }
+
+    fn who(&mut self, who: &Given<Who>) {
+        let Some(who) = &who.0 else { return };
+        if *who == Who::default() {
+            self.add("who", "names nobody; give users, groups, spiffe or networks, or remove the key for everybody");
+        }
+        self.each("who.users", &who.users, |text| pattern(text));
+        self.each("who.groups", &who.groups, |text| pattern(text));
+        self.each("who.spiffe", &who.spiffe, |text| {
+            let other = || {
+                format!("\"{text}\" is no SPIFFE id; write spiffe://example.org/ns/monitoring/*")
+            };
+            pattern(text).or_else(|| (!text.starts_with("spiffe://")).then(other))
+        });
+        if who
+            .networks
+            .0
+            .as_ref()
+            .is_some_and(|list| list.0.is_empty())
+        {
+            self.add("who.networks", EMPTY);
+        }
+    }
+
+    fn nodes(&mut self, nodes: &Given<Where>) {
+        let Some(nodes) = &nodes.0 else { return };
+        if *nodes == Where::default() {
+            self.add(
+                "where",
+                "names no node; give nodes, pools or labels, or remove the key for all",
+            );
+        }
+        self.each("where.nodes", &nodes.nodes, |text| {
+            let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.*".contains(c);
+            let other = || format!("\"{text}\" can be no node; names have small letters, digits, '-' and '.', and * stands for any of them");
+            pattern(text).or_else(|| (!text.chars().all(letter)).then(other))
+        });
+        self.each("where.pools", &nodes.pools, |text| pattern(text));
+        if nodes.labels.0.as_ref().is_some_and(BTreeMap::is_empty) {
+            self.add("where.labels", EMPTY);
+        }
+    }
+
+    fn what(&mut self, what: &Given<What>) {
+        let Some(what) = &what.0 else { return };
+        if *what == What::default() {
+            self.add("what", "says nothing; give ports, methods, paths or streams, or remove the key for everything");
+        }
+        self.each("what.ports", &what.ports, |_| None);
+        self.each("what.methods", &what.methods, |text| {
+            let letter = |b: u8| b.is_ascii_uppercase() || b"-_".contains(&b);
+            let sound = !text.is_empty() && text.bytes().all(letter);
+            (!sound)
+                .then(|| format!("\"{text}\" is no method; write GET, POST and so on, in capitals"))
+        });
+        self.each("what.paths", &what.paths, |text| path(text));
+        self.each("what.streams", &what.streams, |_| None);
+    }
+}
+
+const EMPTY: &str =
+    "is empty, which would match nothing; name at least one, or remove the key for any";
+
+/// What is wrong with a pattern.
+fn pattern(text: &str) -> Option<String> {
+    if text.is_empty() {
+        return Some("is empty; write a name, or * for any".into());
+    }
+    if text.trim() != text || text.chars().any(char::is_control) {
+        return Some(format!(
+            "{text:?} has a blank at its end, or a character that no name has"
+        ));
+    }
+    None
+}
+
+/// What is wrong with a path.
+fn path(text: &str) -> Option<String> {
+    if canonical(text).as_deref() != Some(text) || text.contains(['*', '?', '#']) {
+        return Some(format!(
+            "\"{text}\" is no path by which to decide; write /metrics, without *, ?, %, ; and dots between slashes: \
+             it stands for all that is below it too"
+        ));
+    }
+    if text.len() > 1 && text.ends_with('/') {
+        return Some(format!(
+            "write \"{}\": it stands for itself and for all that is below it",
+            text.trim_end_matches('/')
+        ));
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests;

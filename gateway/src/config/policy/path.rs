@@ -1,0 +1,85 @@
+//! What a path means to whoever decides by it.
+//!
+//! Apps read paths in many ways: they decode, join `//`, follow `..`, cut at `;`. A path that one of them may
+//! read as another one has no meaning here; what decides by paths then takes the worst for granted. Never
+//! changes what the app is sent.
+
+use std::borrow::Cow;
+
+use percent_encoding::percent_decode_str;
+
+/// The path as every app reads it, decoded once; `None` where apps may differ.
+pub fn canonical(path: &str) -> Option<Cow<'_, str>> {
+    // An encoded slash is one to some, and a letter to others.
+    let hidden = |triple: &[u8]| {
+        let [b'%', high, low] = triple else {
+            return false;
+        };
+        matches!(
+            (high, low.to_ascii_lowercase()),
+            (b'2', b'f') | (b'5', b'c')
+        )
+    };
+    if path.contains('%') && path.as_bytes().windows(3).any(hidden) {
+        return None;
+    }
+    let text = percent_decode_str(path).decode_utf8().ok()?;
+    let odd = |c: char| c.is_control() || matches!(c, '%' | '\\' | ';' | '?' | '#');
+    let mut segments = text.strip_prefix('/')?.split('/').peekable();
+    while let Some(segment) = segments.next() {
+        let last = segments.peek().is_none();
+        if matches!(segment, "." | "..") || (segment.is_empty() && !last) || segment.contains(odd) {
+            return None;
+        }
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_apps_read_alike_is_decoded() {
+        for (sent, means) in [
+            ("/", "/"),
+            ("/metrics", "/metrics"),
+            ("/logs/", "/logs/"),
+            ("/%65xec/a%20b", "/exec/a b"),
+            ("/a:b@c,d=e+f~g!$&'()*", "/a:b@c,d=e+f~g!$&'()*"),
+            ("/%C3%A9", "/é"),
+        ] {
+            assert_eq!(canonical(sent).as_deref(), Some(means), "{sent}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_apps_may_read_in_two_ways_means_nothing() {
+        for sent in [
+            "",
+            "*",
+            "metrics",
+            "//exec",
+            "/a//b",
+            "/a/../exec",
+            "/a/%2e%2e/exec",
+            "/./exec",
+            "/..",
+            "/a%2fexec",
+            "/a%2Fexec",
+            "/a%5cexec",
+            "/a\\exec",
+            "/exec;x=1",
+            "/exec%3bx",
+            "/%2565xec",
+            "/exec%00",
+            "/exec%0a",
+            "/%ff",
+            "/exec%3fx",
+            "/a%",
+            "/a%zz",
+        ] {
+            assert_eq!(canonical(sent), None, "{sent}");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+use super::*;
+use serde_json::{Value, from_value, json};
+
+fn faults(rule: Value) -> Vec<String> {
+    let mut rule = rule;
+    if rule.get("then").is_none() {
+        rule["then"] = "allow".into();
+    }
+    let policy: Policy = from_value(json!({ "rules": [rule] })).unwrap();
+    let faults = policy.validate().into_iter();
+    faults.map(|fault| fault.path).collect()
+}
+
+#[test]
+fn a_rule_that_says_something_is_sound() {
+    let rule = json!({
+        "name": "scraping",
+        "who": { "users": ["prometheus", "*"], "groups": ["ops"], "spiffe": ["spiffe://td/ns/*"], "networks": ["10.0.0.0/8", "::1"] },
+        "where": { "nodes": ["edge-*", "a.b"], "pools": ["north"], "labels": { "tier": "gold" } },
+        "what": { "ports": [9100, "30000-32767"], "methods": ["GET", "M-SEARCH"], "paths": ["/", "/metrics"], "streams": ["request"] },
+        "then": "deny",
+    });
+    assert_eq!(faults(rule), [""; 0]);
+    assert_eq!(faults(json!({})), [""; 0]);
+}
+
+#[test]
+fn what_is_there_and_empty_is_a_fault_and_never_any() {
+    for (rule, path) in [
+        (json!({ "who": {} }), "rules[0].who"),
+        (json!({ "who": { "users": [] } }), "rules[0].who.users"),
+        (
+            json!({ "who": { "networks": [] } }),
+            "rules[0].who.networks",
+        ),
+        (json!({ "where": {} }), "rules[0].where"),
+        (json!({ "where": { "nodes": [] } }), "rules[0].where.nodes"),
+        (
+            json!({ "where": { "labels": {} } }),
+            "rules[0].where.labels",
+        ),
+        (json!({ "what": {} }), "rules[0].what"),
+        (
+            json!({ "what": { "streams": [] } }),
+            "rules[0].what.streams",
+        ),
+        (json!({ "name": " " }), "rules[0].name"),
+    ] {
+        assert_eq!(faults(rule), [path]);
+    }
+}
+
+#[test]
+fn what_could_never_match_is_a_fault() {
+    for (rule, path) in [
+        (json!({ "who": { "users": [""] } }), "rules[0].who.users[0]"),
+        (
+            json!({ "who": { "groups": ["ops "] } }),
+            "rules[0].who.groups[0]",
+        ),
+        (
+            json!({ "who": { "spiffe": ["*"] } }),
+            "rules[0].who.spiffe[0]",
+        ),
+        (
+            json!({ "where": { "nodes": ["edge-1", "Edge-2"] } }),
+            "rules[0].where.nodes[1]",
+        ),
+        (
+            json!({ "where": { "nodes": ["edge-[12]"] } }),
+            "rules[0].where.nodes[0]",
+        ),
+        (
+            json!({ "what": { "methods": ["get"] } }),
+            "rules[0].what.methods[0]",
+        ),
+        (
+            json!({ "what": { "paths": ["metrics"] } }),
+            "rules[0].what.paths[0]",
+        ),
+        (
+            json!({ "what": { "paths": ["/metrics/"] } }),
+            "rules[0].what.paths[0]",
+        ),
+        (
+            json!({ "what": { "paths": ["/metrics/*"] } }),
+            "rules[0].what.paths[0]",
+        ),
+        (
+            json!({ "what": { "paths": ["/a%2fb"] } }),
+            "rules[0].what.paths[0]",
+        ),
+        (
+            json!({ "what": { "paths": ["/%61"] } }),
+            "rules[0].what.paths[0]",
+        ),
+    ] {
+        assert_eq!(faults(rule), [path]);
+    }
+}
+
+#[test]
+fn ports_are_one_or_from_one_to_another() {
+    for (text, first, last) in [("22", 22, 22), ("1-65535", 1, 65535), ("80 - 90", 80, 90)] {
+        assert_eq!(text.parse(), Ok(Ports(first..=last)));
+    }
+    for text in [
+        "0", "65536", "9-5", "-", "1-", "-5", "http", "", "0-5", "1-2-3",
+    ] {
+        assert!(
+            text.parse::<Ports>().unwrap_err().contains("30000-32767"),
+            "{text}"
+        );
+    }
+    assert!(from_value::<Ports>(json!(-1)).is_err());
+    assert_eq!(from_value::<Ports>(json!(22)).unwrap().to_string(), "22");
+}

@@ -1,0 +1,203 @@
+//! The rules of who may do what on which node, compiled: the first that matches decides.
+//!
+//! 1. Each rule is a bit. For each thing that rules speak of (caller, network, node, pool, port, method, path,
+//!    kind of stream) an index says which rules a value is named by.
+//! 2. A stream's values are looked up one after the other, and what is left of the rules narrows with each:
+//!    10,000 rules are 157 words, so their number hardly counts.
+//! 3. The lowest bit that is left is the first rule that matches. Without one, nothing is allowed.
+//!
+//! What cannot be seen is taken for the worst: a TCP session may carry any method and path, and a path that
+//! apps read in two ways may be any. It matches no rule that allows some of them, and each that denies some.
+
+mod compile;
+mod index;
+
+use crate::config::policy::{Act, Then, canonical};
+use arc_swap::ArcSwap;
+use causeway_certs::NodeName;
+use compile::{Compiled, Named};
+use index::{Exact, Labels, Paths, Patterns, Prefixes, Rules};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+
+/// In which group everybody is who is known (Kubernetes' `user.AllAuthenticated`).
+pub const AUTHENTICATED: &str = "system:authenticated";
+/// In which group everybody else is (Kubernetes' `user.AllUnauthenticated`).
+pub const UNAUTHENTICATED: &str = "system:unauthenticated";
+/// What everybody else is called (Kubernetes' `user.Anonymous`).
+pub const ANONYMOUS: &str = "system:anonymous";
+
+/// What is to be decided: may they do this there?
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    /// The caller's name; nobody's is ignored.
+    pub user: &'a str,
+    /// The caller's groups.
+    pub groups: &'a [String],
+    /// The URIs in the caller's certificate.
+    pub uris: &'a [String],
+    /// Whether it is known who calls.
+    pub known: bool,
+    /// Where the caller comes from; a unix socket has no address.
+    pub from: Option<IpAddr>,
+    /// The node.
+    pub node: &'a NodeName,
+    /// Its confirmed pool.
+    pub pool: Option<&'a str>,
+    /// Its confirmed labels.
+    pub labels: &'a BTreeMap<String, String>,
+    /// The port.
+    pub port: u16,
+    /// The kind of stream.
+    pub act: Act,
+    /// The method.
+    pub method: &'a str,
+    /// The path as it will be sent, without the query.
+    pub path: &'a str,
+}
+
+/// What was decided, and by which rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// Whether they may.
+    pub allow: bool,
+    /// The rule that matched; none did where this is `None`.
+    pub by: Option<Matched>,
+}
+
+/// A rule that matched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matched {
+    /// Its name, or its place.
+    pub rule: Arc<str>,
+    /// The line of the policy file that it begins in, from 1.
+    pub line: usize,
+}
+
+/// Compiled rules.
+#[derive(Debug, Default)]
+pub struct Policy {
+    rules: Vec<Compiled>,
+    /// By user, group and SPIFFE id: one of them is enough.
+    who: Named<(Patterns, Patterns, Patterns)>,
+    networks: Named<(Prefixes<32>, Prefixes<128>)>,
+    nodes: Named<Patterns>,
+    pools: Named<Patterns>,
+    /// By the rarest of each rule's labels.
+    labels: Named<Labels>,
+    ports: Named<Prefixes<16>>,
+    methods: Named<Exact>,
+    paths: Named<Paths>,
+    acts: Named<Exact>,
+    /// Rules that deny some methods, and some paths.
+    deny_methods: Rules,
+    deny_paths: Rules,
+}
+
+impl Policy {
+    /// Decides.
+    pub fn decide(&self, asked: &Question<'_>) -> Decision {
+        let mut left = index::Left::all(self.rules.len());
+        let path = match asked.act {
+            Act::Connect => None,
+            Act::Request | Act::Upgrade => canonical(asked.path),
+        };
+        self.narrow_who(asked, &mut left);
+        self.nodes.narrow(&mut left, |nodes, into| {
+            nodes.find(asked.node.as_str(), into);
+        });
+        self.pools.narrow(&mut left, |pools, into| {
+            if let Some(pool) = asked.pool {
+                pools.find(pool, into);
+            }
+        });
+        self.labels
+            .narrow(&mut left, |labels, into| labels.find(asked.labels, into));
+        self.ports
+            .narrow(&mut left, |ports, into| ports.find(asked.port.into(), into));
+        self.acts
+            .narrow(&mut left, |acts, into| acts.find(asked.act.word(), into));
+        self.methods.narrow(&mut left, |methods, into| {
+            methods.find(asked.method, into);
+            // Some apps read `post` as POST.
+            let odd = asked.method.bytes().any(|b| b.is_ascii_lowercase());
+            if odd || asked.act == Act::Connect {
+                into.add(&self.deny_methods);
+            }
+        });
+        self.paths.narrow(&mut left, |paths, into| match &path {
+            Some(path) => paths.find(path, into),
+            None => into.add(&self.deny_paths),
+        });
+        let first = left.iter().map(|index| &self.rules[index]).find(|rule| {
+            rule.labels
+                .iter()
+                .all(|(key, value)| asked.labels.get(key) == Some(value))
+        });
+        Decision {
+            allow: first.is_some_and(|rule| rule.then == Then::Allow),
+            by: first.map(|rule| rule.matched.clone()),
+        }
+    }
+
+    fn narrow_who(&self, asked: &Question<'_>, left: &mut index::Left) {
+        let (user, class) = if asked.known {
+            (asked.user, AUTHENTICATED)
+        } else {
+            (ANONYMOUS, UNAUTHENTICATED)
+        };
+        self.who.narrow(left, |(users, groups, spiffe), into| {
+            users.find(user, into);
+            groups.find(class, into);
+            // Who says of himself that he is known, or is not, is not believed.
+            let said = asked.groups.iter().map(String::as_str);
+            for group in said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(group)) {
+                groups.find(group, into);
+            }
+            for uri in asked.uris {
+                spiffe.find(uri, into);
+            }
+        });
+        self.networks.narrow(left, |(four, six), into| {
+            match asked.from.map(|ip| ip.to_canonical()) {
+                Some(IpAddr::V4(ip)) => four.find(ip.to_bits().into(), into),
+                Some(IpAddr::V6(ip)) => six.find(ip.to_bits(), into),
+                None => {}
+            }
+        });
+    }
+}
+
+/// The reading side: a cheap clone that never waits.
+#[derive(Clone, Debug, Default)]
+pub struct PolicyReader(Arc<ArcSwap<Policy>>);
+
+impl PolicyReader {
+    /// Decides by the rules that hold now.
+    pub fn decide(&self, asked: &Question<'_>) -> Decision {
+        self.0.load().decide(asked)
+    }
+}
+
+/// The writing side.
+#[derive(Debug, Default)]
+pub struct PolicyWriter(PolicyReader);
+
+impl PolicyWriter {
+    /// With these rules to begin with.
+    pub fn new(policy: Policy) -> Self {
+        Self(PolicyReader(Arc::new(ArcSwap::from_pointee(policy))))
+    }
+
+    /// The reading side.
+    pub fn reader(&self) -> PolicyReader {
+        self.0.clone()
+    }
+
+    /// Replaces the rules, for every stream that begins from now on.
+    pub fn replace(&self, policy: Policy) {
+        self.0.0.store(Arc::new(policy));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,200 @@
+//! From the rules of a file to the tables by which they are found.
+//!
+//! What a rule does not narrow, it is found by whatever the value is: those rules are kept apart, as `any`.
+//! Every key of a file has its line here, so that none is forgotten.
+
+use super::{
+    Matched, Policy,
+    index::{self, Exact, Index, Labels, Left, Rules},
+};
+use crate::config::policy::{self, Act, Then, What, Where, Who};
+use std::collections::{BTreeMap, HashMap};
+
+/// What is left of a rule once it was found.
+#[derive(Debug)]
+pub(super) struct Compiled {
+    pub(super) then: Then,
+    pub(super) matched: Matched,
+    pub(super) labels: Vec<(String, String)>,
+}
+
+/// One thing that rules speak of: those that do not, and an index of the others.
+#[derive(Debug, Default)]
+pub(super) struct Named<I> {
+    any: Rules,
+    /// `None` where no rule speaks of it.
+    index: Option<I>,
+}
+
+impl<I> Named<I> {
+    /// Keeps, of what is left, the rules that do not speak of it and those that `find` finds.
+    pub(super) fn narrow(&self, left: &mut Left, find: impl FnOnce(&I, &mut Left)) {
+        let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {
+            return;
+        };
+        let mut found = left.none();
+        found.add(&self.any);
+        find(index, &mut found);
+        left.narrow(&found);
+    }
+}
+
+/// By each rule, in order: what it names, or `None` where it does not speak of it.
+fn named<K>(rules: impl Iterator<Item = Option<Vec<K>>>) -> (Vec<(K, usize)>, Vec<usize>) {
+    let (mut keys, mut any) = (Vec::new(), Vec::new());
+    for (rule, names) in rules.enumerate() {
+        match names {
+            Some(names) => keys.extend(names.into_iter().map(|name| (name, rule))),
+            None => any.push(rule),
+        }
+    }
+    (keys, any)
+}
+
+fn table<I: Index>(
+    rules: &[policy::Rule],
+    names: impl Fn(&policy::Rule) -> Option<Vec<I::Key>>,
+) -> Named<I> {
+    let total = rules.len();
+    let (keys, any) = named(rules.iter().map(names));
+    Named {
+        index: (any.len() < total).then(|| I::of(keys, total)),
+        any: Rules::of(any, total),
+    }
+}
+
+fn who(rule: &policy::Rule) -> Option<&Who> {
+    rule.who.0.as_ref()
+}
+
+fn nodes(rule: &policy::Rule) -> Option<&Where> {
+    rule.r#where.0.as_ref()
+}
+
+fn what(rule: &policy::Rule) -> Option<&What> {
+    rule.what.0.as_ref()
+}
+
+impl Policy {
+    /// Compiles the rules of a file that was validated.
+    pub fn compile(file: &policy::Policy) -> Self {
+        let rules = file.rules.as_slice();
+        let denies = |narrows: fn(&What) -> bool| {
+            let denies =
+                |rule: &policy::Rule| rule.then == Then::Deny && what(rule).is_some_and(narrows);
+            let found = rules.iter().enumerate().filter(|(_, rule)| denies(rule));
+            Rules::of(found.map(|(index, _)| index), rules.len())
+        };
+        Self {
+            rules: rules
+                .iter()
+                .enumerate()
+                .map(|(index, rule)| compiled(rule, index))
+                .collect(),
+            who: identities(rules),
+            networks: networks(rules),
+            nodes: table(rules, |rule| nodes(rule)?.nodes.0.clone()),
+            pools: table(rules, |rule| nodes(rule)?.pools.0.clone()),
+            labels: labels(rules),
+            ports: table(rules, |rule| {
+                let ports = what(rule)?.ports.0.as_ref()?.iter();
+                Some(
+                    ports
+                        .flat_map(|ports| index::range(*ports.0.start(), *ports.0.end()))
+                        .collect(),
+                )
+            }),
+            methods: table(rules, |rule| what(rule)?.methods.0.clone()),
+            paths: table(rules, |rule| what(rule)?.paths.0.clone()),
+            acts: acts(rules),
+            deny_methods: denies(|what| what.methods.0.is_some()),
+            deny_paths: denies(|what| what.paths.0.is_some()),
+        }
+    }
+}
+
+fn compiled(rule: &policy::Rule, index: usize) -> Compiled {
+    let labels = nodes(rule).and_then(|nodes| nodes.labels.0.clone());
+    Compiled {
+        then: rule.then,
+        matched: Matched {
+            rule: rule.called(index).into(),
+            line: rule.line,
+        },
+        labels: labels.into_iter().flatten().collect(),
+    }
+}
+
+/// A node has all labels of a rule, so one finds it; the rarest finds the fewest in vain.
+fn labels(rules: &[policy::Rule]) -> Named<Labels> {
+    fn of(rule: &policy::Rule) -> Option<&BTreeMap<String, String>> {
+        nodes(rule)?.labels.0.as_ref()
+    }
+    let mut counts: HashMap<(&String, &String), usize> = HashMap::new();
+    for label in rules.iter().filter_map(of).flatten() {
+        *counts.entry(label).or_default() += 1;
+    }
+    table(rules, |rule| {
+        let rarest = of(rule)?.iter().min_by_key(|label| counts.get(label))?;
+        Some(vec![(rarest.0.clone(), rarest.1.clone())])
+    })
+}
+
+fn acts(rules: &[policy::Rule]) -> Named<Exact> {
+    table(rules, |rule| {
+        let acts = what(rule)?.streams.0.as_ref()?.iter();
+        Some(acts.copied().map(Act::word).map(str::to_owned).collect())
+    })
+}
+
+/// A rule that names users, groups or SPIFFE ids is found by each of them; one that names none of the three by anybody.
+fn identities(
+    rules: &[policy::Rule],
+) -> Named<(index::Patterns, index::Patterns, index::Patterns)> {
+    let total = rules.len();
+    let speaks =
+        |who: &Who| who.users.0.is_some() || who.groups.0.is_some() || who.spiffe.0.is_some();
+    let index = |names: fn(&Who) -> Option<Vec<String>>| {
+        let (keys, _) = named(rules.iter().map(|rule| who(rule).and_then(names)));
+        index::Patterns::of(keys, total)
+    };
+    let any: Vec<usize> = (0..total)
+        .filter(|rule| who(&rules[*rule]).is_none_or(|who| !speaks(who)))
+        .collect();
+    Named {
+        index: (any.len() < total).then(|| {
+            (
+                index(|who| who.users.0.clone()),
+                index(|who| who.groups.0.clone()),
+                index(|who| who.spiffe.0.clone()),
+            )
+        }),
+        any: Rules::of(any, total),
+    }
+}
+
+fn networks(rules: &[policy::Rule]) -> Named<(index::Prefixes<32>, index::Prefixes<128>)> {
+    let total = rules.len();
+    let nets = |rule| {
+        Some(
+            who(rule)?
+                .networks
+                .0
+                .as_ref()?
+                .0
+                .iter()
+                .map(index::network)
+                .collect(),
+        )
+    };
+    let (keys, any) = named::<(bool, (u32, u128))>(rules.iter().map(nets));
+    let of = |four: bool| {
+        let family = keys.iter().filter(|((is_four, _), _)| *is_four == four);
+        family.map(|((_, key), rule)| (*key, *rule)).collect()
+    };
+    Named {
+        index: (any.len() < total)
+            .then(|| (Index::of(of(true), total), Index::of(of(false), total))),
+        any: Rules::of(any, total),
+    }
+}

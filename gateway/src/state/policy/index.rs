@@ -1,0 +1,463 @@
+//! Which rules a value is named by: sets of rules, and the ways to find them.
+//!
+//! Nothing here costs more for a value that no rule names. A pattern with a star elsewhere than at one of its
+//! ends is the exception: each such pattern is tried.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
+
+const BITS: usize = u64::BITS as usize;
+
+/// A set of rules: few by their numbers, many as bits, whichever takes fewer steps.
+#[derive(Clone, Debug)]
+pub(super) enum Rules {
+    Few(Vec<usize>),
+    Many(Box<[u64]>),
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self::Few(Vec::new())
+    }
+}
+
+impl Rules {
+    /// These rules of `total`.
+    pub(super) fn of(rules: impl IntoIterator<Item = usize>, total: usize) -> Self {
+        let few: Vec<usize> = rules.into_iter().collect();
+        let words = total.div_ceil(BITS);
+        if few.len() <= words {
+            return Self::Few(few);
+        }
+        let mut many = Left(vec![0; words]);
+        many.add(&Self::Few(few));
+        Self::Many(many.0.into())
+    }
+}
+
+/// The rules that are left, or that were found: as bits.
+#[derive(Debug)]
+pub(super) struct Left(Vec<u64>);
+
+impl Left {
+    /// All of `total` rules.
+    pub(super) fn all(total: usize) -> Self {
+        let mut words = vec![u64::MAX; total.div_ceil(BITS)];
+        if let (Some(last), beyond @ 1..) = (words.last_mut(), total % BITS) {
+            *last = (1 << beyond) - 1;
+        }
+        Self(words)
+    }
+
+    /// As many as here, none of them.
+    pub(super) fn none(&self) -> Self {
+        Self(vec![0; self.0.len()])
+    }
+
+    /// Adds rules.
+    pub(super) fn add(&mut self, rules: &Rules) {
+        match rules {
+            Rules::Few(few) => {
+                for rule in few {
+                    self.0[rule / BITS] |= 1 << (rule % BITS);
+                }
+            }
+            Rules::Many(many) => {
+                for (word, more) in self.0.iter_mut().zip(many) {
+                    *word |= more;
+                }
+            }
+        }
+    }
+
+    /// Keeps those that are in `found` too.
+    pub(super) fn narrow(&mut self, found: &Self) {
+        for (word, found) in self.0.iter_mut().zip(&found.0) {
+            *word &= found;
+        }
+    }
+
+    /// Whether none is left.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.iter().all(|word| *word == 0)
+    }
+
+    /// Those that are left, in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
+        self.0.iter().enumerate().flat_map(|(index, word)| {
+            let mut word = *word;
+            std::iter::from_fn(move || {
+                let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
+                word &= word - 1;
+                Some(index * BITS + bit)
+            })
+        })
+    }
+}
+
+/// How an index is made: keys with the rules that name them.
+pub(super) trait Index: Default {
+    type Key;
+    /// Of `total` rules, those in `named` by what they name.
+    fn of(named: Vec<(Self::Key, usize)>, total: usize) -> Self;
+}
+
+fn grouped<K: std::hash::Hash + Eq>(named: Vec<(K, usize)>, total: usize) -> HashMap<K, Rules> {
+    let mut groups: HashMap<K, Vec<usize>> = HashMap::new();
+    for (key, rule) in named {
+        groups.entry(key).or_default().push(rule);
+    }
+    let set = |rules: Vec<usize>| Rules::of(rules, total);
+    groups
+        .into_iter()
+        .map(|(key, rules)| (key, set(rules)))
+        .collect()
+}
+
+/// By a word.
+#[derive(Debug, Default)]
+pub(super) struct Exact(HashMap<String, Rules>);
+
+impl Index for Exact {
+    type Key = String;
+
+    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+        Self(grouped(named, total))
+    }
+}
+
+impl Exact {
+    pub(super) fn find(&self, word: &str, into: &mut Left) {
+        if let Some(rules) = self.0.get(word) {
+            into.add(rules);
+        }
+    }
+}
+
+/// By labels, of which a value has many.
+#[derive(Debug, Default)]
+pub(super) struct Labels(HashMap<String, Exact>);
+
+impl Index for Labels {
+    type Key = (String, String);
+
+    fn of(named: Vec<((String, String), usize)>, total: usize) -> Self {
+        let mut keys: HashMap<String, Vec<(String, usize)>> = HashMap::new();
+        for ((key, value), rule) in named {
+            keys.entry(key).or_default().push((value, rule));
+        }
+        let exact = |values| Exact::of(values, total);
+        Self(
+            keys.into_iter()
+                .map(|(key, values)| (key, exact(values)))
+                .collect(),
+        )
+    }
+}
+
+impl Labels {
+    pub(super) fn find(&self, labels: &BTreeMap<String, String>, into: &mut Left) {
+        for (key, value) in labels {
+            if let Some(values) = self.0.get(key) {
+                values.find(value, into);
+            }
+        }
+    }
+}
+
+/// By patterns, in which `*` stands for any characters.
+#[derive(Debug, Default)]
+pub(super) struct Patterns {
+    exact: Exact,
+    /// `edge-*`, by what stands before the star.
+    beginnings: Ends,
+    /// `*-edge`, by what stands behind it.
+    endings: Ends,
+    /// Stars elsewhere: what stands between them.
+    others: Vec<(Vec<String>, Rules)>,
+}
+
+#[derive(Debug, Default)]
+struct Ends {
+    lengths: BTreeSet<usize>,
+    rules: HashMap<String, Rules>,
+}
+
+impl Ends {
+    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+        Self {
+            lengths: named.iter().map(|(text, _)| text.len()).collect(),
+            rules: grouped(named, total),
+        }
+    }
+
+    /// What a text of this length begins or ends with, for each length that there is.
+    fn find<'a>(&self, length: usize, part: impl Fn(usize) -> Option<&'a str>, into: &mut Left) {
+        for length in self.lengths.range(..=length) {
+            if let Some(rules) = part(*length).and_then(|part| self.rules.get(part)) {
+                into.add(rules);
+            }
+        }
+    }
+}
+
+impl Index for Patterns {
+    type Key = String;
+
+    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+        let (mut exact, mut beginnings, mut endings) = (Vec::new(), Vec::new(), Vec::new());
+        let mut others: HashMap<Vec<String>, Vec<usize>> = HashMap::new();
+        for (pattern, rule) in named {
+            let parts: Vec<&str> = pattern.split('*').collect();
+            match parts.as_slice() {
+                [_] => exact.push((pattern, rule)),
+                [beginning, ""] => beginnings.push(((*beginning).to_owned(), rule)),
+                ["", ending] => endings.push(((*ending).to_owned(), rule)),
+                parts => {
+                    let parts = parts.iter().map(|&part| part.to_owned()).collect();
+                    others.entry(parts).or_default().push(rule);
+                }
+            }
+        }
+        Self {
+            exact: Exact::of(exact, total),
+            beginnings: Ends::of(beginnings, total),
+            endings: Ends::of(endings, total),
+            others: others
+                .into_iter()
+                .map(|(parts, rules)| (parts, Rules::of(rules, total)))
+                .collect(),
+        }
+    }
+}
+
+impl Patterns {
+    pub(super) fn find(&self, text: &str, into: &mut Left) {
+        self.exact.find(text, into);
+        let length = text.len();
+        self.beginnings.find(length, |part| text.get(..part), into);
+        self.endings
+            .find(length, |part| text.get(length - part..), into);
+        for (parts, rules) in &self.others {
+            if matches(parts, text) {
+                into.add(rules);
+            }
+        }
+    }
+}
+
+/// Whether a text begins with the first part, ends with the last, and has the others between, in order.
+fn matches(parts: &[String], text: &str) -> bool {
+    let [first, between @ .., last] = parts else {
+        return false;
+    };
+    let inner = text
+        .strip_prefix(first.as_str())
+        .and_then(|rest| rest.strip_suffix(last.as_str()));
+    inner.is_some_and(|inner| {
+        between
+            .iter()
+            .try_fold(inner, |rest, part| {
+                rest.split_once(part.as_str()).map(|(_, rest)| rest)
+            })
+            .is_some()
+    })
+}
+
+/// By the first bits of a number of `WIDTH` bits: networks, and ranges of ports.
+#[derive(Debug, Default)]
+pub(super) struct Prefixes<const WIDTH: u32> {
+    lengths: BTreeSet<u32>,
+    rules: HashMap<(u32, u128), Rules>,
+}
+
+impl<const WIDTH: u32> Index for Prefixes<WIDTH> {
+    /// How many bits, and a number that begins with them.
+    type Key = (u32, u128);
+
+    fn of(named: Vec<((u32, u128), usize)>, total: usize) -> Self {
+        let named: Vec<_> = named
+            .into_iter()
+            .map(|((length, number), rule)| ((length, Self::first(length, number)), rule))
+            .collect();
+        Self {
+            lengths: named.iter().map(|((length, _), _)| *length).collect(),
+            rules: grouped(named, total),
+        }
+    }
+}
+
+impl<const WIDTH: u32> Prefixes<WIDTH> {
+    /// The first bits of a number. None of them is no shift by 128.
+    fn first(length: u32, number: u128) -> u128 {
+        number.checked_shr(WIDTH - length).unwrap_or(0)
+    }
+
+    pub(super) fn find(&self, number: u128, into: &mut Left) {
+        for length in &self.lengths {
+            if let Some(rules) = self.rules.get(&(*length, Self::first(*length, number))) {
+                into.add(rules);
+            }
+        }
+    }
+}
+
+/// A network by its first bits; whether it is one of IPv4.
+pub(super) fn network(net: &ipnet::IpNet) -> (bool, (u32, u128)) {
+    let length = u32::from(net.prefix_len());
+    match net.network() {
+        IpAddr::V4(ip) => (true, (length, ip.to_bits().into())),
+        // Callers' addresses are compared as the IPv4 addresses that they are.
+        IpAddr::V6(ip) => match ip.to_ipv4_mapped() {
+            Some(ip) if length >= 96 => (true, (length - 96, ip.to_bits().into())),
+            _ => (false, (length, ip.to_bits())),
+        },
+    }
+}
+
+/// The fewest prefixes that are together the numbers from `first` to `last`.
+pub(super) fn range(first: u16, last: u16) -> Vec<(u32, u128)> {
+    let (mut next, end) = (u32::from(first), u32::from(last) + 1);
+    let mut prefixes = Vec::new();
+    while next < end {
+        // As large as its beginning is aligned to, and as there is room for.
+        let aligned = next.trailing_zeros().min(16);
+        let room = (end - next).ilog2();
+        let bits = aligned.min(room);
+        prefixes.push((16 - bits, next.into()));
+        next += 1 << bits;
+    }
+    prefixes
+}
+
+/// By the path itself or one above it.
+#[derive(Debug, Default)]
+pub(super) struct Paths {
+    root: Rules,
+    below: Ends,
+}
+
+impl Index for Paths {
+    type Key = String;
+
+    fn of(named: Vec<(String, usize)>, total: usize) -> Self {
+        let (root, below): (Vec<_>, Vec<_>) = named.into_iter().partition(|(path, _)| path == "/");
+        Self {
+            root: Rules::of(root.into_iter().map(|(_, rule)| rule), total),
+            below: Ends::of(below, total),
+        }
+    }
+}
+
+impl Paths {
+    pub(super) fn find(&self, path: &str, into: &mut Left) {
+        into.add(&self.root);
+        let bytes = path.as_bytes();
+        let whole = |length| bytes.get(length).is_none_or(|next| *next == b'/');
+        let part = |length| path.get(..length).filter(|_| whole(length));
+        self.below.find(path.len(), part, into);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(total: usize, find: impl FnOnce(&mut Left)) -> Vec<usize> {
+        let mut left = Left::all(total).none();
+        find(&mut left);
+        left.iter().collect()
+    }
+
+    #[test]
+    fn sets_are_the_same_however_they_are_kept() {
+        for total in [1, 63, 64, 65, 1000] {
+            let all: Vec<usize> = (0..total).collect();
+            assert_eq!(Left::all(total).iter().collect::<Vec<_>>(), all);
+            for step in [1, 2, 7, 900] {
+                let some: Vec<usize> = (0..total).step_by(step).collect();
+                let rules = Rules::of(some.clone(), total);
+                assert_eq!(found(total, |left| left.add(&rules)), some);
+            }
+        }
+    }
+
+    #[test]
+    fn stars_stand_for_any_characters_wherever_they_are() {
+        let patterns = ["edge-1", "edge-*", "*-1", "*", "e*1", "e*g*1", "**", "é*"];
+        let named = patterns.iter().enumerate();
+        let named = named
+            .map(|(rule, text)| ((*text).to_owned(), rule))
+            .collect();
+        let index = Patterns::of(named, patterns.len());
+        let fits = |text: &str| {
+            let rules = found(patterns.len(), |left| index.find(text, left));
+            rules
+                .into_iter()
+                .map(|rule| patterns[rule])
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            fits("edge-1"),
+            ["edge-1", "edge-*", "*-1", "*", "e*1", "e*g*1", "**"]
+        );
+        assert_eq!(fits("edge-"), ["edge-*", "*", "**"]);
+        assert_eq!(fits("e1"), ["*", "e*1", "**"]);
+        assert_eq!(fits("é1"), ["*", "**", "é*"]);
+        assert_eq!(fits(""), ["*", "**"]);
+    }
+
+    #[test]
+    fn parts_of_a_pattern_never_overlap() {
+        for (pattern, text, fits) in [
+            ("aa*a", "aa", false),
+            ("aa*a", "aaa", true),
+            ("a*b*b", "ab", false),
+            ("a*b*b", "abb", true),
+        ] {
+            let parts: Vec<String> = pattern.split('*').map(str::to_owned).collect();
+            assert_eq!(matches(&parts, text), fits, "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn a_range_of_ports_holds_its_ports_and_no_other() {
+        for (first, last) in [
+            (1, 1),
+            (1, 65535),
+            (0, 65535),
+            (80, 443),
+            (30000, 32767),
+            (65535, 65535),
+            (1023, 1025),
+        ] {
+            let named = range(first, last).into_iter().map(|key| (key, 0)).collect();
+            let index = Prefixes::<16>::of(named, 1);
+            for port in 0..=u16::MAX {
+                let holds = !found(1, |left| index.find(port.into(), left)).is_empty();
+                assert_eq!(
+                    holds,
+                    (first..=last).contains(&port),
+                    "{port} in {first}-{last}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_names_what_is_below_it_by_whole_segments() {
+        let paths = ["/", "/logs", "/logs/a"];
+        let named = paths.iter().enumerate();
+        let named = named
+            .map(|(rule, text)| ((*text).to_owned(), rule))
+            .collect();
+        let index = Paths::of(named, paths.len());
+        let rules = |path: &str| found(paths.len(), |left| index.find(path, left));
+        assert_eq!(rules("/"), [0]);
+        assert_eq!(rules("/logs"), [0, 1]);
+        assert_eq!(rules("/logs/"), [0, 1]);
+        assert_eq!(rules("/logs/a/b"), [0, 1, 2]);
+        assert_eq!(rules("/logs/ab"), [0, 1]);
+        assert_eq!(rules("/logsa"), [0]);
+    }
+}

@@ -1,0 +1,505 @@
+use super::*;
+use crate::config::policy::{self as file, Networks, Ports, Rule, What, Where, Who};
+use causeway_config::{Given, Validate};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+fn rule(then: Then) -> Rule {
+    Rule {
+        name: None,
+        who: Given::default(),
+        r#where: Given::default(),
+        what: Given::default(),
+        then,
+        line: 0,
+    }
+}
+
+fn texts<const N: usize>(texts: [&str; N]) -> Given<Vec<String>> {
+    Given::from(texts.map(str::to_owned).to_vec())
+}
+
+fn who(who: Who) -> Rule {
+    Rule {
+        who: who.into(),
+        ..rule(Then::Allow)
+    }
+}
+
+fn what(then: Then, what: What) -> Rule {
+    Rule {
+        what: what.into(),
+        ..rule(then)
+    }
+}
+
+fn compiled(rules: impl Into<Vec<Rule>>) -> Policy {
+    let policy = file::Policy {
+        rules: rules.into(),
+    };
+    assert_eq!(policy.validate(), []);
+    Policy::compile(&policy)
+}
+
+/// A question, to be changed.
+struct Asked {
+    user: &'static str,
+    groups: Vec<String>,
+    uris: Vec<String>,
+    known: bool,
+    from: Option<IpAddr>,
+    node: NodeName,
+    pool: Option<&'static str>,
+    labels: BTreeMap<String, String>,
+    port: u16,
+    act: Act,
+    method: &'static str,
+    path: String,
+}
+
+impl Asked {
+    fn new() -> Self {
+        Self {
+            user: "ann",
+            groups: vec!["ops".into()],
+            uris: vec!["spiffe://td/caller/ann".into()],
+            known: true,
+            from: Some("10.1.2.3".parse().unwrap()),
+            node: NodeName::parse("edge-1").unwrap(),
+            pool: Some("north"),
+            labels: [("tier", "gold"), ("site", "a")]
+                .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                .into(),
+            port: 10250,
+            act: Act::Request,
+            method: "GET",
+            path: "/metrics/cadvisor".into(),
+        }
+    }
+
+    fn question(&self) -> Question<'_> {
+        Question {
+            user: self.user,
+            groups: &self.groups,
+            uris: &self.uris,
+            known: self.known,
+            from: self.from,
+            node: &self.node,
+            pool: self.pool,
+            labels: &self.labels,
+            port: self.port,
+            act: self.act,
+            method: self.method,
+            path: &self.path,
+        }
+    }
+
+    fn of(&self, policy: &Policy) -> bool {
+        policy.decide(&self.question()).allow
+    }
+}
+
+fn asked(change: impl FnOnce(&mut Asked)) -> Asked {
+    let mut asked = Asked::new();
+    change(&mut asked);
+    asked
+}
+
+#[test]
+fn nothing_is_allowed_that_no_rule_allows() {
+    let decision = Policy::default().decide(&Asked::new().question());
+    assert_eq!(
+        decision,
+        Decision {
+            allow: false,
+            by: None
+        }
+    );
+    assert!(!Asked::new().of(&compiled([])));
+}
+
+#[test]
+fn the_first_rule_that_matches_decides_and_is_named() {
+    let named = |name: &str, then, line| Rule {
+        name: Some(name.into()),
+        line,
+        ..rule(then)
+    };
+    let policy = compiled([
+        Rule {
+            who: Who {
+                users: texts(["bob"]),
+                ..Who::default()
+            }
+            .into(),
+            ..named("not ann", Then::Deny, 2)
+        },
+        named("all", Then::Allow, 5),
+        named("too late", Then::Deny, 7),
+    ]);
+    let decision = policy.decide(&Asked::new().question());
+    let by = Matched {
+        rule: "all".into(),
+        line: 5,
+    };
+    assert_eq!(
+        decision,
+        Decision {
+            allow: true,
+            by: Some(by)
+        }
+    );
+    assert!(!asked(|asked| asked.user = "bob").of(&policy));
+}
+
+#[test]
+fn who_is_one_of_names_groups_or_uris_and_comes_from_one_of_the_networks() {
+    let networks = |text: &str| Given::from(Networks(vec![text.parse().unwrap()]));
+    let some = Who {
+        users: texts(["bob"]),
+        groups: texts(["op*"]),
+        ..Who::default()
+    };
+    assert!(Asked::new().of(&compiled([who(some.clone())])));
+    let near = Who {
+        networks: networks("10.1.0.0/16"),
+        ..some.clone()
+    };
+    let policy = compiled([who(near)]);
+    assert!(Asked::new().of(&policy));
+    assert!(asked(|asked| asked.from = Some("::ffff:10.1.9.9".parse().unwrap())).of(&policy));
+    assert!(!asked(|asked| asked.from = Some("10.2.0.1".parse().unwrap())).of(&policy));
+    assert!(!asked(|asked| asked.from = None).of(&policy));
+    let mapped = Who {
+        networks: networks("::ffff:10.1.0.0/112"),
+        ..some
+    };
+    assert!(Asked::new().of(&compiled([who(mapped)])));
+    let every = |text| {
+        compiled([who(Who {
+            networks: networks(text),
+            ..Who::default()
+        })])
+    };
+    assert!(Asked::new().of(&every("0.0.0.0/0")));
+    assert!(!Asked::new().of(&every("::/0")));
+    let six = asked(|asked| asked.from = Some("2001:db8::1".parse().unwrap()));
+    assert!(
+        six.of(&every("2001:db8::/32")) && six.of(&every("::/0")) && !six.of(&every("0.0.0.0/0"))
+    );
+}
+
+#[test]
+fn nobody_is_no_user_and_says_no_groups_of_his_own() {
+    let users = |name: &str| {
+        compiled([who(Who {
+            users: Given::from(vec![name.to_owned()]),
+            ..Who::default()
+        })])
+    };
+    let groups = |name: &str| {
+        compiled([who(Who {
+            groups: Given::from(vec![name.to_owned()]),
+            ..Who::default()
+        })])
+    };
+    // Nobody's name in the log is his address.
+    let nobody = asked(|asked| {
+        (asked.known, asked.user) = (false, "10.1.2.3");
+        asked.groups.clear();
+    });
+    assert!(!nobody.of(&users("10.*")));
+    assert!(nobody.of(&users(ANONYMOUS)) && nobody.of(&groups(UNAUTHENTICATED)));
+    assert!(!nobody.of(&groups(AUTHENTICATED)));
+    assert!(Asked::new().of(&groups(AUTHENTICATED)));
+    let boaster = asked(|asked| asked.groups = vec![UNAUTHENTICATED.into()]);
+    assert!(!boaster.of(&groups(UNAUTHENTICATED)));
+}
+
+#[test]
+fn a_node_is_named_by_all_that_is_given() {
+    let at = |place: Where| {
+        compiled([Rule {
+            r#where: place.into(),
+            ..rule(Then::Allow)
+        }])
+    };
+    let labels = |pairs: &[(&str, &str)]| {
+        let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        Given::from(pairs.iter().map(pair).collect::<BTreeMap<_, _>>())
+    };
+    let place = |nodes, pools, labels| {
+        at(Where {
+            nodes: texts([nodes]),
+            pools: texts([pools]),
+            labels,
+        })
+    };
+    let all = [("tier", "gold"), ("site", "a")];
+    assert!(Asked::new().of(&place("edge-*", "north", labels(&all))));
+    assert!(!Asked::new().of(&place("edge-2*", "north", labels(&all))));
+    assert!(!Asked::new().of(&place("edge-*", "south", labels(&all))));
+    for other in [
+        [("tier", "gold"), ("site", "b")],
+        [("tier", "tin"), ("site", "a")],
+    ] {
+        assert!(!Asked::new().of(&place("*", "*", labels(&other))));
+    }
+    let bare = asked(|asked| asked.pool = None);
+    assert!(!bare.of(&place("*", "*", labels(&all))));
+}
+
+#[test]
+fn what_a_session_may_carry_is_denied_where_any_of_it_is() {
+    let paths = What {
+        paths: texts(["/exec"]),
+        ..What::default()
+    };
+    let methods = What {
+        methods: texts(["POST"]),
+        ..What::default()
+    };
+    let session = asked(|asked| {
+        (asked.act, asked.method) = (Act::Connect, "CONNECT");
+        asked.path.clear();
+    });
+    for narrow in [&paths, &methods] {
+        // What denies some of it denies a session, and what allows some of it does not allow one.
+        assert!(!session.of(&compiled([
+            what(Then::Deny, narrow.clone()),
+            rule(Then::Allow)
+        ])));
+        assert!(!session.of(&compiled([what(Then::Allow, narrow.clone())])));
+        assert!(Asked::new().of(&compiled([
+            what(Then::Deny, narrow.clone()),
+            rule(Then::Allow)
+        ])));
+    }
+    let requests = What {
+        streams: vec![Act::Request, Act::Upgrade].into(),
+        ..paths
+    };
+    assert!(session.of(&compiled([what(Then::Deny, requests), rule(Then::Allow)])));
+    let connect = What {
+        methods: texts(["CONNECT"]),
+        ..What::default()
+    };
+    assert!(session.of(&compiled([what(Then::Allow, connect)])));
+}
+
+#[test]
+fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_that_is_allowed() {
+    let paths = |path| What {
+        paths: texts([path]),
+        ..What::default()
+    };
+    let denies = compiled([what(Then::Deny, paths("/exec")), rule(Then::Allow)]);
+    let allows = compiled([what(Then::Allow, paths("/metrics"))]);
+    for path in [
+        "/metrics/../exec/a",
+        "/metrics/%2e%2e/exec",
+        "//exec/a",
+        "/%65xec/a",
+        "/exec;x/a",
+        "/metrics%2f..%2fexec",
+        "/exec%00",
+        "/exec\\a",
+        "*",
+    ] {
+        let odd = asked(|asked| asked.path = path.into());
+        assert!(!odd.of(&denies), "{path}");
+        assert!(!odd.of(&allows), "{path}");
+    }
+    assert!(Asked::new().of(&denies) && Asked::new().of(&allows));
+    let post = What {
+        methods: texts(["POST"]),
+        ..What::default()
+    };
+    let posts = asked(|asked| asked.method = "post");
+    assert!(!posts.of(&compiled([
+        what(Then::Deny, post.clone()),
+        rule(Then::Allow)
+    ])));
+    assert!(!posts.of(&compiled([what(Then::Allow, post)])));
+}
+
+#[test]
+fn rules_can_be_replaced_while_they_are_read() {
+    let writer = PolicyWriter::new(compiled([]));
+    let reader = writer.reader();
+    assert!(!reader.decide(&Asked::new().question()).allow);
+    writer.replace(compiled([rule(Then::Allow)]));
+    assert!(reader.decide(&Asked::new().question()).allow);
+}
+
+/// One of these, or the key is not there.
+fn pick<T: Clone>(random: &mut StdRng, from: &[T]) -> Given<Vec<T>> {
+    if random.random_bool(0.5) {
+        return Given(None);
+    }
+    let first = random.random_range(0..from.len());
+    let last = random.random_range(first..from.len());
+    from[first..=last].to_vec().into()
+}
+
+fn words(random: &mut StdRng, from: &[&str]) -> Given<Vec<String>> {
+    let from: Vec<String> = from.iter().map(|text| (*text).to_owned()).collect();
+    pick(random, &from)
+}
+
+/// A key that says nothing is not there.
+fn said<T: Default + PartialEq>(value: T) -> Given<T> {
+    Given((value != T::default()).then_some(value))
+}
+
+fn some_rule(random: &mut StdRng) -> Rule {
+    let networks = [
+        "10.0.0.0/8",
+        "10.1.2.3/32",
+        "192.168.0.0/16",
+        "2001:db8::/32",
+    ];
+    let networks = networks.map(|text| text.parse().unwrap());
+    let labels: Vec<_> = [("tier", "gold"), ("tier", "tin"), ("site", "a")].into();
+    let ports = ["1-65535", "10250", "9000-9999", "22"].map(|text| text.parse::<Ports>().unwrap());
+    let labels = pick(random, &labels).0.map(|labels| {
+        let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        labels.iter().map(pair).collect()
+    });
+    Rule {
+        who: said(Who {
+            users: words(random, &["ann", "a*", "*", "bob", ANONYMOUS]),
+            groups: words(random, &["ops", "dev*", AUTHENTICATED]),
+            spiffe: words(random, &["spiffe://td/caller/*", "spiffe://other/*"]),
+            networks: Given(pick(random, &networks).0.map(Networks)),
+        }),
+        r#where: said(Where {
+            nodes: words(random, &["edge-1", "*-2", "e*e-1", "*"]),
+            pools: words(random, &["north", "s*"]),
+            labels: Given(labels),
+        }),
+        what: said(What {
+            ports: pick(random, &ports),
+            methods: words(random, &["GET", "POST", "CONNECT"]),
+            paths: words(random, &["/", "/metrics", "/metrics/cadvisor", "/exec"]),
+            streams: pick(random, &[Act::Request, Act::Upgrade, Act::Connect]),
+        }),
+        ..rule(if random.random_bool(0.5) {
+            Then::Allow
+        } else {
+            Then::Deny
+        })
+    }
+}
+
+fn like(pattern: &str, text: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == text,
+        Some((before, rest)) => text.strip_prefix(before).is_some_and(|text| {
+            (0..=text.len()).any(|skip| text.get(skip..).is_some_and(|text| like(rest, text)))
+        }),
+    }
+}
+
+/// What the rule says in so many words, read one after the other.
+fn matches(rule: &Rule, asked: &Asked) -> bool {
+    fn any<T>(list: &Given<Vec<T>>, fits: impl Fn(&T) -> bool) -> bool {
+        list.0.as_ref().is_none_or(|list| list.iter().any(fits))
+    }
+    let (who, place, what) = (
+        rule.who.0.clone().unwrap_or_default(),
+        rule.r#where.0.clone().unwrap_or_default(),
+        rule.what.0.clone().unwrap_or_default(),
+    );
+    let nobody = who.users.0.is_none() && who.groups.0.is_none() && who.spiffe.0.is_none();
+    let given = |list: &Given<Vec<String>>, texts: &[String]| {
+        let fits = |pattern: &String| texts.iter().any(|text| like(pattern, text));
+        list.0.as_ref().is_some_and(|list| list.iter().any(fits))
+    };
+    let mut groups = asked.groups.clone();
+    groups.push(AUTHENTICATED.into());
+    let identity = nobody
+        || given(&who.users, &[asked.user.to_owned()])
+        || given(&who.groups, &groups)
+        || given(&who.spiffe, &asked.uris);
+    let from = who.networks.0.is_none_or(|nets| {
+        nets.0
+            .iter()
+            .any(|net| asked.from.is_some_and(|from| net.contains(&from)))
+    });
+    let labels = place.labels.0.is_none_or(|labels| {
+        labels
+            .iter()
+            .all(|(key, value)| asked.labels.get(key) == Some(value))
+    });
+    let session = asked.act == Act::Connect;
+    let hidden = session && rule.then == Then::Deny;
+    identity
+        && from
+        && labels
+        && any(&place.nodes, |text| like(text, asked.node.as_str()))
+        && any(&place.pools, |text| {
+            asked.pool.is_some_and(|pool| like(text, pool))
+        })
+        && any(&what.ports, |ports| ports.0.contains(&asked.port))
+        && any(&what.streams, |act| *act == asked.act)
+        && (any(&what.methods, |method| method == asked.method) || hidden)
+        && (hidden
+            || any(&what.paths, |path| {
+                let below = path.trim_end_matches('/').to_owned() + "/";
+                !session && (asked.path == *path || asked.path.starts_with(&below))
+            }))
+}
+
+#[test]
+fn what_is_compiled_decides_as_the_rules_read() {
+    let mut random = StdRng::seed_from_u64(7);
+    let mut decided = [0; 3];
+    for round in 0..300 {
+        let rules: Vec<Rule> = (0..random.random_range(1..150))
+            .map(|_| some_rule(&mut random))
+            .collect();
+        let policy = compiled(rules.clone());
+        for _ in 0..20 {
+            let mut one = |from: &[&'static str]| from[random.random_range(0..from.len())];
+            let mut asked = Asked::new();
+            asked.user = one(&["ann", "bob", "al", "zoe"]);
+            asked.groups = vec![one(&["ops", "devs", "none"]).to_owned()];
+            asked.from = Some(
+                one(&[
+                    "10.1.2.3",
+                    "10.9.9.9",
+                    "192.168.1.1",
+                    "2001:db8::1",
+                    "172.16.0.1",
+                ])
+                .parse()
+                .unwrap(),
+            );
+            asked.node = NodeName::parse(one(&["edge-1", "edge-2", "x"])).unwrap();
+            asked.pool = [None, Some("north"), Some("south")][random.random_range(0..3)];
+            asked.labels.retain(|_, _| random.random_bool(0.7));
+            asked.port = [22, 9100, 10250][random.random_range(0..3)];
+            asked.act = [Act::Request, Act::Upgrade, Act::Connect][random.random_range(0..3)];
+            let mut one = |from: &[&'static str]| from[random.random_range(0..from.len())];
+            asked.method = one(&["GET", "POST", "PUT"]);
+            asked.path =
+                one(&["/", "/metrics", "/metrics/cadvisor", "/metricsx", "/exec/a"]).to_owned();
+            if asked.act == Act::Connect {
+                asked.method = "CONNECT";
+                asked.path.clear();
+            }
+            let first = rules.iter().position(|rule| matches(rule, &asked));
+            let expected = first.map(|index| format!("rules[{index}]"));
+            let found = policy.decide(&asked.question());
+            let by = found.by.as_ref().map(|by| by.rule.to_string());
+            assert_eq!(by, expected, "round {round}");
+            assert_eq!(
+                found.allow,
+                first.is_some_and(|index| rules[index].then == Then::Allow)
+            );
+            decided[first.map_or(2, |index| usize::from(rules[index].then == Then::Allow))] += 1;
+        }
+    }
+    // All three came up, or nothing was compared.
+    assert!(decided.iter().all(|count| *count > 100), "{decided:?}");
+}

@@ -1,0 +1,166 @@
+use super::*;
+use crate::cli::{DataDir, PolicyFile, PolicyTest};
+use causeway_certs::NodeRecord;
+use std::path::PathBuf;
+
+const RULES: &str = "\
+rules:
+  - name: no shells on gold
+    where: { labels: { tier: gold } }
+    what: { paths: [/exec] }
+    then: deny
+  - who: { groups: [ops] }
+    then: allow
+";
+
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn ask(&self, node: &str) -> PolicyCheck {
+        PolicyCheck {
+            file: PolicyFile {
+                policy: self.write("policy.yaml", RULES),
+            },
+            user: Some("ann".into()),
+            groups: vec!["ops".into()],
+            uris: Vec::new(),
+            from: None,
+            pool: None,
+            labels: Vec::new(),
+            upgrade: true,
+            data: DataDir {
+                data_dir: self.0.path().join("data"),
+            },
+            method: Method::POST,
+            url: format!("https://{node}:10250/exec/ns/pod/c?command=sh"),
+        }
+    }
+}
+
+fn decided(ask: &PolicyCheck) -> String {
+    let rules = read(&ask.file.policy).unwrap();
+    let written = Written::of(&ask.method, &ask.url, ask.upgrade).unwrap();
+    let caller = Who {
+        user: ask.user.as_deref(),
+        groups: &ask.groups,
+        uris: &ask.uris,
+        from: ask.from,
+    };
+    let node = confirmed(ask, &written.node).unwrap();
+    let decision = written.decide(&rules, &ask.method, &caller, &node);
+    said(&decision, Path::new("policy.yaml"))
+}
+
+#[test]
+fn a_decision_comes_with_the_line_that_made_it() {
+    let files = Files::new();
+    let mut ask = files.ask("edge-1");
+    assert_eq!(decided(&ask), "allow: rules[1] (policy.yaml:6)");
+    assert!(check(&ask).is_ok());
+    ask.labels = vec![("tier".into(), "gold".into())];
+    assert_eq!(decided(&ask), "deny: no shells on gold (policy.yaml:2)");
+    assert!(check(&ask).is_err());
+    ask.groups.clear();
+    ask.labels.clear();
+    assert_eq!(decided(&ask), "deny: no rule of policy.yaml matches");
+}
+
+#[test]
+fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
+    let files = Files::new();
+    let ask = files.ask("edge-1");
+    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let record = NodeRecord {
+        node: NodeName::parse("edge-1").unwrap(),
+        addresses: Vec::new(),
+        pool: None,
+        labels: [("tier".to_owned(), "gold".to_owned())].into(),
+        enrolled_at: 0,
+        serial: "1".into(),
+    };
+    store.nodes().put(record).unwrap();
+    assert_eq!(decided(&ask), "deny: no shells on gold (policy.yaml:2)");
+}
+
+#[test]
+fn what_is_no_request_is_said_with_an_example() {
+    for (method, url, says) in [
+        (Method::GET, "/metrics", "https://edge-1:10250/metrics"),
+        (Method::GET, "https://edge-1/metrics", "edge-1:10250"),
+        (Method::CONNECT, "edge-1", "edge-1:10250"),
+        (Method::GET, "https://edge_1:1/", "not the name of a node"),
+    ] {
+        let error = format!("{:#}", Written::of(&method, url, false).unwrap_err());
+        assert!(error.contains(says), "{url}: {error}");
+    }
+}
+
+#[test]
+fn a_table_counts_what_is_met_and_names_what_is_not() {
+    let files = Files::new();
+    files.write("policy.yaml", RULES);
+    let request = "groups: [ops], method: POST, url: 'https://edge-1:10250/exec/a', upgrade: true";
+    let test = |nodes: &str, then: &str| {
+        let text = format!(
+            "policy: policy.yaml\nnodes: {nodes}\nexpect:\n  - {{ as: ann, {request}, {then} }}\n  - {{ method: CONNECT, url: 'edge-1:22', then: deny }}\n"
+        );
+        let table = files.write("table.yaml", &text);
+        table::run(&PolicyTest {
+            policy: None,
+            table,
+        })
+        .map_err(|error| format!("{error:#}"))
+    };
+    assert_eq!(test("{}", "then: allow, rule: 'rules[1]'"), Ok(()));
+    let gold = "{ edge-1: { labels: { tier: gold } } }";
+    assert_eq!(test(gold, "then: deny, rule: no shells on gold"), Ok(()));
+    assert!(test(gold, "then: allow").unwrap_err().starts_with("1 of 2"));
+    assert!(
+        test("{}", "then: allow, rule: other")
+            .unwrap_err()
+            .starts_with("1 of 2")
+    );
+    let odd = test("{ Edge_1: {} }", "then: allow").unwrap_err();
+    assert!(odd.contains("table.yaml:2:"), "{odd}");
+}
+
+#[test]
+fn a_rule_that_could_not_be_meant_is_a_fault_with_its_line() {
+    let files = Files::new();
+    let text = "\
+rules:
+  - who: { users: [] }
+    then: allow
+  - who:
+    then: allow
+  - where: { nodes: [Edge-1] }
+    what: { ports: [0, 9-5], methods: [get], paths: [/a/../b, /logs/, metrics], streams: [dance] }
+    then: permit
+  - name: twice
+    then: deny
+  - name: twice
+    when: later
+    then: deny
+";
+    let file = files.write("policy.yaml", text);
+    let refused = read(&file).unwrap_err().to_string();
+    for says in [
+        "policy.yaml:2:19: rules[0].who.users: is empty",
+        "rules[1].who: names nobody",
+        "rules[2].what.streams[0]: \"dance\" is not one of request, upgrade, connect",
+        "rules[2].then: \"permit\" is not one of allow, deny",
+        "policy.yaml:12:5: rules[4].when: unknown key",
+    ] {
+        assert!(refused.contains(says), "{says}\n{refused}");
+    }
+}

@@ -1,0 +1,187 @@
+//! The policy: the first rule that matches decides, at every stream, and the log says which it was.
+
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::App,
+    caller::{assert_problem, exchange, whole},
+    gateway::{anonymous, front, loopback},
+};
+use causeway_certs::{Access, Ca, Store, install_provider};
+use causeway_gateway::{
+    Config, Gateway,
+    config::{Kind, policy},
+    core::Cores,
+    state::{Policy, PolicyWriter},
+};
+use hyper::Request;
+use serde_json::{Value, json};
+
+fn compiled(rules: &Value) -> Policy {
+    let policy: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    Policy::compile(&policy)
+}
+
+/// What the newest access record says decided.
+fn decided(world: &World) -> Value {
+    let records = world.log().records();
+    records.last().unwrap()["rule"].clone()
+}
+
+#[tokio::test]
+async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
+    let rules = json!([
+        { "name": "no shells", "what": { "paths": ["/exec"] }, "then": "deny" },
+        { "name": "reading", "who": { "users": ["tester"] }, "what": { "methods": ["GET"] }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for caller in [world.caller(), world.caller().http2()] {
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let answer = connection.get("https://edge-1:9100/metrics").await.unwrap();
+        assert_eq!(answer.text(), "it");
+        assert_eq!(decided(&world), "reading");
+        for path in ["/exec/a", "/metrics/%2e%2e/exec"] {
+            let url = format!("https://edge-1:9100{path}");
+            let answer = connection.get(&url).await.unwrap();
+            let says = format!("does not let tester GET {path} at port 9100 of edge-1");
+            assert_problem(&answer, 403, "forbidden", &says);
+            assert!(
+                !answer.text().contains("no shells"),
+                "rules are for the log"
+            );
+            assert_eq!(decided(&world), "no shells");
+        }
+        let post = Request::post("https://edge-1:9100/metrics")
+            .body(whole("x"))
+            .unwrap();
+        let answer = connection.ask(post).await.unwrap();
+        assert_problem(
+            &answer,
+            403,
+            "forbidden",
+            "does not let tester POST /metrics",
+        );
+        assert_eq!(decided(&world), Value::Null, "no rule has matched");
+        let answer = connection.get("https://edge-1:9100/metrics").await.unwrap();
+        assert_eq!(answer.text(), "it", "the connection goes on");
+    }
+    assert_eq!(app.requests(), 4);
+}
+
+#[tokio::test]
+async fn rules_that_are_replaced_hold_for_the_next_stream_of_an_open_connection() {
+    let rules = PolicyWriter::new(compiled(&json!([{ "then": "allow" }])));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut connection = world.caller().http2().connect("edge-1").await.unwrap();
+    let url = "https://edge-1:9100/";
+    assert_eq!(connection.get(url).await.unwrap().status, 200);
+    rules.replace(compiled(&json!([])));
+    assert_eq!(connection.get(url).await.unwrap().status, 403);
+    rules.replace(compiled(&json!([{ "then": "allow" }])));
+    assert_eq!(connection.get(url).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_say() {
+    let rules = json!([
+        { "where": { "pools": ["north"], "labels": { "tier": "gold" } }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").pool("north").label("tier", "gold");
+    let _gold = edge.port(9100, app.address()).join().await;
+    let edge = world
+        .edge("edge-2")
+        .port(9100, app.address())
+        .config(|config| {
+            config.pool = Some("north".into());
+            config.labels.insert("tier".into(), "gold".into());
+        });
+    let _liar = edge.join().await;
+    let caller = world.caller();
+    assert_eq!(caller.get("https://edge-1:9100/").await.status, 200);
+    assert_eq!(caller.get("https://edge-2:9100/").await.status, 403);
+    assert_eq!(
+        world.node("edge-1").await["confirmed_labels"]["tier"],
+        "gold"
+    );
+    assert_eq!(world.node("edge-2").await["confirmed_labels"], json!({}));
+}
+
+#[tokio::test]
+async fn callers_are_told_apart_by_network_certificate_and_being_known() {
+    let rules = json!([
+        { "who": { "users": ["system:anonymous"], "networks": ["127.0.0.2"] }, "then": "allow" },
+        { "who": { "spiffe": ["spiffe://world.test/caller/test*"] }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let build = World::build().policy(rules.reader());
+    let world = build.front(anonymous("open", Kind::Https)).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let url = "https://edge-1:9100/";
+    assert_eq!(world.caller().get(url).await.status, 200);
+    let nobody = world.caller_at("open").nobody();
+    assert_eq!(nobody.clone().from("127.0.0.2").get(url).await.status, 200);
+    assert_eq!(nobody.from("127.0.0.3").get(url).await.status, 403);
+    let other = world.caller_leaf("other");
+    assert_eq!(
+        world.caller().certificate(&other).get(url).await.status,
+        403
+    );
+}
+
+#[tokio::test]
+async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
+    let rules = json!([
+        { "where": { "nodes": ["edge-1"] }, "what": { "paths": ["/exec"] }, "then": "deny" },
+        { "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let build = World::build().policy(rules.reader());
+    let world = build.front(front("connect", Kind::Connect)).start().await;
+    let app = App::saying("it").await;
+    let _one = world.edge("edge-1").port(9100, app.address()).join().await;
+    let _two = world.edge("edge-2").port(9100, app.address()).join().await;
+    for (node, status) in [("edge-1", "403"), ("edge-2", "200")] {
+        let head = format!("CONNECT {node}:9100 HTTP/1.1\r\nHost: {node}:9100\r\n\r\n");
+        let mut wire = world
+            .caller_at("connect")
+            .wire(GATEWAY_NAME, &[])
+            .await
+            .unwrap();
+        let answer = exchange(&mut *wire, head).await;
+        assert!(
+            answer.starts_with(&format!("HTTP/1.1 {status}")),
+            "{answer}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
+    install_provider();
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path(), Access::Create).unwrap();
+    store
+        .save_ca(&Ca::create(&"td".parse().unwrap()).unwrap())
+        .unwrap();
+    let mut config = Config {
+        data_dir: folder.path().to_owned(),
+        policy: Some("policy.yaml".into()),
+        fronts: Vec::new(),
+        ..Config::default()
+    };
+    config.tunnel.listen = loopback();
+    config.admin.listen = loopback();
+    let bind = |gateway: Gateway| gateway.cores(Cores::here()).bind();
+    let refused = bind(Gateway::new(config.clone())).unwrap_err().to_string();
+    assert!(refused.contains("policy.yaml"), "{refused}");
+    let rules = PolicyWriter::default();
+    assert!(bind(Gateway::new(config).policy(rules.reader())).is_ok());
+}
