@@ -129,7 +129,10 @@ def details(outcome: Outcome) -> list[str]:
 
 def markdown(run: Run, why: Path) -> str:
     lines = ["# Results of the benchmark", "", *prose.opening(run), "", "## Bars", "", *prose.BARS, "", *bars(run), ""]
-    lines += ["## What falls short", "", *shortfalls(run, why), "## Ratios", ""]
+    lines += ["## What falls short", "", *shortfalls(run, why)]
+    if any(outcome.row.name.startswith("growth") for outcome in run.outcomes):
+        lines += ["## Growth", "", (why / "growth.md").read_text().strip(), ""]
+    lines += ["## Ratios", ""]
     lines += [f"![{title}](pictures/{name})\n" for name, title in pictures.names(run.outcomes)]
     lines += [*ratios(run), "", "## Rows", ""]
     lines += [text for outcome in run.outcomes for text in details(outcome)]
