@@ -223,11 +223,31 @@ pub(crate) struct TokenCreate {
     pub(crate) data: DataDir,
 }
 
+impl TokenCreate {
+    /// Whether these labels are those that the token gives.
+    pub(crate) fn has(&self, labels: &std::collections::BTreeMap<String, String>) -> bool {
+        self.labels
+            .iter()
+            .cloned()
+            .collect::<std::collections::BTreeMap<_, _>>()
+            == *labels
+    }
+}
+
 /// `KEY=VALUE`.
 fn label(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').unwrap_or_default();
-    if key.is_empty() || value.is_empty() || text.chars().any(char::is_control) {
-        return Err("write KEY=VALUE, as in tier=gold".into());
+    let odd = |text: &str| {
+        text.is_empty()
+            || text.trim() != text
+            || text.contains('*')
+            || text.chars().any(char::is_control)
+    };
+    if odd(key) || odd(value) {
+        return Err(
+            "write KEY=VALUE, as in tier=gold, without blanks at the ends and without a star"
+                .into(),
+        );
     }
     Ok((key.to_owned(), value.to_owned()))
 }

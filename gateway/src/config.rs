@@ -16,7 +16,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use causeway_config::{Fault, Listen, Log, LogFormat, Validate};
-use causeway_config::{HumanAddress, HumanDuration, HumanSize};
+use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
 
@@ -35,7 +35,7 @@ pub struct Config {
     /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
     pub fronts: Vec<Front>,
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
-    pub policy: Option<PathBuf>,
+    pub policy: Given<PathBuf>,
     /// What is served at most.
     pub limits: Limits,
     /// How long is waited at most.
@@ -55,7 +55,7 @@ impl Default for Config {
             tunnel: Tunnel::default(),
             admin: Admin::default(),
             fronts: vec![Front::https()],
-            policy: None,
+            policy: Given::default(),
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,

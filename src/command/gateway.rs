@@ -16,7 +16,13 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     let signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
-    let policy = config.policy.as_deref().map(policy::load).transpose()?;
+    let policy = config.policy.0.as_deref().map(policy::load).transpose()?;
+    match &config.policy.0 {
+        Some(file) => tracing::info!(file = %file.display(), "the policy decides who may do what"),
+        None => {
+            tracing::info!("no policy: whoever a front lets in may do everything on every node");
+        }
+    }
     let mut gateway = Gateway::new(within_files(config));
     if let Some(policy) = &policy {
         gateway = gateway.policy(policy.reader());
@@ -40,7 +46,7 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
 
 /// Reads what the configuration names, as far as that can be judged without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    config.policy.as_deref().map(policy::load).transpose()?;
+    config.policy.0.as_deref().map(policy::load).transpose()?;
     Ok(())
 }
 
@@ -67,4 +73,34 @@ fn within_files(mut config: Config) -> Config {
         config.limits.connections = most;
     }
     config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn to_check_a_configuration_is_to_read_its_policy_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("policy.yaml");
+        let config = Config {
+            policy: file.clone().into(),
+            ..Config::default()
+        };
+        assert!(
+            check(&config)
+                .unwrap_err()
+                .to_string()
+                .contains("policy.yaml")
+        );
+        std::fs::write(&file, "rules: [{ then: allow, who: {} }]").unwrap();
+        assert!(
+            check(&config)
+                .unwrap_err()
+                .to_string()
+                .contains("names nobody")
+        );
+        std::fs::write(&file, "rules: []").unwrap();
+        check(&config).unwrap();
+    }
 }

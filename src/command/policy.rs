@@ -7,7 +7,7 @@ mod table;
 
 use std::path::Path;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow};
 use causeway_certs::{Access, NodeName, Store, StoreError};
 use causeway_gateway::{
     config::policy::{self, Act},
@@ -24,10 +24,17 @@ use crate::settings;
 
 /// Answers what was asked.
 pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
-    match policy {
+    let answered = match policy {
         Policy::Check(ask) => check(&ask),
         Policy::Test(ask) => table::run(&ask),
-    }
+    };
+    // A script that asks whether something is refused must not take a slip of the pen for a yes.
+    answered.map_err(|error| {
+        if error.is::<No>() || error.is::<settings::Refused>() {
+            return error;
+        }
+        settings::Refused(vec![format!("causeway: {}", super::explain(&error))]).into()
+    })
 }
 
 /// The rules of a file, ready to decide by.
@@ -35,12 +42,22 @@ pub(crate) fn load(file: &Path) -> anyhow::Result<PolicyWriter> {
     read(file).map(PolicyWriter::new)
 }
 
+/// It is refused, or an expectation is not met: the answer was given, and it is no.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct No(String);
+
 fn read(file: &Path) -> anyhow::Result<Rules> {
     let (mut policy, lines) = settings::document::<policy::Policy>(file)?;
     for (index, rule) in policy.rules.iter_mut().enumerate() {
         rule.line = lines.of(&format!("rules[{index}]"));
     }
-    Ok(Rules::compile(&policy))
+    Rules::compile(&policy).map_err(|faults| {
+        let said = faults
+            .iter()
+            .map(|fault| format!("{}: {}", fault.path, fault.message));
+        settings::Refused(said.collect()).into()
+    })
 }
 
 /// A request as it is written down.
@@ -123,31 +140,40 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     let decision = written.decide(&rules, &ask.method, &caller, &node);
     println!("{}", said(&decision, file));
     if !decision.allow {
-        bail!("it is refused");
+        return Err(No("it is refused".into()).into());
     }
     Ok(())
 }
 
 /// What is confirmed of the node: as given, else as its gateway knows it.
 fn confirmed(ask: &PolicyCheck, node: &NodeName) -> anyhow::Result<Node> {
-    if ask.pool.is_some() || !ask.labels.is_empty() {
-        return Ok(Node {
-            pool: ask.pool.clone(),
-            labels: ask.labels.iter().cloned().collect(),
-            ..Node::default()
-        });
-    }
     let nodes = match Store::open(&ask.data.data_dir, Access::Existing) {
         // Rules are judged on other machines too.
         Err(StoreError::Missing { .. }) => Vec::new(),
         store => store?.nodes().all()?,
     };
     let found = nodes.into_iter().find(|record| record.node == *node);
-    Ok(found.map_or_else(Node::default, |record| Node {
-        pool: record.pool,
-        labels: record.labels,
+    if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) {
+        let data = ask.data.data_dir.display();
+        eprintln!(
+            "note: {data} knows nothing of {node}; its pool and labels are what --pool and --label say"
+        );
+    }
+    if ask.from.is_none() {
+        eprintln!(
+            "note: without --from the caller comes from no network, as through a unix socket"
+        );
+    }
+    let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));
+    Ok(Node {
+        pool: ask.pool.clone().or(pool),
+        labels: if ask.labels.is_empty() {
+            labels
+        } else {
+            ask.labels.iter().cloned().collect()
+        },
         ..Node::default()
-    }))
+    })
 }
 
 /// A decision, with the line that made it.

@@ -1,24 +1,26 @@
 //! The policy: the first rule that matches decides, at every stream, and the log says which it was.
 
 use crate::world::{
-    GATEWAY_NAME, World,
+    GATEWAY_NAME, LIFE, World,
     app::App,
     caller::{assert_problem, exchange, whole},
     gateway::{anonymous, front, loopback},
 };
 use causeway_certs::{Access, Ca, Store, install_provider};
+use causeway_config::Given;
 use causeway_gateway::{
     Config, Gateway,
-    config::{Kind, policy},
+    config::{Callers, Front, Kind, policy},
     core::Cores,
     state::{Policy, PolicyWriter},
 };
 use hyper::Request;
 use serde_json::{Value, json};
+use std::path::PathBuf;
 
 fn compiled(rules: &Value) -> Policy {
     let policy: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
-    Policy::compile(&policy)
+    Policy::compile(&policy).unwrap()
 }
 
 /// What the newest access record says decided.
@@ -173,7 +175,7 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
         .unwrap();
     let mut config = Config {
         data_dir: folder.path().to_owned(),
-        policy: Some("policy.yaml".into()),
+        policy: Given::from(PathBuf::from("policy.yaml")),
         fronts: Vec::new(),
         ..Config::default()
     };
@@ -184,4 +186,76 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
     assert!(refused.contains("policy.yaml"), "{refused}");
     let rules = PolicyWriter::default();
     assert!(bind(Gateway::new(config).policy(rules.reader())).is_ok());
+}
+
+#[tokio::test]
+async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
+    let rules = json!([
+        { "who": { "spiffe": ["spiffe://world.test/*"] }, "then": "deny" },
+        { "who": { "spiffe": ["spiffe://partner.test/caller/ann"] }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let build = World::build().policy(rules.reader());
+    let cas =
+        ["world.test", "partner.test"].map(|domain| Ca::create(&domain.parse().unwrap()).unwrap());
+    let file = build.folder().join("partners.pem");
+    std::fs::write(&file, cas.iter().map(Ca::root_pem).collect::<String>()).unwrap();
+    let theirs = Front {
+        callers: Callers {
+            client_ca: vec![file],
+            ..Callers::default()
+        },
+        ..front("theirs", Kind::Https)
+    };
+    let world = build.front(theirs).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let url = "https://edge-1:9100/";
+    let mut by = Vec::new();
+    for ca in &cas {
+        let leaf = ca.issue_caller("ann", &[], LIFE).unwrap();
+        let caller = world.caller_at("theirs").certificate(&leaf);
+        by.push((caller.get(url).await.status, decided(&world)));
+    }
+    // Not the rule of our own domain: it has no say there.
+    assert_eq!(by, [(403, Value::Null), (200, json!("rules[1]"))]);
+    let own = world.caller_at("theirs").get(url).await.status;
+    assert_eq!((own, decided(&world)), (403, json!("rules[0]")));
+}
+
+#[tokio::test]
+async fn upgrades_and_tokens_on_a_kept_connection_are_decided_like_all_else() {
+    let build = World::build();
+    let (ann, bob) = (build.token("ann"), build.token("bob"));
+    let tokens = Front {
+        callers: Callers {
+            tokens: Some(build.tokens()),
+            ..Callers::default()
+        },
+        ..front("tokens", Kind::Https)
+    };
+    let rules = json!([
+        { "what": { "streams": ["upgrade"] }, "then": "deny" },
+        { "who": { "users": ["ann"] }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(compiled(&rules));
+    let world = build.front(tokens).policy(rules.reader()).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let caller = world.caller_at("tokens").nobody();
+    let mut connection = caller.connect("edge-1").await.unwrap();
+    let request = |token: &str| {
+        let request = Request::get("https://edge-1:9100/");
+        request.header("authorization", format!("Bearer {token}"))
+    };
+    for (token, status) in [(&ann, 200), (&bob, 403), (&ann, 200)] {
+        let request = request(token).body(whole("")).unwrap();
+        assert_eq!(connection.ask(request).await.unwrap().status, status);
+    }
+    let upgrade = request(&ann).header("connection", "Upgrade");
+    let upgrade = upgrade
+        .header("upgrade", "websocket")
+        .body(whole(""))
+        .unwrap();
+    assert_eq!(connection.ask(upgrade).await.unwrap().status, 403);
 }

@@ -56,7 +56,7 @@ pub struct Rule {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Who {
-    /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`.
+    /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
     #[serde(default)]
     pub users: Given<Vec<String>>,
     /// Groups of callers; whoever is known is in `system:authenticated`, others are in `system:unauthenticated`.
@@ -320,6 +320,12 @@ impl Check<'_> {
         if nodes.labels.0.as_ref().is_some_and(BTreeMap::is_empty) {
             self.add("where.labels", EMPTY);
         }
+        for (key, value) in nodes.labels.0.iter().flatten() {
+            let stars = || text_with_star(value).or_else(|| text_with_star(key));
+            if let Some(message) = pattern(key).or_else(|| pattern(value)).or_else(stars) {
+                self.add("where.labels", message);
+            }
+        }
     }
 
     fn what(&mut self, what: &Given<What>) {
@@ -353,6 +359,12 @@ fn pattern(text: &str) -> Option<String> {
         ));
     }
     None
+}
+
+fn text_with_star(text: &str) -> Option<String> {
+    let message =
+        || format!("\"{text}\" has a star, which stands for itself in a label; write the value");
+    text.contains('*').then(message)
 }
 
 /// What is wrong with a path.

@@ -173,7 +173,7 @@ fn authorizer(
     config: &Config,
     base: &Base,
 ) -> Result<Arc<dyn Authorize>, BindError> {
-    match (deciding, &config.policy) {
+    match (deciding, &config.policy.0) {
         (Deciding::By(authorizer), _) => Ok(authorizer),
         (Deciding::Policy(policy), _) => Ok(Arc::new(ByPolicy {
             policy,

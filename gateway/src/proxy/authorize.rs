@@ -128,6 +128,9 @@ pub async fn check(
     }
 }
 
+/// As much of a path as a refusal repeats, in bytes.
+const LONGEST: usize = 256;
+
 /// What the caller hears; the rule is for the log.
 fn refusal(ask: &Ask<'_>) -> String {
     let Ask { caller, route, .. } = ask;
@@ -138,7 +141,8 @@ fn refusal(ask: &Ask<'_>) -> String {
         }
         Act::Request | Act::Upgrade => format!(
             "the policy does not let {caller} {} {} at port {port} of {node}",
-            ask.method, ask.path
+            ask.method,
+            ask.path.get(..LONGEST).unwrap_or(ask.path)
         ),
     }
 }

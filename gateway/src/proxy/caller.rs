@@ -17,6 +17,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+/// What the names of a unix socket's callers begin with.
+pub(crate) const UID: &str = "uid:";
+
 /// How a caller was identified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {

@@ -19,7 +19,7 @@ use crate::{
     metrics::{ConnectionGuard, FrontMetrics},
     proxy::{
         Proxy, Shared,
-        caller::{Authentication, Caller, LastToken, Method},
+        caller::{Authentication, Caller, LastToken, Method, UID},
         limits::Taken,
         route::Asked,
     },
@@ -265,7 +265,7 @@ impl Door {
             let proxy = door.proxies[home.0].clone();
             let caller = match peer {
                 Peer::Unix(uid) => Some(Caller::new(
-                    &format!("uid:{uid}"),
+                    &format!("{UID}{uid}"),
                     Vec::new(),
                     Method::Unix,
                     &proxy.shared,

@@ -136,13 +136,17 @@ pub fn kind<B: Body>(request: &Request<B>, front: config::Kind) -> Result<Kind, 
 }
 
 /// The protocol to switch to. A server may ignore the wish (RFC 9110 §7.8), and we do where it comes with
-/// a body, and for `h2c`: what runs inside would be requests that no policy has seen.
+/// a body, and for HTTP itself, in TLS (RFC 2817) or not: what runs inside would be requests that no policy has seen.
 fn upgrade<B: Body>(request: &Request<B>) -> Option<&str> {
     let token = headers::upgrade_token(request.headers())?;
     let ours = request.version() == Version::HTTP_11 && request.body().is_end_stream();
-    let hidden = token
-        .split(',')
-        .any(|each| each.trim().to_ascii_lowercase().starts_with("h2c"));
+    let hides = |each: &str| {
+        let each = each.trim().to_ascii_lowercase();
+        ["h2", "h3", "http", "tls"]
+            .iter()
+            .any(|kind| each.starts_with(kind))
+    };
+    let hidden = token.split(',').any(hides);
     (ours && !hidden).then_some(token)
 }
 
@@ -294,10 +298,10 @@ mod tests {
             kind_of(&[("connection", "Upgrade"), ("upgrade", "websocket")]),
             Kind::Upgrade("websocket".into())
         );
-        assert_eq!(
-            kind_of(&[("connection", "Upgrade"), ("upgrade", "h2c")]),
-            Kind::Plain
-        );
+        for token in ["h2c", "H2C", "TLS/1.0", "HTTP/2.0", "websocket, tls/1.2"] {
+            let fields = [("connection", "Upgrade"), ("upgrade", token)];
+            assert_eq!(kind_of(&fields), Kind::Plain, "{token}");
+        }
         assert_eq!(kind_of(&[("upgrade", "websocket")]), Kind::Plain);
     }
 

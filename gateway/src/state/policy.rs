@@ -8,6 +8,7 @@
 //!
 //! What cannot be seen is taken for the worst: a TCP session may carry any method and path, and a path that
 //! apps read in two ways may be any. It matches no rule that allows some of them, and each that denies some.
+//! What is denied is denied in small and capital letters.
 
 mod compile;
 mod index;
@@ -91,6 +92,8 @@ pub struct Policy {
     /// Rules that deny some methods, and some paths.
     deny_methods: Rules,
     deny_paths: Rules,
+    /// The latter by their paths in small letters.
+    deny_folded: Paths,
 }
 
 impl Policy {
@@ -125,7 +128,11 @@ impl Policy {
             }
         });
         self.paths.narrow(&mut left, |paths, into| match &path {
-            Some(path) => paths.find(path, into),
+            Some(path) => {
+                paths.find(path, into);
+                // Some apps read `/ADMIN` as `/admin`.
+                self.deny_folded.find(&path.to_lowercase(), into);
+            }
             None => into.add(&self.deny_paths),
         });
         let first = left.iter().map(|index| &self.rules[index]).find(|rule| {
@@ -140,14 +147,14 @@ impl Policy {
     }
 
     fn narrow_who(&self, asked: &Question<'_>, left: &mut index::Left) {
-        let (user, class) = if asked.known {
-            (asked.user, AUTHENTICATED)
-        } else {
-            (ANONYMOUS, UNAUTHENTICATED)
-        };
         self.who.narrow(left, |(users, groups, spiffe), into| {
-            users.find(user, into);
-            groups.find(class, into);
+            if !asked.known {
+                // In so many words only: `*` is everybody who is somebody.
+                users.find_word(ANONYMOUS, into);
+                return groups.find_word(UNAUTHENTICATED, into);
+            }
+            users.find(asked.user, into);
+            groups.find_word(AUTHENTICATED, into);
             // Who says of himself that he is known, or is not, is not believed.
             let said = asked.groups.iter().map(String::as_str);
             for group in said.filter(|group| ![AUTHENTICATED, UNAUTHENTICATED].contains(group)) {

@@ -24,7 +24,7 @@ use hyper::Method;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::{Who, Written, read};
+use super::{No, Who, Written, read};
 use crate::cli::PolicyTest;
 use crate::settings;
 
@@ -108,8 +108,16 @@ impl Validate for Table {
             }
         }
         for (index, expectation) in self.expect.iter().enumerate() {
-            if let Err(error) = expectation.request() {
-                faults.add(format!("expect[{index}]"), format!("{error:#}"));
+            let path = format!("expect[{index}]");
+            let listed =
+                |node: &NodeName| self.nodes.is_empty() || self.nodes.contains_key(node.as_str());
+            match expectation.request() {
+                Err(error) => faults.add(path, format!("{error:#}")),
+                Ok((_, asked)) if !listed(&asked.node) => {
+                    let node = asked.node;
+                    faults.add(path, format!("{node} is not among nodes; add it, with {{}} if nothing is confirmed of it"));
+                }
+                Ok(_) => {}
             }
         }
         if self.expect.is_empty() {
@@ -158,10 +166,11 @@ pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
     let all = table.expect.len();
     println!("{} of {all} expectations are met", all - missed);
     if missed > 0 {
-        bail!(
+        let said = format!(
             "{missed} of {all} expectations are not met by {}",
             policy.display()
         );
+        return Err(No(said).into());
     }
     Ok(())
 }

@@ -53,6 +53,14 @@ fn what_is_there_and_empty_is_a_fault_and_never_any() {
 #[test]
 fn what_could_never_match_is_a_fault() {
     for (rule, path) in [
+        (
+            json!({ "where": { "labels": { "tier": "g*" } } }),
+            "rules[0].where.labels",
+        ),
+        (
+            json!({ "where": { "labels": { "tier": "" } } }),
+            "rules[0].where.labels",
+        ),
         (json!({ "who": { "users": [""] } }), "rules[0].who.users[0]"),
         (
             json!({ "who": { "groups": ["ops "] } }),

@@ -8,7 +8,7 @@ use crate::{
     core::CoreId,
     proxy::{
         Proxy,
-        caller::{Caller, Method},
+        caller::{Caller, Method, UID},
     },
 };
 use causeway_certs::{
@@ -105,9 +105,12 @@ fn caller(
         Identity::Foreign {
             common_name,
             organizations,
-            uris,
+            mut uris,
         } => {
+            // Names of ours are given by our own root, and uids by the kernel.
+            uris.retain(|uri| !trust.is_own_uri(uri));
             let name = uris.first().cloned().or(common_name);
+            let name = name.filter(|name| !name.starts_with(UID));
             let name = name.unwrap_or_else(|| "unnamed".to_owned());
             (name, organizations, uris)
         }

@@ -5,9 +5,10 @@
 
 use super::{
     Matched, Policy,
-    index::{self, Exact, Index, Labels, Left, Rules},
+    index::{self, Exact, Index, Labels, Left, Paths, Rules},
 };
 use crate::config::policy::{self, Act, Then, What, Where, Who};
+use causeway_config::{Fault, Validate};
 use std::collections::{BTreeMap, HashMap};
 
 /// What is left of a rule once it was found.
@@ -76,9 +77,20 @@ fn what(rule: &policy::Rule) -> Option<&What> {
 }
 
 impl Policy {
-    /// Compiles the rules of a file that was validated.
-    pub fn compile(file: &policy::Policy) -> Self {
-        let rules = file.rules.as_slice();
+    /// Compiles the rules of a file.
+    ///
+    /// # Errors
+    /// All that is wrong with them: a key that is there and empty would otherwise narrow nothing.
+    pub fn compile(file: &policy::Policy) -> Result<Self, Vec<Fault>> {
+        let faults = file.validate();
+        if faults.is_empty() {
+            Ok(Self::of(&file.rules))
+        } else {
+            Err(faults)
+        }
+    }
+
+    fn of(rules: &[policy::Rule]) -> Self {
         let denies = |narrows: fn(&What) -> bool| {
             let denies =
                 |rule: &policy::Rule| rule.then == Then::Deny && what(rule).is_some_and(narrows);
@@ -109,8 +121,20 @@ impl Policy {
             acts: acts(rules),
             deny_methods: denies(|what| what.methods.0.is_some()),
             deny_paths: denies(|what| what.paths.0.is_some()),
+            deny_folded: folded(rules),
         }
     }
+}
+
+fn folded(rules: &[policy::Rule]) -> Paths {
+    let paths = |rule| what(rule)?.paths.0.as_ref();
+    let denies = |(_, rule): &(usize, &policy::Rule)| rule.then == Then::Deny;
+    let of = rules.iter().enumerate().filter(denies);
+    let named = of.flat_map(|(index, rule)| {
+        let paths = paths(rule).into_iter().flatten();
+        paths.map(move |path| (path.to_lowercase(), index))
+    });
+    Paths::of(named.collect(), rules.len())
 }
 
 fn compiled(rule: &policy::Rule, index: usize) -> Compiled {

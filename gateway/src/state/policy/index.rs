@@ -232,6 +232,11 @@ impl Index for Patterns {
 }
 
 impl Patterns {
+    /// By this very word, whatever stars may stand for.
+    pub(super) fn find_word(&self, word: &str, into: &mut Left) {
+        self.exact.find(word, into);
+    }
+
     pub(super) fn find(&self, text: &str, into: &mut Left) {
         self.exact.find(text, into);
         let length = text.len();

@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::policy::{self as file, Networks, Ports, Rule, What, Where, Who};
-use causeway_config::{Given, Validate};
+use causeway_config::Given;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 fn rule(then: Then) -> Rule {
@@ -36,8 +36,7 @@ fn compiled(rules: impl Into<Vec<Rule>>) -> Policy {
     let policy = file::Policy {
         rules: rules.into(),
     };
-    assert_eq!(policy.validate(), []);
-    Policy::compile(&policy)
+    Policy::compile(&policy).unwrap()
 }
 
 /// A question, to be changed.
@@ -209,6 +208,7 @@ fn nobody_is_no_user_and_says_no_groups_of_his_own() {
     });
     assert!(!nobody.of(&users("10.*")));
     assert!(nobody.of(&users(ANONYMOUS)) && nobody.of(&groups(UNAUTHENTICATED)));
+    assert!(!nobody.of(&users("*")) && !nobody.of(&groups("system:*")));
     assert!(!nobody.of(&groups(AUTHENTICATED)));
     assert!(Asked::new().of(&groups(AUTHENTICATED)));
     let boaster = asked(|asked| asked.groups = vec![UNAUTHENTICATED.into()]);
@@ -323,6 +323,42 @@ fn a_path_or_method_that_apps_may_read_otherwise_is_what_is_denied_and_nothing_t
 }
 
 #[test]
+fn what_is_denied_is_denied_in_small_and_capital_letters() {
+    let path = |then, path| {
+        let paths = texts([path]);
+        what(
+            then,
+            What {
+                paths,
+                ..What::default()
+            },
+        )
+    };
+    let exec = asked(|asked| asked.path = "/EXEC/a".into());
+    assert!(!exec.of(&compiled([path(Then::Deny, "/exec"), rule(Then::Allow)])));
+    assert!(!exec.of(&compiled([path(Then::Allow, "/exec")])));
+    let forward = asked(|asked| asked.path = "/portforward/a".into());
+    assert!(!forward.of(&compiled([
+        path(Then::Deny, "/portForward"),
+        rule(Then::Allow)
+    ])));
+    assert!(forward.of(&compiled([path(Then::Deny, "/port"), rule(Then::Allow)])));
+}
+
+#[test]
+fn what_would_narrow_nothing_is_not_compiled() {
+    let empty = Rule {
+        who: Who::default().into(),
+        ..rule(Then::Allow)
+    };
+    let policy = file::Policy { rules: vec![empty] };
+    assert_eq!(
+        Policy::compile(&policy).unwrap_err()[0].path,
+        "rules[0].who"
+    );
+}
+
+#[test]
 fn rules_can_be_replaced_while_they_are_read() {
     let writer = PolicyWriter::new(compiled([]));
     let reader = writer.reader();
@@ -357,6 +393,7 @@ fn some_rule(random: &mut StdRng) -> Rule {
         "10.1.2.3/32",
         "192.168.0.0/16",
         "2001:db8::/32",
+        "::/0",
     ];
     let networks = networks.map(|text| text.parse().unwrap());
     let labels: Vec<_> = [("tier", "gold"), ("tier", "tin"), ("site", "a")].into();
@@ -368,7 +405,7 @@ fn some_rule(random: &mut StdRng) -> Rule {
     Rule {
         who: said(Who {
             users: words(random, &["ann", "a*", "*", "bob", ANONYMOUS]),
-            groups: words(random, &["ops", "dev*", AUTHENTICATED]),
+            groups: words(random, &["ops", "dev*", AUTHENTICATED, UNAUTHENTICATED]),
             spiffe: words(random, &["spiffe://td/caller/*", "spiffe://other/*"]),
             networks: Given(pick(random, &networks).0.map(Networks)),
         }),
@@ -417,10 +454,16 @@ fn matches(rule: &Rule, asked: &Asked) -> bool {
     };
     let mut groups = asked.groups.clone();
     groups.push(AUTHENTICATED.into());
-    let identity = nobody
-        || given(&who.users, &[asked.user.to_owned()])
+    let says = |list: &Given<Vec<String>>, word: &str| {
+        list.0
+            .as_ref()
+            .is_some_and(|list| list.iter().any(|one| one == word))
+    };
+    let unknown = says(&who.users, ANONYMOUS) || says(&who.groups, UNAUTHENTICATED);
+    let known = given(&who.users, &[asked.user.to_owned()])
         || given(&who.groups, &groups)
         || given(&who.spiffe, &asked.uris);
+    let identity = nobody || if asked.known { known } else { unknown };
     let from = who.networks.0.is_none_or(|nets| {
         nets.0
             .iter()
@@ -475,6 +518,11 @@ fn what_is_compiled_decides_as_the_rules_read() {
                 .parse()
                 .unwrap(),
             );
+            if random.random_bool(0.1) {
+                asked.from = None;
+            }
+            asked.known = random.random_bool(0.8);
+            let mut one = |from: &[&'static str]| from[random.random_range(0..from.len())];
             asked.node = NodeName::parse(one(&["edge-1", "edge-2", "x"])).unwrap();
             asked.pool = [None, Some("north"), Some("south")][random.random_range(0..3)];
             asked.labels.retain(|_, _| random.random_bool(0.7));
