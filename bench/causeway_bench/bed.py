@@ -70,6 +70,8 @@ class Bed:
     node: str = "127.0.0.1"
     # Network namespaces of both sides, if they stand apart.
     namespaces: dict[Side, str] = field(default_factory=dict)
+    # What carries the bytes between them; stopped, it is a link that is silent.
+    relay: Process | None = None
     apps: dict[App, int] = field(default_factory=dict)
     # What was written for whom, to be quoted: the last one of each name.
     configurations: dict[str, str] = field(default_factory=dict)

@@ -6,7 +6,9 @@ node. Both fronts are anonymous, as HAProxy's is.
 
 from __future__ import annotations
 
+import json
 import re
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ class Causeway(Contestant):
     program = "causeway"
     tunnel: int = 0
     admin: int = 0
+    edge_admin: int = 0
     cores: int = 1
     # Rules of its policy, of which the last lets callers pass; none is no policy.
     rules: int = 0
@@ -80,9 +83,26 @@ class Causeway(Contestant):
         self.https = Https(https, ca, f"{NODE}:{app}")
         self.connect = Connect(connect, ca, f"{NODE}:{app}")
 
+    def serves(self) -> bool:
+        """Whether a request succeeds now."""
+        assert self.https is not None
+        trust = ssl.create_default_context(cafile=self.https.ca)
+        # Without a port, which would be the front's own.
+        asked = urllib.request.Request(f"https://localhost:{self.https.port}/1k", headers={"Host": NODE})
+        try:
+            with urllib.request.urlopen(asked, timeout=2, context=trust) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def tunnels(self) -> int:
+        """How many tunnels of the node the gateway has."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/api/v1/edges/{NODE}", timeout=2) as reply:
+            return int(json.load(reply)["tunnels"])
+
     def start_edge(self, bed: Bed, app: int) -> Process:
         """The edge of the one node; returns when it has a tunnel."""
-        admin = bed.port()
+        admin = self.edge_admin = bed.port()
         configuration = bed.write(
             "causeway/edge.yaml",
             _EDGE.format(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from . import load
 from .bed import MIB, Bed
 from .callers import Figures, curl_words, transfer, way_of
+from .causeway import Causeway, answers
 from .contestant import Contestant, fresh_name
 from .namespace import inside, namespaces
-from .process import Process
+from .process import Process, Trouble, wait_for
 
 # One body over it: seconds, not half a minute.
 _BULK = 256 * MIB
+# How long a silent link may go unknown, in seconds, before the row gives up.
+_OUTAGE = 60
 # Below this a request's work takes longer than its round trips.
 _COUNTABLE_MS = 10
 _CLOUD, _NODE = "10.207.113.1", "10.207.113.2"
@@ -41,12 +46,42 @@ def long_bed(bed: Bed, link: Link) -> Iterator[Bed]:
                       apps={}, _processes=[])  # fmt: skip
         words = ["link", "--between", f"{cloud},{node}", "--addresses", f"{_CLOUD},{_NODE}", "--delay",
                  f"{link.round_trip_ms * 500:.0f}us", "--rate", f"{link.mb_per_s}MB/s"]  # fmt: skip
-        with load.beside(bed, words, "ready"), inside(cloud):
+        with load.beside(bed, words, "ready") as relay, inside(cloud):
+            far.relay = relay
             try:
                 far.prepare()
                 yield far
             finally:
                 far.stop()
+
+
+def outage(bed: Bed, contestant: Contestant) -> Figures:
+    """The link of an idle tunnel falls silent: seconds until both ends know, and from its return until a request
+    succeeds."""
+    if not isinstance(contestant, Causeway) or bed.relay is None:
+        raise Trouble("an outage wants Causeway over a link")
+    silent: dict[str, Callable[[], bool]] = {
+        "gateway_knows_s": lambda: contestant.tunnels() == 0,
+        "edge_knows_s": lambda: not answers(contestant.edge_admin, "/readyz"),
+    }
+    figures: Figures = {}
+    os.kill(bed.relay.pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        while len(figures) < len(silent):
+            if time.monotonic() - begin > _OUTAGE:
+                raise Trouble(f"not known within {_OUTAGE} s: {sorted(silent.keys() - figures.keys())}")
+            for name, knows in silent.items():
+                with bed.at("rest" if name.startswith("edge") else "cloud"):
+                    if name not in figures and knows():
+                        # As fine as this looks.
+                        figures[name] = round(time.monotonic() - begin, 1)
+            time.sleep(0.05)
+    finally:
+        os.kill(bed.relay.pid, signal.SIGCONT)
+    begin = time.monotonic()
+    wait_for("a request succeeds again", contestant.serves, contestant.processes.values(), 60)
+    return figures | {"both_know_s": max(figures.values()), "again_s": time.monotonic() - begin}
 
 
 def over_link(bed: Bed, contestant: Contestant, link: Link) -> Figures:
@@ -62,7 +97,7 @@ def over_link(bed: Bed, contestant: Contestant, link: Link) -> Figures:
         bulk.stop()
     # The caller is new to the gateway, which is near it; what is far is counted in round trips.
     anew = load.requests(bed, contestant, 1, seconds, new=True)
-    figures = {"mb_per_s": moved["mb_per_s"]}
+    figures = {"mb_per_s": moved["mb_per_s"], "share_of_link": moved["mb_per_s"] / link.mb_per_s}
     if anew.get("p50_us"):
         figures["p50_new_us"] = anew["p50_us"]
         if link.round_trip_ms >= _COUNTABLE_MS:

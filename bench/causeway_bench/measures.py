@@ -12,7 +12,7 @@ from .bed import Bed
 from .callers import Figures, Named, curl_words, h2load, transfer, way_of, wrk
 from .causeway import Causeway, counted
 from .contestant import Contestant
-from .process import Trouble
+from .process import Trouble, wait_for
 from .stalled import stalled
 from .usage import Meter, cpu_seconds
 
@@ -201,6 +201,27 @@ def restart(bed: Bed, contestant: Contestant, count: int) -> Figures:
         "seconds_from_ready": back["complete_ms"] / 1e3 - ready,
         "gateway_cpu_s": cpu_seconds(gateway.processes["front"].pid),
     }
+
+
+def back(bed: Bed, contestant: Contestant) -> Figures:
+    """Edge, then gateway, is killed and starts again: seconds from its start until a request succeeds."""
+    gateway = _causeway(contestant)
+    app = bed.apps["files"]
+    gateway.start(bed, app)
+    figures: Figures = {}
+    restarts: dict[str, tuple[str, Callable[[Bed, int], object]]] = {
+        "edge": ("edge", gateway.start_edge),
+        "gateway": ("front", gateway.start_gateway),
+    }
+    for name, (role, start) in restarts.items():
+        process = gateway.processes[role]
+        process.child.kill()
+        process.child.wait()
+        begin = time.monotonic()
+        start(bed, app)
+        wait_for("a request succeeds", gateway.serves, gateway.processes.values())
+        figures[f"{name}_s"] = time.monotonic() - begin
+    return figures
 
 
 def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:

@@ -35,7 +35,7 @@ def _enter(descriptor: int) -> None:
 
 @contextmanager
 def namespaces(*names: str) -> Iterator[None]:
-    """Made, each with its loopback up, and taken away at the end."""
+    """Made, each with its loopback up and room for a long link, and taken away at the end."""
     if os.geteuid() != 0:
         raise Trouble("network namespaces want root")
     with ExitStack() as made:
@@ -43,4 +43,7 @@ def namespaces(*names: str) -> Iterator[None]:
             run(["ip", "netns", "add", name])
             made.callback(run, ["ip", "netns", "delete", name])
             run(["ip", "-n", name, "link", "set", "lo", "up"])
+            # The usual 4 MiB of send buffer are 2.4 MB a round trip: rows of a long link would measure that.
+            run(["ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_wmem=4096 16384 67108864",
+                 "net.ipv4.tcp_rmem=4096 131072 67108864"])  # fmt: skip
         yield

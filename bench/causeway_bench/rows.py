@@ -15,7 +15,7 @@ from .contestant import Contestant, Direct
 from .cost import instructions, system_calls
 from .haproxy import Haproxy
 from .konnectivity import Konnectivity
-from .link import Link, over_link
+from .link import Link, outage, over_link
 from .tunnels import Chisel, Frp, Rathole
 
 CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
@@ -149,6 +149,10 @@ def _standing() -> list[Row]:
             needs=("bench-load",))
         for count in (1000, 10000)
     )  # fmt: skip
+    rows.append(
+        Row("back", "a request after edge, then gateway, was killed and started again", measures.back, "gateway_s", OWN,
+            higher=False, start="own", reference="")
+    )  # fmt: skip
     rows.extend(
         Row(f"growth-{count}", f"HTTP/1.1, 64 callers of one node, {count:,} others registered",
             partial(measures.growth, count=count), "requests_per_s", OWN, start="own", reference="",
@@ -181,7 +185,10 @@ def _standing() -> list[Row]:
 
 
 def _long() -> list[Row]:
-    rows = []
+    rows = [
+        Row("outage", "the link of an idle tunnel falls silent, and returns", outage, "both_know_s", OWN, higher=False,
+            reference="", needs=("bench-load",), link=Link(20, 125), long=True)
+    ]  # fmt: skip
     for name, link, who in (
         ("link-50", Link(50, 50), ALL[1:]),
         ("link-125", Link(50, 125), ALL[1:]),
