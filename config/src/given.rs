@@ -18,6 +18,13 @@ impl<T> Default for Given<T> {
     }
 }
 
+impl<T> Given<T> {
+    /// Whether the key does not stand there. For `skip_serializing_if`: what is written reads back.
+    pub fn is_absent(&self) -> bool {
+        self.0.is_none()
+    }
+}
+
 impl<T> From<T> for Given<T> {
     fn from(value: T) -> Self {
         Self(Some(value))

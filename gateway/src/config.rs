@@ -35,6 +35,7 @@ pub struct Config {
     /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
     pub fronts: Vec<Front>,
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
+    #[serde(skip_serializing_if = "Given::is_absent")]
     pub policy: Given<PathBuf>,
     /// What is served at most.
     pub limits: Limits,

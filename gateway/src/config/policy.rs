@@ -37,13 +37,13 @@ pub struct Rule {
     #[serde(default)]
     pub name: Option<String>,
     /// Whom it is about; everybody whom a front lets in without this key.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub who: Given<Who>,
     /// Which nodes it is about; all without this key.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub r#where: Given<Where>,
     /// What it is about; everything without this key.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub what: Given<What>,
     /// What follows: `allow` or `deny`.
     pub then: Then,
@@ -57,16 +57,16 @@ pub struct Rule {
 #[serde(deny_unknown_fields)]
 pub struct Who {
     /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub users: Given<Vec<String>>,
     /// Groups of callers; whoever is known is in `system:authenticated`, others are in `system:unauthenticated`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub groups: Given<Vec<String>>,
     /// URIs in callers' certificates: `spiffe://example.org/ns/monitoring/*`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub spiffe: Given<Vec<String>>,
     /// Networks that callers come from.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub networks: Given<Networks>,
 }
 
@@ -75,13 +75,13 @@ pub struct Who {
 #[serde(deny_unknown_fields)]
 pub struct Where {
     /// Names of nodes; `*` stands for any characters.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub nodes: Given<Vec<String>>,
     /// Confirmed pools.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub pools: Given<Vec<String>>,
     /// Confirmed labels; a node has all of them.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub labels: Given<BTreeMap<String, String>>,
 }
 
@@ -90,16 +90,16 @@ pub struct Where {
 #[serde(deny_unknown_fields)]
 pub struct What {
     /// Ports of the node: `10250`, or `"30000-32767"`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub ports: Given<Vec<Ports>>,
     /// HTTP methods.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub methods: Given<Vec<String>>,
     /// Paths, each with all that is below it: `/metrics` is also `/metrics/cadvisor`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub paths: Given<Vec<String>>,
     /// Kinds of streams: `request`, `upgrade` or `connect`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub streams: Given<Vec<Act>>,
 }
 

@@ -20,8 +20,13 @@ fn a_rule_that_says_something_is_sound() {
         "what": { "ports": [9100, "30000-32767"], "methods": ["GET", "M-SEARCH"], "paths": ["/", "/metrics"], "streams": ["request"] },
         "then": "deny",
     });
-    assert_eq!(faults(rule), [""; 0]);
+    assert_eq!(faults(rule.clone()), [""; 0]);
     assert_eq!(faults(json!({})), [""; 0]);
+    for rule in [rule, json!({ "then": "allow" })] {
+        let read: Rule = from_value(rule).unwrap();
+        let written = serde_json::to_value(&read).unwrap();
+        assert_eq!(from_value::<Rule>(written).unwrap(), read);
+    }
 }
 
 #[test]
