@@ -78,7 +78,7 @@ BARS = (
     Bar("one reader at 1 MB/s beside 64 callers: what they keep", "0.004", "0.91 frp, 1.2 chisel", (0.95,), (1.0,),
         (value("slow-1", "kept"),), why="slow"),
     Bar("link of 50 ms and 50 MB/s, one stream, against plain TCP / the same at 1 Gbit/s", "0.95 / 0.93", "1.0 / 0.85",
-        (0.95, 0.92), (1.0, 1.0), (ratio("link-50", "mb_per_s", "plain"), ratio("link-125", "mb_per_s", "plain"))),
+        (0.95, 0.92), (1.0, 1.0), (ratio("link-50", "mb_per_s", "plain"), ratio("link-125", "mb_per_s", "plain")), why="link"),
     Bar("p50 of small requests beside a bulk transfer there, against idle", "6", "1.04 chisel, 1.5 frp", (1.5,),
         (1.05,), (value("link-50", "p50_beside_ratio"),), higher=False),
     Bar("round trips of a new request on a live tunnel", "2", "1", (1.0,), (1.0,),
