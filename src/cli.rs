@@ -9,6 +9,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use causeway_gateway::config::policy;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use keys::Keys;
@@ -223,31 +224,13 @@ pub(crate) struct TokenCreate {
     pub(crate) data: DataDir,
 }
 
-impl TokenCreate {
-    /// Whether these labels are those that the token gives.
-    pub(crate) fn has(&self, labels: &std::collections::BTreeMap<String, String>) -> bool {
-        self.labels
-            .iter()
-            .cloned()
-            .collect::<std::collections::BTreeMap<_, _>>()
-            == *labels
-    }
-}
-
 /// `KEY=VALUE`.
 fn label(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').unwrap_or_default();
-    let odd = |text: &str| {
-        text.is_empty()
-            || text.trim() != text
-            || text.contains('*')
-            || text.chars().any(char::is_control)
+    let Some((key, value)) = text.split_once('=') else {
+        return Err("write KEY=VALUE, as in tier=gold".into());
     };
-    if odd(key) || odd(value) {
-        return Err(
-            "write KEY=VALUE, as in tier=gold, without blanks at the ends and without a star"
-                .into(),
-        );
+    if let Some(fault) = policy::label(key).or_else(|| policy::label(value)) {
+        return Err(fault);
     }
     Ok((key.to_owned(), value.to_owned()))
 }

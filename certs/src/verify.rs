@@ -118,12 +118,11 @@ impl Trust {
 
     /// Whether a URI is of our own trust domain, in which another root has no say.
     pub fn is_own_uri(&self, uri: &str) -> bool {
-        let mut parts = uri.splitn(4, '/');
-        let (scheme, host) = (
-            parts.next().unwrap_or_default(),
-            parts.nth(1).unwrap_or_default(),
-        );
-        scheme.eq_ignore_ascii_case("spiffe:") && host.eq_ignore_ascii_case(self.domain.as_str())
+        let Some((scheme, rest)) = uri.split_once("://") else {
+            return false;
+        };
+        let domain = rest.split('/').next().unwrap_or_default();
+        scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(self.domain.as_str())
     }
 
     /// The URI by which a caller is known whom our own root names so.

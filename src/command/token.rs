@@ -26,32 +26,27 @@ pub(crate) fn run(token: Token) -> anyhow::Result<()> {
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {
     let node = NodeName::parse(&ask.node)?;
     let (store, _) = data::with_ca(&ask.data.data_dir)?;
-    let known = store
-        .nodes()
-        .all()?
-        .into_iter()
-        .find(|known| known.node == node);
-    if let Some(known) = known.filter(|known| ask.pool != known.pool || !ask.has(&known.labels)) {
-        let labels: Vec<_> = known
-            .labels
-            .iter()
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect();
-        eprintln!(
-            "note: {node} has joined before, with pool {} and labels {}; joining with this token, it has what this one says",
-            known.pool.as_deref().unwrap_or("(none)"),
-            if labels.is_empty() {
-                "(none)".into()
-            } else {
-                labels.join(" ")
-            }
-        );
-    }
     let confirmed = Confirmed {
         addresses: ask.addresses.clone(),
         pool: ask.pool.clone(),
         labels: ask.labels.iter().cloned().collect(),
     };
+    let mut nodes = store.nodes().all()?.into_iter();
+    if let Some(known) = nodes.find(|known| known.node == node)
+        && (&known.pool, &known.labels) != (&confirmed.pool, &confirmed.labels)
+    {
+        let labels = known
+            .labels
+            .iter()
+            .map(|(key, value)| format!(" {key}={value}"));
+        eprintln!(
+            "note: {node} has joined before, with pool {} and labels{}; joining with this token, it has what this one says",
+            known.pool.as_deref().unwrap_or("(none)"),
+            labels
+                .reduce(|all, one| all + &one)
+                .unwrap_or_else(|| " (none)".into())
+        );
+    }
     let token = store.tokens()?.create(&node, ask.ttl, confirmed)?;
     Ok(token.text().expose().to_owned())
 }

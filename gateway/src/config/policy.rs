@@ -321,8 +321,7 @@ impl Check<'_> {
             self.add("where.labels", EMPTY);
         }
         for (key, value) in nodes.labels.0.iter().flatten() {
-            let stars = || text_with_star(value).or_else(|| text_with_star(key));
-            if let Some(message) = pattern(key).or_else(|| pattern(value)).or_else(stars) {
+            if let Some(message) = label(key).or_else(|| label(value)) {
                 self.add("where.labels", message);
             }
         }
@@ -361,10 +360,11 @@ fn pattern(text: &str) -> Option<String> {
     None
 }
 
-fn text_with_star(text: &str) -> Option<String> {
-    let message =
-        || format!("\"{text}\" has a star, which stands for itself in a label; write the value");
-    text.contains('*').then(message)
+/// What is wrong with the key or the value of a label, if anything.
+pub fn label(text: &str) -> Option<String> {
+    let star =
+        || format!("\"{text}\" has a star, which stands for itself in a label; write the word");
+    pattern(text).or_else(|| text.contains('*').then(star))
 }
 
 /// What is wrong with a path.

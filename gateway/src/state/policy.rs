@@ -18,7 +18,7 @@ use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
 use compile::{Compiled, Named};
 use index::{Exact, Labels, Paths, Patterns, Prefixes, Rules};
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, net::IpAddr, sync::Arc};
 
 /// In which group everybody is who is known (Kubernetes' `user.AllAuthenticated`).
 pub const AUTHENTICATED: &str = "system:authenticated";
@@ -54,6 +54,16 @@ pub struct Question<'a> {
     pub method: &'a str,
     /// The path as it will be sent, without the query.
     pub path: &'a str,
+}
+
+impl Question<'_> {
+    /// The path as every app reads it; a session's is not known.
+    fn path(&self) -> Option<Cow<'_, str>> {
+        match self.act {
+            Act::Connect => None,
+            Act::Request | Act::Upgrade => canonical(self.path),
+        }
+    }
 }
 
 /// What was decided, and by which rule.
@@ -100,10 +110,6 @@ impl Policy {
     /// Decides.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
         let mut left = index::Left::all(self.rules.len());
-        let path = match asked.act {
-            Act::Connect => None,
-            Act::Request | Act::Upgrade => canonical(asked.path),
-        };
         self.narrow_who(asked, &mut left);
         self.nodes.narrow(&mut left, |nodes, into| {
             nodes.find(asked.node.as_str(), into);
@@ -127,14 +133,15 @@ impl Policy {
                 into.add(&self.deny_methods);
             }
         });
-        self.paths.narrow(&mut left, |paths, into| match &path {
-            Some(path) => {
-                paths.find(path, into);
-                // Some apps read `/ADMIN` as `/admin`.
-                self.deny_folded.find(&path.to_lowercase(), into);
-            }
-            None => into.add(&self.deny_paths),
-        });
+        self.paths
+            .narrow(&mut left, |paths, into| match asked.path() {
+                Some(path) => {
+                    paths.find(&path, into);
+                    // Some apps read `/ADMIN` as `/admin`.
+                    self.deny_folded.find_folded(&path, into);
+                }
+                None => into.add(&self.deny_paths),
+            });
         let first = left.iter().map(|index| &self.rules[index]).find(|rule| {
             rule.labels
                 .iter()

@@ -5,7 +5,7 @@
 
 use super::{
     Matched, Policy,
-    index::{self, Exact, Index, Labels, Left, Paths, Rules},
+    index::{self, Exact, Found, Index, Labels, Left, Paths, Rules},
 };
 use crate::config::policy::{self, Act, Then, What, Where, Who};
 use causeway_config::{Fault, Validate};
@@ -29,14 +29,14 @@ pub(super) struct Named<I> {
 
 impl<I> Named<I> {
     /// Keeps, of what is left, the rules that do not speak of it and those that `find` finds.
-    pub(super) fn narrow(&self, left: &mut Left, find: impl FnOnce(&I, &mut Left)) {
+    pub(super) fn narrow(&self, left: &mut Left, find: impl FnOnce(&I, &mut Found)) {
         let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {
             return;
         };
-        let mut found = left.none();
-        found.add(&self.any);
-        find(index, &mut found);
-        left.narrow(&found);
+        left.narrow(|found| {
+            found.add(&self.any);
+            find(index, found);
+        });
     }
 }
 

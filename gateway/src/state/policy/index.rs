@@ -29,29 +29,20 @@ impl Rules {
         if few.len() <= words {
             return Self::Few(few);
         }
-        let mut many = Left(vec![0; words]);
+        let mut many = Found::none(total);
         many.add(&Self::Few(few));
         Self::Many(many.0.into())
     }
 }
 
-/// The rules that are left, or that were found: as bits.
+/// Rules as bits.
 #[derive(Debug)]
-pub(super) struct Left(Vec<u64>);
+pub(super) struct Found(Vec<u64>);
 
-impl Left {
-    /// All of `total` rules.
-    pub(super) fn all(total: usize) -> Self {
-        let mut words = vec![u64::MAX; total.div_ceil(BITS)];
-        if let (Some(last), beyond @ 1..) = (words.last_mut(), total % BITS) {
-            *last = (1 << beyond) - 1;
-        }
-        Self(words)
-    }
-
-    /// As many as here, none of them.
-    pub(super) fn none(&self) -> Self {
-        Self(vec![0; self.0.len()])
+impl Found {
+    /// None of `total` rules.
+    pub(super) fn none(total: usize) -> Self {
+        Self(vec![0; total.div_ceil(BITS)])
     }
 
     /// Adds rules.
@@ -70,19 +61,7 @@ impl Left {
         }
     }
 
-    /// Keeps those that are in `found` too.
-    pub(super) fn narrow(&mut self, found: &Self) {
-        for (word, found) in self.0.iter_mut().zip(&found.0) {
-            *word &= found;
-        }
-    }
-
-    /// Whether none is left.
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.iter().all(|word| *word == 0)
-    }
-
-    /// Those that are left, in order.
+    /// In order.
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
         self.0.iter().enumerate().flat_map(|(index, word)| {
             let mut word = *word;
@@ -92,6 +71,46 @@ impl Left {
                 Some(index * BITS + bit)
             })
         })
+    }
+}
+
+/// The rules that are left, and room for those that are found next.
+#[derive(Debug)]
+pub(super) struct Left {
+    left: Found,
+    found: Found,
+}
+
+impl Left {
+    /// All of `total` rules.
+    pub(super) fn all(total: usize) -> Self {
+        let mut left = vec![u64::MAX; total.div_ceil(BITS)];
+        if let (Some(last), beyond @ 1..) = (left.last_mut(), total % BITS) {
+            *last = (1 << beyond) - 1;
+        }
+        Self {
+            left: Found(left),
+            found: Found::none(total),
+        }
+    }
+
+    /// Keeps those that `find` finds too.
+    pub(super) fn narrow(&mut self, find: impl FnOnce(&mut Found)) {
+        self.found.0.fill(0);
+        find(&mut self.found);
+        for (word, found) in self.left.0.iter_mut().zip(&self.found.0) {
+            *word &= found;
+        }
+    }
+
+    /// Whether none is left.
+    pub(super) fn is_empty(&self) -> bool {
+        self.left.0.iter().all(|word| *word == 0)
+    }
+
+    /// Those that are left, in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
+        self.left.iter()
     }
 }
 
@@ -127,7 +146,7 @@ impl Index for Exact {
 }
 
 impl Exact {
-    pub(super) fn find(&self, word: &str, into: &mut Left) {
+    pub(super) fn find(&self, word: &str, into: &mut Found) {
         if let Some(rules) = self.0.get(word) {
             into.add(rules);
         }
@@ -156,7 +175,7 @@ impl Index for Labels {
 }
 
 impl Labels {
-    pub(super) fn find(&self, labels: &BTreeMap<String, String>, into: &mut Left) {
+    pub(super) fn find(&self, labels: &BTreeMap<String, String>, into: &mut Found) {
         for (key, value) in labels {
             if let Some(values) = self.0.get(key) {
                 values.find(value, into);
@@ -192,7 +211,7 @@ impl Ends {
     }
 
     /// What a text of this length begins or ends with, for each length that there is.
-    fn find<'a>(&self, length: usize, part: impl Fn(usize) -> Option<&'a str>, into: &mut Left) {
+    fn find<'a>(&self, length: usize, part: impl Fn(usize) -> Option<&'a str>, into: &mut Found) {
         for length in self.lengths.range(..=length) {
             if let Some(rules) = part(*length).and_then(|part| self.rules.get(part)) {
                 into.add(rules);
@@ -233,11 +252,11 @@ impl Index for Patterns {
 
 impl Patterns {
     /// By this very word, whatever stars may stand for.
-    pub(super) fn find_word(&self, word: &str, into: &mut Left) {
+    pub(super) fn find_word(&self, word: &str, into: &mut Found) {
         self.exact.find(word, into);
     }
 
-    pub(super) fn find(&self, text: &str, into: &mut Left) {
+    pub(super) fn find(&self, text: &str, into: &mut Found) {
         self.exact.find(text, into);
         let length = text.len();
         self.beginnings.find(length, |part| text.get(..part), into);
@@ -298,7 +317,7 @@ impl<const WIDTH: u32> Prefixes<WIDTH> {
         number.checked_shr(WIDTH - length).unwrap_or(0)
     }
 
-    pub(super) fn find(&self, number: u128, into: &mut Left) {
+    pub(super) fn find(&self, number: u128, into: &mut Found) {
         for length in &self.lengths {
             if let Some(rules) = self.rules.get(&(*length, Self::first(*length, number))) {
                 into.add(rules);
@@ -355,7 +374,14 @@ impl Index for Paths {
 }
 
 impl Paths {
-    pub(super) fn find(&self, path: &str, into: &mut Left) {
+    /// By the path in small letters, as these were made of.
+    pub(super) fn find_folded(&self, path: &str, into: &mut Found) {
+        if !self.below.rules.is_empty() {
+            self.find(&path.to_lowercase(), into);
+        }
+    }
+
+    pub(super) fn find(&self, path: &str, into: &mut Found) {
         into.add(&self.root);
         let bytes = path.as_bytes();
         let whole = |length| bytes.get(length).is_none_or(|next| *next == b'/');
@@ -368,10 +394,10 @@ impl Paths {
 mod tests {
     use super::*;
 
-    fn found(total: usize, find: impl FnOnce(&mut Left)) -> Vec<usize> {
-        let mut left = Left::all(total).none();
-        find(&mut left);
-        left.iter().collect()
+    fn found(total: usize, find: impl FnOnce(&mut Found)) -> Vec<usize> {
+        let mut found = Found::none(total);
+        find(&mut found);
+        found.iter().collect()
     }
 
     #[test]
