@@ -1,9 +1,11 @@
 //! How large a tunnel's stream window is.
 //!
 //! A large window fills long links but lets each stalled reader hold as much, and the engine has one
-//! initial window for a whole connection. So: the least of (160 MB/s × round trip, from 4 to 16 MiB)
+//! initial window for a whole connection. So: the least of (160 MB/s × round trip, up to the next of 4, 8 and 16 MiB)
 //! and (what is left of the tunnel's budget / open streams), never under 64 KiB. It changes by factors of two
 //! only, down at once and up with delay, so that a crowd that comes and goes costs few SETTINGS.
+//! What fills a link is one of those steps itself: a round trip that is measured a hair shorter than the one before
+//! then costs nothing, where it had cost half of the window.
 
 use std::time::Duration;
 
@@ -13,11 +15,12 @@ const LEAST_FILL: u64 = 4 << 20;
 const MOST_FILL: u64 = 16 << 20;
 const FLOOR: u64 = 64 << 10;
 
-/// The window that fills a link of this round trip, in bytes.
+/// The window that fills a link of this round trip, in bytes: 4, 8 or 16 MiB.
 pub fn fill(round_trip: Duration) -> u32 {
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
     let bytes = (RATE / 1_000_000).saturating_mul(micros);
-    u32::try_from(bytes.clamp(LEAST_FILL, MOST_FILL)).unwrap_or(u32::MAX)
+    let bytes = bytes.clamp(LEAST_FILL, MOST_FILL).next_power_of_two();
+    u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
 /// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
@@ -61,10 +64,26 @@ mod tests {
         let near = Duration::from_micros(100);
         let far = Duration::from_millis(50);
         assert_eq!(size(near, 1, BUDGET), 4 << 20);
-        assert_eq!(size(far, 1, BUDGET), 8_000_000);
+        assert_eq!(size(far, 1, BUDGET), 8 << 20);
         assert_eq!(size(Duration::from_millis(200), 1, BUDGET), 16 << 20);
         assert_eq!(size(far, 64, BUDGET), 1 << 20);
         assert_eq!(size(far, 100_000, BUDGET), 64 << 10);
+    }
+
+    #[test]
+    fn a_round_trip_that_wobbles_leaves_a_window_that_fills_the_link() {
+        for micros in (1_000..110_000).step_by(100) {
+            let first = fill(Duration::from_micros(micros));
+            for then in [micros * 97 / 100, micros, micros * 103 / 100] {
+                let wanted = fill(Duration::from_micros(then));
+                let window = step(first, wanted).unwrap_or(first);
+                let needed = (RATE / 1_000_000 * then).min(MOST_FILL);
+                assert!(
+                    u64::from(window) >= needed,
+                    "{micros} us, then {then} us: {window} bytes"
+                );
+            }
+        }
     }
 
     #[test]
