@@ -155,12 +155,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
 
     /// Changes the window of the streams, to `most` bytes at most and to what this end's own budget allows. Only when the gateway
     /// has said that it may (design trap 11). Returns the window as it is then, in bytes.
+    /// How long the link is, the gateway has measured since; this end knows what it was at the handshake.
     pub fn resize(&mut self, most: u32) -> u32 {
-        let Settings {
-            round_trip, budget, ..
-        } = self.settings;
-        let left = budget.saturating_sub(self.load.weigh().stalled);
-        let wanted = window::size(round_trip, self.load.streams(), left).min(most);
+        let left = (self.settings.budget).saturating_sub(self.load.weigh().stalled);
+        let wanted = window::share(self.load.streams(), left).min(most);
         // Refused where an earlier change has not been acknowledged: the next turn comes.
         if wanted != self.window && self.connection.set_initial_window_size(wanted).is_ok() {
             self.window = wanted;

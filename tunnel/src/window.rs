@@ -25,11 +25,14 @@ pub fn fill(round_trip: Duration) -> u32 {
 
 /// The window for `streams` open streams that share `budget` bytes, less what stalled ones hold already.
 pub fn size(round_trip: Duration, streams: usize, budget: usize) -> u32 {
+    share(streams, budget).min(fill(round_trip))
+}
+
+/// What each of `streams` open streams may have of `budget` bytes, however long the link is.
+pub(crate) fn share(streams: usize, budget: usize) -> u32 {
     let share = budget / streams.max(1);
     let share = u64::try_from(share).unwrap_or(u64::MAX).max(FLOOR);
-    u32::try_from(share)
-        .unwrap_or(u32::MAX)
-        .min(fill(round_trip))
+    u32::try_from(share).unwrap_or(u32::MAX)
 }
 
 /// The window to change to, if `wanted` is at least a factor of two away from `current`.

@@ -41,6 +41,8 @@ const ANSWER: Duration = Duration::from_mins(1);
 const EXCESS: usize = 4;
 /// The least window, which each stream has beyond the budget.
 const FLOOR: usize = 64 << 10;
+/// An edge that keeps taking less than its turn offers is asked no more seldom than this.
+const PATIENCE: Duration = Duration::from_secs(32);
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
 
@@ -102,7 +104,8 @@ where
         raised: Instant::now(),
         held: Held::default(),
         weighed: Instant::now(),
-        short: false,
+        short: None,
+        patience: RAISE_AFTER,
         air: Air::Clear,
         unanswered: None,
         closing,
@@ -140,7 +143,10 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     /// What streams held when they were last asked, and when that was.
     held: Held,
     weighed: Instant,
-    short: bool,
+    /// What the edge took at its last turn, where it was less than it was offered.
+    short: Option<u32>,
+    /// How long an edge that took less is left alone.
+    patience: Duration,
     air: Air,
     /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
     unanswered: Option<Instant>,
@@ -287,12 +293,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// When windows are to be looked at without anything happening before.
     fn look(&self, now: Instant) -> Option<Instant> {
-        let raise = (self.short || self.window < self.most()).then(|| now + RAISE_AFTER);
+        let raise = (self.window < self.most()).then(|| now + RAISE_AFTER);
+        let again = self.short.map(|_| now + self.patience);
         // What arrived behind the last look.
         let arrived = self.traffic.last_read() > self.weighed || self.held.all > self.held.stalled;
-        let weigh = arrived.then(|| self.weighed + WEIGH_AFTER);
+        let weigh = (self.holds() && arrived).then(|| self.weighed + WEIGH_AFTER);
         let owed = self.unanswered.map(|since| since + ANSWER);
-        raise.into_iter().chain(weigh).chain(owed).min()
+        [raise, again, weigh, owed].into_iter().flatten().min()
+    }
+
+    /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
+    /// they come, is woken by nothing but probes.
+    fn holds(&self) -> bool {
+        self.held.all > 0 || self.shared.load.streams() > 1
     }
 
     /// What an honest edge does not do: the bounds on what it may leave here stand on its acknowledgements.
@@ -322,7 +335,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// Asks the streams what they hold, but not too often.
     fn weigh(&mut self) {
-        if self.weighed.elapsed() >= WEIGH_AFTER {
+        if self.holds() && self.weighed.elapsed() >= WEIGH_AFTER {
             self.weighed = Instant::now();
             self.held = self.shared.load.weigh();
         }
@@ -350,7 +363,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         self.shared.load.crowded().register(cx.waker());
         self.weigh();
         if let Some(taken) = self.shared.turn.taken() {
-            self.short = taken < self.window;
+            self.took(taken);
             if self.air == Air::Turn {
                 self.air = Air::Clear;
                 self.unanswered = None;
@@ -359,11 +372,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if matches!(self.air, Air::Ping(_) | Air::Turn) {
             return false;
         }
-        let rested = self.raised.elapsed() >= RAISE_AFTER;
+        let rest = self.raised.elapsed();
+        let rested = rest >= RAISE_AFTER;
         let next = window::step(self.window, self.wanted());
         let Some(next) = next.filter(|next| *next < self.window || rested) else {
             self.unanswered = None;
-            if self.short && rested {
+            if self.short.is_some() && rest >= self.patience {
                 self.raised = Instant::now();
                 self.offer();
             }
@@ -379,6 +393,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let crowd = window::crowd(next, self.budget());
         self.shared.load.set_crowd(crowd);
         true
+    }
+
+    /// The edge has taken its turn. One that takes less than it could is asked again, since it may have had a crowd; one
+    /// that never takes more than before, more and more seldom.
+    fn took(&mut self, taken: u32) {
+        let stays = self.short.is_some_and(|before| taken <= before);
+        self.patience = if stays {
+            (self.patience * 2).min(PATIENCE)
+        } else {
+            RAISE_AFTER
+        };
+        self.short = (taken < self.window).then_some(taken);
     }
 
     /// Tells the edge that it may do the same.

@@ -93,6 +93,8 @@ struct Turning {
     edge: Arc<Load>,
     /// What the edge is asked for.
     asked: mpsc::UnboundedReceiver<Asked>,
+    /// What the edge took at each of its turns, in bytes.
+    taken: mpsc::UnboundedReceiver<u32>,
 }
 
 /// The edge's loop, reduced to streams and turns.
@@ -123,11 +125,17 @@ async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<Asked>)
 
 /// Both ends, with the edge's turns as gateway and edge take them; streams go to `asked`.
 async fn taking_turns(settings: Settings) -> Turning {
+    let budget = settings.budget;
+    taking_turns_within(settings, budget).await
+}
+
+/// As [`taking_turns`], of an edge with a budget of its own, in bytes.
+async fn taking_turns_within(settings: Settings, budget: usize) -> Turning {
     let (near, far) = duplex(256 * 1024);
     let (near, far) = (Counted::new(near), Counted::new(far));
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
     let edge = server::Settings {
-        budget: settings.budget,
+        budget,
         ..server::Settings::default()
     };
     let accept = server::accept(far, far_traffic, edge);
@@ -143,6 +151,7 @@ async fn taking_turns(settings: Settings) -> Turning {
     let mut control = tunnel.control().await.unwrap();
     tunnel.give_turns();
     let turns = tunnel.clone();
+    let (took, taken) = mpsc::unbounded_channel();
     tokio::spawn(async move {
         loop {
             tokio::select! {
@@ -152,7 +161,10 @@ async fn taking_turns(settings: Settings) -> Turning {
                     }
                 }
                 heard = control.hear() => match heard {
-                    Ok(ToGateway::Window { bytes }) => turns.turn_over(bytes),
+                    Ok(ToGateway::Window { bytes }) => {
+                        turns.turn_over(bytes);
+                        let _ = took.send(bytes);
+                    }
                     _ => return,
                 },
             }
@@ -163,6 +175,7 @@ async fn taking_turns(settings: Settings) -> Turning {
         ended,
         edge: load,
         asked,
+        taken,
     }
 }
 
@@ -571,6 +584,56 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
     }
     assert!(ended.try_recv().is_err(), "the tunnel lives on");
     assert!(tunnel.round_trip() > Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
+    // The first PING says that the link is short: the window is lowered, and the edge has its turn.
+    let settings = Settings {
+        round_trip: Duration::from_millis(50),
+        ..Settings::default()
+    };
+    let mut turning = taking_turns_within(settings, 1 << 20).await;
+    tokio::time::sleep(Duration::from_mins(10)).await;
+    let taken: Vec<u32> = std::iter::from_fn(|| turning.taken.try_recv().ok()).collect();
+    assert!(taken.iter().all(|bytes| *bytes <= 1 << 20), "{taken:?}");
+    // After 1, 2, 4, 8 and 16 seconds, then each 32 and up to a probe more.
+    assert!((15..30).contains(&taken.len()), "{} turns", taken.len());
+    assert!(turning.tunnel.round_trip() < Duration::from_millis(50));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
+    let settings = Settings {
+        round_trip: Duration::from_millis(50),
+        // Nobody measures it anew.
+        liveness: Bounds {
+            probe_after: Duration::from_hours(1),
+            suspect_after: Duration::from_hours(2),
+            close_after: Duration::from_hours(3),
+        },
+        ..Settings::default()
+    };
+    let Turning {
+        tunnel,
+        mut asked,
+        mut taken,
+        ..
+    } = taking_turns(settings).await;
+    let mut crowd = Vec::new();
+    for _ in 0..32 {
+        let target = target();
+        let opened = tunnel.open(get("/"), &Ask::Request, &target, false);
+        crowd.push((opened.await.unwrap(), asked.recv().await.unwrap()));
+    }
+    let turns = async {
+        while taken.recv().await.unwrap() > 2 << 20 {}
+        drop(crowd);
+        // The edge knows of no round trip, by which 4 MiB would be enough.
+        while taken.recv().await.unwrap() < 8 << 20 {}
+    };
+    let bound = Duration::from_mins(10);
+    tokio::time::timeout(bound, turns).await.unwrap();
 }
 
 #[tokio::test]
