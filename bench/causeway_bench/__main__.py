@@ -26,7 +26,7 @@ from .tools import Tools
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/run", description="Measures Causeway beside other roads, on loopback.")
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--quick", action="store_true", help="four minutes; prints ratios, keeps nothing in bench/")
+    pace.add_argument("--quick", action="store_true", help="two minutes; prints ratios, keeps nothing in bench/")
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
     parser.add_argument("--before", type=Path, metavar="PROGRAM",

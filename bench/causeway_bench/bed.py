@@ -40,7 +40,7 @@ class Pace:
 
 
 PACES = {
-    "quick": Pace("quick", rounds=2, long_rounds=2, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
+    "quick": Pace("quick", rounds=2, long_rounds=1, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
     "default": Pace(
         "default", rounds=3, long_rounds=2, seconds=3, warm=1, bulk=1024 * MIB, bulk_of_eight=128 * MIB, settle=2.0
     ),

@@ -81,7 +81,7 @@ class Causeway(Contestant):
         wait_for("its front listens", lambda: listens(https), [gateway], bound)
         ca = self.folder / "out" / "ca.pem"
         self.https = Https(https, ca, f"{NODE}:{app}")
-        self.connect = Connect(connect, ca, f"{NODE}:{app}")
+        self.connect = Connect(connect, ca, f"{NODE}:{app}", "gateway")
 
     def serves(self) -> bool:
         """Whether a request succeeds now."""
@@ -167,7 +167,7 @@ admin:
   listen: "127.0.0.1:{admin}"
 fronts:
   - {{ name: https, kind: https, listen: "127.0.0.1:{https}", port: {app}, anonymous: true }}
-  - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost], anonymous: true }}
+  - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost, gateway], anonymous: true }}
 access_log: none
 log: {{ filter: warn }}
 {policy}

@@ -37,6 +37,8 @@ class Connect:
     port: int
     ca: Path
     target: str
+    # By which the proxy is called; of a gateway that is no node's name.
+    server_name: str = "localhost"
     certificate: Path | None = None
     key: Path | None = None
 

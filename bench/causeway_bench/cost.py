@@ -1,4 +1,4 @@
-"""What the gateway does for a request, counted: instructions and allocations by callgrind, system calls by strace.
+"""What the gateway does for a request, counted: instructions and allocations by callgrind, system calls by strace and perf.
 
 Counts are what a busy machine does not change. Each is the difference of a long and a short load: that takes
 handshakes out.
@@ -7,13 +7,15 @@ handshakes out.
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from . import load
 from .bed import Bed
-from .callers import Figures
+from .callers import Figures, wrk
 from .causeway import Causeway
 from .contestant import Contestant, fresh_name
+from .measures import TURNED
 from .process import Process, Trouble, run, wait_for
 
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
@@ -23,6 +25,10 @@ _CALLED = re.compile(r"^cfn=\((\d+)\).*\ncalls=(\d+)", re.MULTILINE)
 _ALLOCATES = re.compile(r"_rjem_(malloc|calloc|realloc|mallocx|rallocx|aligned_alloc|posix_memalign)$")
 # `strace -c`: share, seconds, microseconds a call, calls, perhaps errors, name.
 _SYSTEM_CALL = re.compile(r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) +(?:\d+ +)?(\w+)$", re.MULTILINE)
+# What perf says of an event with `-x,`: count, unit, event.
+_COUNTED = re.compile(r"^(\d+),[^,]*,syscalls:sys_enter_(\w+),", re.MULTILINE)
+# What crossing costs: locks that another thread holds, or that one waits for, and writes that wake the other thread.
+_CROSSING = {"futex": "futexes_per_request", "write": "wakes_per_request"}
 _CALLERS = 8
 # A lock that another thread holds, or a thread that waits to be woken.
 _WAITS = "futex"
@@ -81,6 +87,44 @@ def system_calls(bed: Bed, contestant: Contestant) -> Figures:
     for name in sorted(calls, key=lambda name: -calls[name])[:4]:
         figures[f"{name}_per_request"] = calls[name]
     return figures
+
+
+def waits(bed: Bed, contestant: Contestant) -> Figures:
+    """Of a gateway with two cores, for a request, where each caller turns to another node with each: both cores have
+    tunnels, and streams cross. Counted by perf and not by strace, under which a lock is held for as long as it takes to
+    tell the tracer of the system call within."""
+    gateway = _causeway(contestant)
+    gateway.cores = 2
+    gateway.bootstrap(bed)
+    identities = load.mint(bed, gateway.data, TURNED)
+    gateway.start_gateway(bed, bed.apps["files"])
+    with load.beside(bed, load.fleet(gateway.tunnel, identities, TURNED), "up", 300):
+        wrk(bed, gateway, 64, bed.pace.warm, named=TURNED)
+        counter = _counter(bed, gateway.processes["front"].pid)
+        try:
+            found = wrk(bed, gateway, 64, bed.pace.seconds, named=TURNED)
+            counter.child.wait(10)
+        except subprocess.TimeoutExpired as error:
+            raise Trouble("perf does not end") from error
+        finally:
+            counter.stop()
+    counted = {name: int(count) for count, name in _COUNTED.findall(counter.said())}
+    if counted.keys() != _CROSSING.keys():
+        raise Trouble(f"perf counted only {counted}: {counter.tail(3)}")
+    requests = found["requests_per_s"] * bed.pace.seconds
+    return {_CROSSING[name]: count / requests for name, count in counted.items()}
+
+
+def _counter(bed: Bed, pid: int) -> Process:
+    """perf, counting already and for as long as requests are asked."""
+    name = fresh_name("perf")
+    events = ",".join(f"syscalls:sys_enter_{call}" for call in _CROSSING)
+    words = [bed.tools.path("perf"), "stat", "-x,", "-e", events, "-p", str(pid), "--", "sleep", str(bed.pace.seconds)]
+    counter = Process(name, words, bed.scratch / f"{name}.log", bed.cpus("rest"))
+    # The command that it was given runs once its counters do.
+    sleeps = Path(f"/proc/{counter.pid}/task/{counter.pid}/children")
+    wait_for("perf counts", lambda: bool(sleeps.read_text().strip()), [counter])
+    return counter
 
 
 def _traced(bed: Bed, gateway: Causeway, seconds: float) -> tuple[dict[str, int], float]:

@@ -47,7 +47,7 @@ class Konnectivity(Contestant):
         bed.configurations["konnectivity/agent"] = quoted(command, bed)
         with bed.at("rest"):
             wait_for("Konnectivity's agent is connected", lambda: answers(health, "/readyz"), [server, agent])
-        self.connect = Connect(front, pki.ca, f"localhost:{app}", pki.chain("client"), pki.key("client"))
+        self.connect = Connect(front, pki.ca, f"localhost:{app}", certificate=pki.chain("client"), key=pki.key("client"))
 
 
 def quoted(command: list[str], bed: Bed) -> str:

@@ -57,7 +57,7 @@ def road(way: Way) -> list[str]:
         return ["--front", way.target, "--target", way.target]
     shown = ["--cert", str(way.certificate), "--key", str(way.key)] if way.certificate else []
     return ["--proxy", f"127.0.0.1:{way.port}", "--target", way.target, "--ca", str(way.ca),
-            "--server-name", "localhost", *shown]  # fmt: skip
+            "--server-name", way.server_name, *shown]  # fmt: skip
 
 
 def requests(

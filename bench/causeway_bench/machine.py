@@ -12,7 +12,7 @@ from .tools import Tools
 
 PROGRAMS = (
     "causeway", "before", "haproxy", "konnectivity-server", "frps", "chisel", "rathole",
-    "nginx", "wrk", "h2load", "curl", "bench-load", "openssl",
+    "nginx", "wrk", "h2load", "curl", "bench-load", "openssl", "valgrind", "strace", "perf",
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def describe(tools: Tools) -> Machine:
             "commit": _said(["git", "rev-parse", "--short=12", "HEAD"]),
             "compiler": _said(["rustc", "--version"]),
         },
-        {name: tools.version(name) for name in PROGRAMS},
+        {name: tools.version(name) for name in PROGRAMS if name != "before" or name in tools.paths},
     )
 
 

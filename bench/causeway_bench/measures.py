@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from statistics import median
 
 from . import load
@@ -19,12 +20,14 @@ from .usage import Meter, cpu_seconds
 KIB = 1024.0
 # Streams whose caller sat on another core than their node.
 CROSSED = "causeway_gateway_streams_crossed_total"
+# Nodes that callers ask in turn where it is about two cores: on each of them some have their tunnel.
+TURNED = 8
 
 
 def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
     # wrk's clock runs while it shakes hands, one caller after the other, and whoever has shaken hands waits for those
     # that do: many get more time, so that less than one request in a hundred is of then.
-    return wrk(bed, contestant, callers, bed.pace.seconds * (1 + callers // 50))
+    return wrk(bed, contestant, callers, bed.pace.seconds * max(1, callers // 50))
 
 
 def http2(bed: Bed, contestant: Contestant, callers: int) -> Figures:
@@ -84,7 +87,11 @@ def beside_slow(bed: Bed, contestant: Contestant, readers: int) -> Figures:
                 curl.stop()
 
     # What one slow reader takes is less than what one moment of the machine differs from the next by.
-    turns = [_beside(bed, contestant, begin) for _ in range(3)]
+    return middle([_beside(bed, contestant, begin) for _ in range(bed.pace.rounds)])
+
+
+def middle(turns: list[Figures]) -> Figures:
+    """The median of each figure that all turns have."""
     return {name: median(turn[name] for turn in turns) for name in turns[0] if all(name in turn for turn in turns)}
 
 
@@ -196,10 +203,15 @@ def restart(bed: Bed, contestant: Contestant, count: int) -> Figures:
             if time.monotonic() > end or not fleet.alive():
                 raise Trouble(f"not all back within 300 s: {fleet.tail(2)}")
             time.sleep(0.05)
+        used = cpu_seconds(gateway.processes["front"].pid)
+        time.sleep(bed.pace.settle)
+        standing = gateway.memory()
     return {
         "seconds_from_start": back["complete_ms"] / 1e3 - begin,
         "seconds_from_ready": back["complete_ms"] / 1e3 - ready,
-        "gateway_cpu_s": cpu_seconds(gateway.processes["front"].pid),
+        "gateway_cpu_s": used,
+        "resumed_share": back["resumed"] / max(1, back["resumed"] + back["full"]),
+        "kib_per_edge_after": standing / KIB / count,
     }
 
 
@@ -248,22 +260,69 @@ def beside_idle(bed: Bed, contestant: Contestant, count: int) -> Figures:
 
 def cores(bed: Bed, contestant: Contestant) -> Figures:
     """A request whose node SNI names, served where its tunnel is, and one whose node Host alone names: of those a part
-    arrives on the other of the gateway's two cores."""
-    gateway = _causeway(contestant)
-    gateway.cores = 2
-    gateway.start(bed, bed.apps["files"])
-    figures: Figures = {}
-    ways: dict[str, Named] = {"own": "sni", "host": "host"}
-    for name, named in ways.items():
-        wrk(bed, gateway, 64, bed.pace.warm, named=named)
-        before = counted(gateway.admin, CROSSED)
-        found = wrk(bed, gateway, 64, bed.pace.seconds, named=named)
-        made = found["requests_per_s"] * bed.pace.seconds
-        figures[f"crossed_share_{name}"] = (counted(gateway.admin, CROSSED) - before) / made
-        figures[f"requests_per_s_{name}"] = found["requests_per_s"]
-        figures[f"cpu_us_{name}"] = found["cpu_front_us_per_request"]
-    figures["cpu_host_to_own"] = figures["cpu_us_host"] / figures["cpu_us_own"]
-    return figures
+    arrives on the other of the gateway's two cores. So does a part of what is asked inside of CONNECT, whose tunnels a
+    gateway with one core has beside it for comparison."""
+    two, one = _causeway(contestant), Causeway(contestant.name)
+    two.cores = 2
+    turns: list[Figures] = []
+    try:
+        for gateway in (two, one):
+            gateway.start(bed, bed.apps["files"])
+            wrk(bed, gateway, 64, bed.pace.warm)
+        # In turns, since one run of each would compare two moments of the machine.
+        for _ in range(3):
+            turn: Figures = {}
+            ways: dict[str, Named] = {"own": "sni", "host": "host"}
+            for name, named in ways.items():
+                turn |= _crossing(two, name, partial(wrk, bed, two, 64, bed.pace.seconds, named=named), bed.pace.seconds)
+            # A CONNECT is one stream however much is asked inside.
+            asks = partial(load.requests, bed, two, 64, bed.pace.seconds, connect=True)
+            turn |= _crossing(two, "connect", asks, 64)
+            alone = load.requests(bed, one, 64, bed.pace.seconds, connect=True)
+            turn["cpu_us_connect_one_core"] = alone["cpu_front_us_per_request"]
+            turn["cpu_host_to_own"] = turn["cpu_us_host"] / turn["cpu_us_own"]
+            turn["cpu_connect_to_one_core"] = turn["cpu_us_connect"] / turn["cpu_us_connect_one_core"]
+            turns.append(turn)
+    finally:
+        one.stop()
+    return middle(turns)
+
+
+def _crossing(gateway: Causeway, name: str, asks: Callable[[], Figures], streams: float) -> Figures:
+    """What a request costs, and which share of streams crossed cores: of so many, or, by the second, of one a request."""
+    before = counted(gateway.admin, CROSSED)
+    found = asks()
+    crossed = counted(gateway.admin, CROSSED) - before
+    opened = streams if name == "connect" else streams * found["requests_per_s"]
+    return {
+        f"crossed_share_{name}": crossed / opened,
+        f"requests_per_s_{name}": found["requests_per_s"],
+        f"cpu_us_{name}": found["cpu_front_us_per_request"],
+    }
+
+
+def turning(bed: Bed, contestant: Contestant) -> Figures:
+    """64 kept-alive callers that turn to another node with each request: a gateway with two cores, of which each has
+    the tunnels of some, and one with a single core. Light edges answer."""
+    two, one = _causeway(contestant), Causeway(contestant.name)
+    turns: list[Figures] = []
+    with ExitStack() as standing:
+        standing.callback(one.stop)
+        for gateway, count in ((two, 2), (one, 1)):
+            gateway.cores = count
+            gateway.bootstrap(bed)
+            identities = load.mint(bed, gateway.data, TURNED)
+            gateway.start_gateway(bed, bed.apps["files"])
+            standing.enter_context(load.beside(bed, load.fleet(gateway.tunnel, identities, TURNED), "up", 300))
+            wrk(bed, gateway, 64, bed.pace.warm, named=TURNED)
+        for _ in range(3):
+            asks = partial(wrk, bed, two, 64, bed.pace.seconds, named=TURNED)
+            turn = _crossing(two, "turning", asks, bed.pace.seconds)
+            alone = wrk(bed, one, 64, bed.pace.seconds, named=TURNED)
+            turn["cpu_us_turning_one_core"] = alone["cpu_front_us_per_request"]
+            turn["cpu_turning_to_one_core"] = turn["cpu_us_turning"] / turn["cpu_us_turning_one_core"]
+            turns.append(turn)
+    return middle(turns)
 
 
 def rules(bed: Bed, contestant: Contestant) -> Figures:

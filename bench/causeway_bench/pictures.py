@@ -24,7 +24,7 @@ _LABELS, _WIDTH, _BAR, _GAP = 130, 700, 18, 6
 
 @dataclass(frozen=True)
 class Picture:
-    """Ratios to HAProxy straight, a group of bars for each row."""
+    """Ratios to each row's reference, a group of bars for each row."""
 
     file: str
     title: str
@@ -40,7 +40,8 @@ PICTURES = (
             ("stalled-1", "stalled-64", "slow-1")),
     Picture("growth.svg", "Requests/s of 64 callers of one node, by the number of other nodes registered",
             ("growth-0", "growth-100", "growth-1000", "growth-10000")),
-    Picture("link.svg", "MB/s of one stream over a link of 50 ms, at 50 MB/s and at 125 MB/s", ("link-50", "link-125")),
+    Picture("link.svg", "MB/s of one stream over 50 ms, at 50 and at 125 MB/s, against plain TCP (more is better)",
+            ("link-50", "link-125")),
 )  # fmt: skip
 
 

@@ -51,7 +51,9 @@ def opening(run: Run) -> list[str]:
 
 BARS = [
     "Causeway against what its design asks for. The two columns marked *design* are figures measured once, on a machine",
-    "of two cores, when the design was made; what the same programs reach in this run stands further below.",
+    "of two cores, when the design was made; what the same programs reach in this run stands further below. A verdict is",
+    "the median's. Of eight downloads each has a whole GiB with `--full` only, else an eighth of one. Where readers take",
+    "nothing, `readers` says how many a contestant let in before it answered nobody.",
 ]
 
 
@@ -59,14 +61,14 @@ def method(run: Run) -> list[str]:
     pace = run.pace
     return [
         f"- {PLACED[run.placement]}. The gateway has one core (`cores: 1`), HAProxy one thread.",
-        f"- Requests last {pace.seconds} s a round after {pace.warm} s to warm up; one transfer is {pace.bulk // MIB} MiB,",
-        f"  each of eight {pace.bulk_of_eight // MIB} MiB.",
+        f"- Requests last {pace.seconds} s a round after {pace.warm} s to warm up, five times that with 256 of wrk;",
+        f"  one transfer is {pace.bulk // MIB} MiB, each of eight {pace.bulk_of_eight // MIB} MiB.",
         "- Every front speaks TLS 1.3 with TLS_AES_128_GCM_SHA256 and a P-256 key, and asks callers for no certificate,",
         "  but for Konnectivity, which cannot do without. frp, chisel and rathole stand behind HAProxy, which ends TLS for",
         "  them.",
-        "- `http1-*`, `growth-*`, `nodes-*` and `connections` are wrk, `http2-*` h2load with one request at a time on each",
-        "  connection, `down-*` and `up-*` curl with HTTP/1.1 (through Konnectivity inside of CONNECT); all others are",
-        "  `causeway-bench-load`, for all contestants of a row alike. HAProxy straight is called without CONNECT in",
+        "- `http1-*`, `growth-*`, `nodes-*`, `turning` and `connections` are wrk, `http2-*` h2load with one request at a",
+        "  time on each connection, `down-*` and `up-*` curl with HTTP/1.1 (through Konnectivity inside of CONNECT); all",
+        "  others are `causeway-bench-load`, for all of a row alike. HAProxy straight is asked without CONNECT in",
         "  `connect-*`.",
         "- `front` is the process that meets callers (HAProxy, the gateway, Konnectivity's server), `server` a tunnel's",
         "  end behind HAProxy, `edge` the end beside the app, `all` their sum. CPU is user and system time from /proc over",

@@ -12,7 +12,7 @@ from .bed import App, Bed
 from .callers import Figures
 from .causeway import Before, Causeway
 from .contestant import Contestant, Direct
-from .cost import instructions, system_calls
+from .cost import instructions, system_calls, waits
 from .haproxy import Haproxy
 from .konnectivity import Konnectivity
 from .link import Link, outage, over_link
@@ -66,7 +66,7 @@ class Row:
 def _requests() -> list[Row]:
     rows = []
     for callers in (1, 64, 256):
-        quick = DIRECT if callers == 64 else PAIR if callers == 256 else ()
+        quick = PAIR if callers > 1 else ()
         rows.append(
             Row(f"http1-{callers}", f"HTTP/1.1, {callers} callers, 1 KiB", partial(measures.http1, callers=callers),
                 "requests_per_s", DIRECT, quick=quick)
@@ -99,7 +99,7 @@ def _transfers() -> list[Row]:
         word = "one" if count == 1 else "eight"
         rows.append(
             Row(f"down-{count}", f"download, {word} at once", partial(measures.down, count=count), "mb_per_s", ALL,
-                quick=ALL if count == 1 else PAIR)
+                quick=CONNECTS if count == 1 else ())
         )  # fmt: skip
         rows.append(
             Row(f"up-{count}", f"upload, {word} at once", partial(measures.up, count=count), "mb_per_s", ALL,
@@ -136,7 +136,7 @@ def _standing() -> list[Row]:
     ]  # fmt: skip
     rows.append(
         Row("idle-upgrades", "1,000 idle upgrades", partial(measures.idle_upgrades, count=1000), "kib_per_upgrade",
-            DIRECT, higher=False, start="fresh", app="load", quick=PAIR, needs=("bench-load",))
+            DIRECT, higher=False, start="fresh", app="load", quick=OWN, needs=("bench-load",))
     )  # fmt: skip
     for name, resume in (("full", False), ("resumed", True)):
         rows.append(
@@ -172,14 +172,19 @@ def _standing() -> list[Row]:
         for count in (0, 1000, 4000)
     )  # fmt: skip
     rows += [
-        Row("cores", "64 callers of a gateway with two cores: the node named by SNI, and by Host alone", measures.cores,
-            "cpu_host_to_own", OWN, higher=False, start="own", reference=""),
+        Row("cores", "64 callers of a gateway with two cores: the node named by SNI, by Host alone, and by CONNECT",
+            measures.cores, "cpu_host_to_own", OWN, higher=False, start="own", reference="", needs=("bench-load",)),
+        Row("turning", "64 callers that turn to another of 8 nodes with each request, on two cores and on one",
+            measures.turning, "cpu_turning_to_one_core", OWN, higher=False, start="own", reference="",
+            needs=("bench-load",)),
         Row("rules", "64 callers of a gateway with 10 rules, and of one with 10,000, of which the last matches",
             measures.rules, "cpu_10000_to_10", OWN, higher=False, start="own", reference=""),
         Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
             "instructions_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind")),
-        Row("system-calls", "system calls of the gateway for a request, HTTP/1.1, 64 callers", system_calls,
+        Row("system-calls", "system calls of a gateway with two cores for a request, HTTP/1.1, 64 callers", system_calls,
             "system_calls_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "strace")),
+        Row("waits", "locks and wakes of a gateway with two cores, 64 callers that turn to another node with each request",
+            waits, "futexes_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "perf")),
     ]  # fmt: skip
     return rows
 

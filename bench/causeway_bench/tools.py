@@ -21,6 +21,7 @@ _ASK = {
     "openssl": "version",
     "valgrind": "--version",
     "strace": "--version",
+    "perf": "--version",
     "causeway": "--version",
     "before": "--version",
 }
