@@ -5,7 +5,7 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Load, Settings, Shared, Tunnel};
+use super::{Load, Settings, Shared, Tunnel, turn::Again};
 use crate::{
     cork::Cork,
     error::Ended,
@@ -41,8 +41,6 @@ const ANSWER: Duration = Duration::from_mins(1);
 const EXCESS: usize = 4;
 /// The least window, which each stream has beyond the budget.
 const FLOOR: usize = 64 << 10;
-/// An edge that keeps taking less than its turn offers is asked no more seldom than this.
-const PATIENCE: Duration = Duration::from_secs(32);
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
 
@@ -104,8 +102,7 @@ where
         raised: Instant::now(),
         held: Held::default(),
         weighed: Instant::now(),
-        short: None,
-        patience: RAISE_AFTER,
+        again: Again::default(),
         air: Air::Clear,
         unanswered: None,
         closing,
@@ -143,10 +140,7 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     /// What streams held when they were last asked, and when that was.
     held: Held,
     weighed: Instant,
-    /// What the edge took at its last turn, where it was less than it was offered.
-    short: Option<u32>,
-    /// How long an edge that took less is left alone.
-    patience: Duration,
+    again: Again,
     air: Air,
     /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
     unanswered: Option<Instant>,
@@ -294,7 +288,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     /// When windows are to be looked at without anything happening before.
     fn look(&self, now: Instant) -> Option<Instant> {
         let raise = (self.window < self.most()).then(|| now + RAISE_AFTER);
-        let again = self.short.map(|_| now + self.patience);
+        let again = self.again.after().map(|after| now + after);
         // What arrived behind the last look.
         let arrived = self.traffic.last_read() > self.weighed || self.held.all > self.held.stalled;
         let weigh = (self.holds() && arrived).then(|| self.weighed + WEIGH_AFTER);
@@ -363,7 +357,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         self.shared.load.crowded().register(cx.waker());
         self.weigh();
         if let Some(taken) = self.shared.turn.taken() {
-            self.took(taken);
+            self.again.took(taken, self.window);
             if self.air == Air::Turn {
                 self.air = Air::Clear;
                 self.unanswered = None;
@@ -377,7 +371,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let next = window::step(self.window, self.wanted());
         let Some(next) = next.filter(|next| *next < self.window || rested) else {
             self.unanswered = None;
-            if self.short.is_some() && rest >= self.patience {
+            if self.again.after().is_some_and(|after| rest >= after) {
                 self.raised = Instant::now();
                 self.offer();
             }
@@ -393,18 +387,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let crowd = window::crowd(next, self.budget());
         self.shared.load.set_crowd(crowd);
         true
-    }
-
-    /// The edge has taken its turn. One that takes less than it could is asked again, since it may have had a crowd; one
-    /// that never takes more than before, more and more seldom.
-    fn took(&mut self, taken: u32) {
-        let stays = self.short.is_some_and(|before| taken <= before);
-        self.patience = if stays {
-            (self.patience * 2).min(PATIENCE)
-        } else {
-            RAISE_AFTER
-        };
-        self.short = (taken < self.window).then_some(taken);
     }
 
     /// Tells the edge that it may do the same.

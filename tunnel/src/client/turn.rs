@@ -5,11 +5,53 @@
 //! SETTINGS until the edge has said that it did. The answer also proves that SETTINGS which were sent before the
 //! line have been acknowledged, since the edge writes an acknowledgement before it reads on.
 
-use std::sync::{
-    Mutex, PoisonError,
-    atomic::{AtomicBool, Ordering::Relaxed},
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
 };
 use tokio::sync::Notify;
+
+/// How long an edge that took less than it was offered is left alone at first, and at most.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(32));
+
+/// Whether the edge is to be offered its turn again. One that took less than it could may have had a crowd; one that never
+/// takes more than before is asked more and more seldom.
+#[derive(Debug)]
+pub(super) struct Again {
+    /// What it took last, where that was less than it was offered.
+    less: Option<u32>,
+    patience: Duration,
+}
+
+impl Default for Again {
+    fn default() -> Self {
+        Self {
+            less: None,
+            patience: PATIENCE.0,
+        }
+    }
+}
+
+impl Again {
+    /// The edge took so much of what it was offered, in bytes.
+    pub(super) fn took(&mut self, taken: u32, offered: u32) {
+        let stays = self.less.is_some_and(|before| taken <= before);
+        self.patience = if stays {
+            (self.patience * 2).min(PATIENCE.1)
+        } else {
+            PATIENCE.0
+        };
+        self.less = (taken < offered).then_some(taken);
+    }
+
+    /// How long behind its last turn it has its next, if it has one.
+    pub(super) fn after(&self) -> Option<Duration> {
+        self.less.map(|_| self.patience)
+    }
+}
 
 /// Whose turn it is, between the driver and whoever speaks on the control stream.
 #[derive(Debug, Default)]
