@@ -4,15 +4,17 @@
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
 mod keys;
+mod token;
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use causeway_gateway::config::policy;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use keys::Keys;
+use token::label;
+pub(crate) use token::{Listing, Token, TokenCreate, TokenList, TokenRevoke};
 
 /// Reach what runs behind NAT at the edge as if it stood next to you.
 #[derive(Debug, Parser)]
@@ -26,8 +28,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Run a gateway: the cloud side, where callers and edges arrive
     Gateway(Run<causeway_gateway::config::Config>),
-    /// Run an edge: the agent on a node, which dials the gateway
-    Edge(Run<causeway_edge::config::Config>),
+    /// Run an edge: the agent on a node, which dials the gateway; or, beside a gateway, say which edges are welcome
+    Edge(Edge),
     /// Run a gateway, two edges and their apps in one process
     Demo(Demo),
     /// Show the edges of a running gateway or demo
@@ -48,6 +50,8 @@ pub(crate) enum Command {
     Policy(Policy),
     /// Ask a running gateway or edge whether it is well; exits 0 or 1
     Health(Health),
+    /// Have a running gateway or edge read its configuration anew; says what that did
+    Reload(Reload),
     /// Print a script by which a shell completes commands and flags
     Completions {
         /// For which shell
@@ -78,6 +82,45 @@ pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
     pub(crate) check_config: bool,
     #[command(flatten)]
     pub(crate) keys: Keys<C>,
+}
+
+/// Runs, unless there is something to say of edges.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Edge {
+    #[command(subcommand)]
+    pub(crate) order: Option<EdgeOrder>,
+    #[command(flatten)]
+    pub(crate) run: Run<causeway_edge::config::Config>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum EdgeOrder {
+    /// End a node's tunnels within a second, and let it in no more
+    Revoke(EdgeRevoke),
+    /// Let a node in again that was revoked
+    Allow(EdgeNamed),
+    /// Forget a node: it is let in again only by a new token
+    Remove(EdgeNamed),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgeRevoke {
+    /// The node
+    pub(crate) node: String,
+    /// Why; the edge is told, and `status` shows it
+    #[arg(long)]
+    pub(crate) reason: String,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgeNamed {
+    /// The node
+    pub(crate) node: String,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]
@@ -123,6 +166,16 @@ pub(crate) enum Output {
     Wide,
     /// What the gateway says, in JSON
     Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Reload {
+    /// The admin address; without it, whatever runs in the data directory is asked
+    #[arg(long, value_name = "HOST:PORT", env = "CAUSEWAY_ADMIN")]
+    pub(crate) admin: Option<String>,
+    /// Data directory of the gateway or edge; without it, /var/lib/causeway and /var/lib/causeway-edge
+    #[arg(long, value_name = "DIR", env = "CAUSEWAY_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -195,44 +248,6 @@ pub(crate) struct CaCaller {
     pub(crate) out: PathBuf,
     #[command(flatten)]
     pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Token {
-    /// Make a token for one node, to be used once
-    Create(TokenCreate),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct TokenCreate {
-    /// Name of the node that may join with it
-    #[arg(long)]
-    pub(crate) node: String,
-    /// How long it can be used
-    #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
-    pub(crate) ttl: Duration,
-    /// Confirmed address of the node; may be given several times
-    #[arg(long = "address", value_name = "IP")]
-    pub(crate) addresses: Vec<IpAddr>,
-    /// Confirmed pool of the node
-    #[arg(long)]
-    pub(crate) pool: Option<String>,
-    /// Confirmed label of the node, for the policy; may be given several times
-    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
-    pub(crate) labels: Vec<(String, String)>,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-/// `KEY=VALUE`.
-fn label(text: &str) -> Result<(String, String), String> {
-    let Some((key, value)) = text.split_once('=') else {
-        return Err("write KEY=VALUE, as in tier=gold".into());
-    };
-    if let Some(fault) = policy::label(key).or_else(|| policy::label(value)) {
-        return Err(fault);
-    }
-    Ok((key.to_owned(), value.to_owned()))
 }
 
 #[derive(Debug, Subcommand)]
@@ -338,7 +353,7 @@ mod tests {
     fn keys_are_flags_and_lists_have_a_singular() {
         let line = "causeway edge --join T --gateway a:1 --gateway b:2 --tunnels-max 1";
         let cli = Cli::try_parse_from(line.split(' ')).unwrap();
-        let Command::Edge(run) = cli.command else {
+        let Command::Edge(Edge { run, .. }) = cli.command else {
             panic!("not the edge")
         };
         let given = [

@@ -13,12 +13,15 @@ mod edge;
 mod gateway;
 mod health;
 mod man;
+mod nodes;
 mod policy;
 mod private;
+mod reload;
 mod status;
 mod token;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::process::ExitCode;
 
@@ -26,7 +29,7 @@ use anyhow::Context;
 use causeway_config::Log;
 use clap::CommandFactory;
 
-use crate::cli::{Cli, Command, Run, Side};
+use crate::cli::{self, Cli, Command, Run, Side};
 use crate::settings::{self, Settings, Sources};
 
 /// The variables by which other programs are told of a proxy.
@@ -40,6 +43,8 @@ const PROXY: &[(&str, &str)] = &[
 /// What is left to do once the configuration is known.
 pub(crate) struct Job {
     pub(crate) log: Log,
+    /// The file of the audit log.
+    pub(crate) audit: Option<PathBuf>,
     pub(crate) work: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
 }
 
@@ -47,8 +52,13 @@ impl Job {
     fn new(log: Log, work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         Self {
             log,
+            audit: None,
             work: Box::pin(work),
         }
+    }
+
+    fn audited(self, audit: Option<PathBuf>) -> Self {
+        Self { audit, ..self }
     }
 
     /// A command that ends by itself: its output is its answer, so only trouble is logged.
@@ -65,16 +75,23 @@ impl Job {
 pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
     Ok(Some(match command {
         Command::Gateway(run) => match configure(run, &[], gateway::check)? {
-            Some(config) => Job::new(config.log.clone(), gateway::run(config)),
+            Some((config, sources)) => {
+                let (log, audit) = (config.log.clone(), config.audit_log.0.clone());
+                Job::new(log, gateway::run(config, sources)).audited(audit)
+            }
             None => return Ok(None),
         },
-        Command::Edge(run) => match configure(run, PROXY, |_| Ok(()))? {
-            Some(config) => Job::new(config.log.clone(), edge::run(config)),
+        Command::Edge(cli::Edge {
+            order: Some(order), ..
+        }) => Job::brief(nodes::run(order)),
+        Command::Edge(cli::Edge { run, .. }) => match configure(run, PROXY, |_| Ok(()))? {
+            Some((config, sources)) => Job::new(config.log.clone(), edge::run(config, sources)),
             None => return Ok(None),
         },
         Command::Demo(demo) => Job::brief(demo::run(demo)),
         Command::Status(status) => Job::brief(status::run(status)),
         Command::Health(health) => Job::brief(health::run(health)),
+        Command::Reload(reload) => Job::brief(reload::run(reload)),
         // Files in, files out: no runtime is needed.
         Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
         Command::Ca(ca) => return ca::run(ca).map(|()| None),
@@ -135,26 +152,27 @@ fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
         .context("cannot write the completions")
 }
 
-/// The configuration, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
+/// The configuration with where it came from, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
 fn configure<C: Settings + Send + Sync + 'static>(
     run: Run<C>,
     fallbacks: &'static [(&'static str, &'static str)],
     check: impl FnOnce(&C) -> anyhow::Result<()>,
-) -> anyhow::Result<Option<C>> {
-    let config = settings::load::<C>(&Sources {
+) -> anyhow::Result<Option<(C, Sources)>> {
+    let sources = Sources {
         file: run.config,
         environment: std::env::vars_os()
             .filter_map(|(name, text)| Some((name.into_string().ok()?, text.into_string().ok()?)))
             .collect(),
         flags: run.keys.given,
         fallbacks,
-    })?;
+    };
+    let config = settings::load::<C>(&sources)?;
     if run.check_config {
         check(&config)?;
         println!("the configuration is sound");
         return Ok(None);
     }
-    Ok(Some(config))
+    Ok(Some((config, sources)))
 }
 
 #[cfg(test)]

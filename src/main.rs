@@ -6,11 +6,13 @@
 mod cli;
 mod command;
 mod notify;
+mod reload;
 mod settings;
 mod signal;
 mod telemetry;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 
@@ -50,9 +52,12 @@ fn run(command: cli::Command) -> anyhow::Result<()> {
     let Some(job) = command::prepare(command)? else {
         return Ok(());
     };
-    telemetry::start(&job.log)?;
+    let _audit = telemetry::start(&job.log, job.audit.as_deref())?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(job.work)
+    let done = runtime.block_on(job.work);
+    // A disk that hangs does not keep a process from its end.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    done
 }

@@ -71,6 +71,19 @@ pub(crate) fn load<C: Settings>(sources: &Sources) -> Result<C, Refused> {
     draft.finish(judge).map(|(config, _)| config)
 }
 
+/// As [`load`] for a process that runs: a file in which there is nothing is one that somebody is about to write.
+pub(crate) fn load_anew<C: Settings>(sources: &Sources) -> Result<C, Refused> {
+    if let Some(file) = &sources.file
+        && std::fs::read_to_string(file).is_ok_and(|text| text.trim().is_empty())
+    {
+        let file = file.display();
+        let why =
+            format!("{file}:1:1: there is nothing in it; write {{}} if all defaults are meant");
+        return Err(Refused(vec![why]));
+    }
+    load(sources)
+}
+
 /// Reads and judges a file that stands for itself; also says where what is in it stands.
 pub(crate) fn document<C: Document>(file: &std::path::Path) -> Result<(C, Lines), Refused> {
     let mut draft = Draft::default();

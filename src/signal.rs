@@ -1,4 +1,4 @@
-//! SIGTERM and SIGINT ask the process to stop; SIGHUP, which would end it, is caught.
+//! SIGTERM and SIGINT ask the process to stop; SIGHUP asks it to read its configuration anew.
 //!
 //! The first SIGTERM or SIGINT cancels `stop`, and what runs drains. The second cancels
 //! `now`, and the command returns at once, whatever is still open.
@@ -13,8 +13,8 @@ pub(crate) struct Signals {
     pub(crate) stop: CancellationToken,
     /// Cancelled by the second.
     pub(crate) now: CancellationToken,
-    /// Each SIGHUP.
-    pub(crate) hangup: Signal,
+    /// Each SIGHUP, for whoever takes it; nobody's end.
+    pub(crate) hangup: Option<Signal>,
     terminate: Signal,
     interrupt: Signal,
 }
@@ -26,7 +26,7 @@ impl Signals {
         Ok(Self {
             stop: CancellationToken::new(),
             now: CancellationToken::new(),
-            hangup: take(SignalKind::hangup())?,
+            hangup: Some(take(SignalKind::hangup())?),
             terminate: take(SignalKind::terminate())?,
             interrupt: take(SignalKind::interrupt())?,
         })
@@ -41,9 +41,6 @@ impl Signals {
                 outcome = &mut work => return Some(outcome),
                 _ = self.terminate.recv() => ask("SIGTERM", &self.stop, &self.now),
                 _ = self.interrupt.recv() => ask("SIGINT", &self.stop, &self.now),
-                _ = self.hangup.recv() => {
-                    tracing::warn!("SIGHUP does nothing yet: restart to read the configuration anew");
-                }
                 () = self.now.cancelled() => return None,
             }
         }

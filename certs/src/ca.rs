@@ -16,7 +16,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use time::OffsetDateTime;
 
-use crate::certificate::{Certificate, CertificateError};
+use crate::certificate::{CLOCK_SKEW, Certificate, CertificateError};
 use crate::csr::CsrKey;
 use crate::identity;
 use crate::leaf::{Leaf, LeafError};
@@ -26,8 +26,6 @@ use crate::secret::{self, Fingerprint, Secret};
 
 /// How long a root lives.
 const ROOT_LIFETIME: Duration = Duration::from_hours(24 * 3650);
-/// How far a certificate's beginning lies in the past, for clocks that run late.
-const CLOCK_SKEW: Duration = Duration::from_hours(1);
 /// Longest common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
 

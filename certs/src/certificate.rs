@@ -4,9 +4,14 @@
 //! panics or believes: a certificate that reads well proves nothing until `verify` has checked who
 //! signed it.
 
+use std::time::Duration;
+
 use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+/// How far the beginning of a certificate of ours lies before its issue, for clocks that run late.
+pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
 
 /// The bytes are not a certificate, or one of its fields is malformed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -73,6 +78,11 @@ impl Certificate {
     /// Whether `now` lies within the validity.
     pub fn is_valid_at(&self, now: UnixTime) -> bool {
         (self.not_before..=self.not_after).contains(&now.as_secs())
+    }
+
+    /// When our own CA issued it, in Unix seconds.
+    pub fn issued_at(&self) -> u64 {
+        self.not_before.saturating_add(CLOCK_SKEW.as_secs())
     }
 
     /// The serial number in hexadecimal.

@@ -44,6 +44,13 @@ pub struct Leaf {
     not_after: u64,
 }
 
+/// The same chain and the same key.
+impl PartialEq for Leaf {
+    fn eq(&self, other: &Self) -> bool {
+        self.certified.cert == other.certified.cert && self.key == other.key
+    }
+}
+
 impl fmt::Debug for Leaf {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.debug_struct("Leaf")

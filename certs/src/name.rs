@@ -174,6 +174,93 @@ dns_name! {
     TrustDomain
 }
 
+/// Which nodes are meant: one by its name, or all that fit a pattern in which `*` stands for any characters but a dot,
+/// so that no pattern without dots means an address or a name of DNS.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct NodePattern(String);
+
+impl NodePattern {
+    /// Checks and lower-cases a name or a pattern.
+    pub fn parse(text: &str) -> Result<Self, NameError> {
+        // With a star for any of the characters of a name, it must read as one.
+        dns(&text.replace('*', "x")).map_err(|error| match error {
+            NameError::NotDns { why, .. } => NameError::NotDns {
+                name: text.chars().take(MAX_NAME).collect(),
+                why,
+            },
+            other => other,
+        })?;
+        Ok(Self(text.to_ascii_lowercase()))
+    }
+
+    /// The one node that is meant, if it is one.
+    pub fn node(&self) -> Option<NodeName> {
+        NodeName::parse(&self.0).ok()
+    }
+
+    /// Whether it means this node. `localhost` is meant by its name only: everybody has one.
+    pub fn matches(&self, node: &NodeName) -> bool {
+        let node = node.as_str();
+        if node == "localhost" || self.0.split('.').count() != node.split('.').count() {
+            return self.0 == node;
+        }
+        let mut labels = self.0.split('.').zip(node.split('.'));
+        labels.all(|(pattern, label)| fits(pattern, label))
+    }
+}
+
+/// Whether a label fits a pattern of one.
+fn fits(pattern: &str, label: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = label.strip_prefix(parts.next().unwrap_or_default()) else {
+        return false;
+    };
+    let Some(last) = parts.next_back() else {
+        return rest.is_empty();
+    };
+    // What stands between stars is found as early as it can be, which leaves most for what follows.
+    for part in parts {
+        let Some((_, behind)) = rest.split_once(part) else {
+            return false;
+        };
+        rest = behind;
+    }
+    rest.ends_with(last)
+}
+
+impl From<&NodeName> for NodePattern {
+    fn from(node: &NodeName) -> Self {
+        Self(node.as_str().to_owned())
+    }
+}
+
+impl TryFrom<String> for NodePattern {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<Self, NameError> {
+        Self::parse(&text)
+    }
+}
+
+impl From<NodePattern> for String {
+    fn from(pattern: NodePattern) -> Self {
+        pattern.0
+    }
+}
+
+impl FromStr for NodePattern {
+    type Err = NameError;
+    fn from_str(text: &str) -> Result<Self, NameError> {
+        Self::parse(text)
+    }
+}
+
+impl fmt::Display for NodePattern {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.pad(&self.0)
+    }
+}
+
 /// A name for which a server's certificate is valid.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum HostName {

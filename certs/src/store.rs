@@ -222,10 +222,23 @@ pub struct NodeRecord {
     /// Its confirmed labels.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// When it enrolled, in Unix seconds.
+    /// When it joined last, in Unix seconds: certificates from before are not its own any more.
     pub enrolled_at: u64,
     /// Serial number of its certificate, in hexadecimal.
     pub serial: String,
+    /// Since when it is not welcome, and why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revoked: Option<Revocation>,
+}
+
+/// A node is not welcome any more, until it is allowed again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Revocation {
+    /// Since then, in Unix seconds.
+    pub at: u64,
+    /// Why, for people.
+    pub reason: String,
 }
 
 /// The enrolled nodes of one data directory.
@@ -235,7 +248,7 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Notes a node in place of what was known of it.
+    /// Notes a node in place of what was known of it; one that is revoked stays so.
     pub fn put(&self, record: NodeRecord) -> Result<(), StoreError> {
         self.put_all([record])
     }
@@ -244,12 +257,41 @@ impl Nodes {
     pub fn put_all(&self, records: impl IntoIterator<Item = NodeRecord>) -> Result<(), StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                nodes.extend(
-                    records
-                        .into_iter()
-                        .map(|record| (record.node.clone(), record)),
-                );
+                for mut record in records {
+                    if let Some(before) = nodes.get(&record.node) {
+                        record.revoked.clone_from(&before.revoked);
+                    }
+                    nodes.insert(record.node.clone(), record);
+                }
                 Ok(())
+            })
+    }
+
+    /// Notes the serial number of a node's next certificate, unless the node is revoked; what is known of it then, or
+    /// nothing where it was removed meanwhile.
+    pub fn renewed(&self, node: &NodeName, serial: &str) -> Result<Option<NodeRecord>, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let known = nodes.get_mut(node);
+                Ok(known.map(|record| {
+                    if record.revoked.is_none() {
+                        serial.clone_into(&mut record.serial);
+                    }
+                    record.clone()
+                }))
+            })
+    }
+
+    /// Notes that a node is not welcome any more, or that it is again; whether it is known.
+    pub fn set_revoked(
+        &self,
+        node: &NodeName,
+        revoked: Option<Revocation>,
+    ) -> Result<bool, StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let known = nodes.get_mut(node);
+                Ok(known.map(|record| record.revoked = revoked).is_some())
             })
     }
 

@@ -1,4 +1,4 @@
-//! Join tokens: how a new edge shows that it may enrol, once, as one node.
+//! Join tokens: how a new edge shows that it may enrol: once as one node, or as one of so many that fit a pattern.
 //!
 //! `JoinToken` is what the operator hands over, `cwj1.<id>.<secret>.<sha256 of the CA>`: the last
 //! part lets the edge recognise the gateway before it has any root. `TokenBook` keeps the other
@@ -12,12 +12,12 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
-pub use book::{TokenBook, TokenRefused};
+pub use book::{Standing, TokenBook, TokenRefused};
 
-use crate::name::NodeName;
+use crate::name::{NodeName, NodePattern};
 use crate::secret::{self, Fingerprint, Secret};
 
 /// What each token begins with: its kind and version.
@@ -153,8 +153,9 @@ pub struct TokenRecord {
     pub id: String,
     /// SHA-256 of the secret.
     pub hash: Fingerprint,
-    /// The node that may join with it.
-    pub node: NodeName,
+    /// The nodes that may join with it.
+    #[serde(alias = "node")]
+    pub nodes: NodePattern,
     /// Addresses that the node may serve.
     pub addresses: Vec<IpAddr>,
     /// The pool that the node belongs to.
@@ -166,8 +167,43 @@ pub struct TokenRecord {
     pub created: u64,
     /// From when on it is no longer accepted.
     pub expires: u64,
-    /// When it was spent.
-    pub used: Option<u64>,
+    /// How many nodes may join with it.
+    #[serde(default = "once")]
+    pub uses: u32,
+    /// Who has joined with it.
+    #[serde(default, deserialize_with = "joined")]
+    pub used: Vec<Joined>,
+    /// When it was revoked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revoked: Option<u64>,
+}
+
+/// One node that joined with a token.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Joined {
+    /// Which, where that was noted.
+    pub node: Option<NodeName>,
+    /// When, in Unix seconds.
+    pub at: u64,
+}
+
+fn once() -> u32 {
+    1
+}
+
+/// A token that was good once had only the time of that.
+fn joined<'de, D: Deserializer<'de>>(read: D) -> Result<Vec<Joined>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Read {
+        All(Vec<Joined>),
+        One(Option<u64>),
+    }
+    Ok(match Read::deserialize(read)? {
+        Read::All(all) => all,
+        Read::One(at) => at.map(|at| Joined { node: None, at }).into_iter().collect(),
+    })
 }
 
 #[cfg(test)]

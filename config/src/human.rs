@@ -173,12 +173,28 @@ impl<'de> Deserialize<'de> for Network {
         let text = String::deserialize(from)?;
         let network = text.parse::<IpNet>();
         let network = network.or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-        network.map(|network| Self(network.trunc())).map_err(|_| {
+        let network = network.map_err(|_| {
             D::Error::custom(format!(
                 "\"{text}\" is no network; write 10.0.0.0/8, 2001:db8::/32 or 192.168.1.7"
             ))
-        })
+        })?;
+        whole(network).map(Self).map_err(D::Error::custom)
     }
+}
+
+/// A network as it is written: who writes `10.1.2.3/8` means one address or all of the network, and must say which.
+///
+/// # Errors
+/// What to write instead.
+pub fn whole(network: IpNet) -> Result<IpNet, String> {
+    let whole = network.trunc();
+    if whole == network {
+        return Ok(network);
+    }
+    let address = network.addr();
+    Err(format!(
+        "\"{network}\" is an address within a network; write {whole} for all of it, or {address} for the one"
+    ))
 }
 
 #[cfg(test)]
@@ -207,6 +223,21 @@ mod tests {
             let text = to_value(&sample).unwrap();
             assert_eq!(from_value::<Sample>(text).unwrap(), sample);
         }
+    }
+
+    #[derive(Deserialize, Debug)]
+    struct Nets(#[serde(with = "HumanNetworks")] Vec<IpNet>);
+
+    #[test]
+    fn a_network_is_meant_as_it_is_written() {
+        let read = |text: &str| from_value::<Nets>(json!([text])).map(|nets| nets.0[0].to_string());
+        assert_eq!(read("10.0.0.0/8").unwrap(), "10.0.0.0/8");
+        assert_eq!(read("192.168.1.7").unwrap(), "192.168.1.7/32");
+        let said = read("10.1.2.3/8").unwrap_err().to_string();
+        assert!(
+            said.contains("write 10.0.0.0/8") && said.contains("or 10.1.2.3 for the one"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -16,7 +16,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use allow::{Allow, AllowedHost, Port, Scheme};
-pub use causeway_config::{Fault, Log, LogFormat, Secret, Validate};
+pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
 
 /// The configuration of `causeway edge`.
@@ -80,6 +80,14 @@ impl Default for Config {
             backoff: Backoff::default(),
             log: Log::default(),
         }
+    }
+}
+
+impl Config {
+    /// The files that it names and that count while an edge runs.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
+        self.ports.values().flat_map(of_port).flatten().collect()
     }
 }
 

@@ -4,9 +4,12 @@
 //! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
 
 mod joining;
+mod reload;
+
+pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
-    config::Config,
+    config::{Config, Reloads},
     control::{
         admin,
         changes::Changes,
@@ -14,33 +17,24 @@ use crate::{
         enrol::EnrolError,
         gateways::Gateways,
         held::Held,
-        link::{Bulk, Links, Serve},
+        link::{Bulk, Links},
         renew,
     },
     metrics::Metrics,
     proxy::{Policy, TlsError, Way},
     state::{self, Reader, Status},
 };
+use arc_swap::ArcSwap;
 use causeway_certs::{
     Claim, EdgeIdentity, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
 };
 use causeway_tunnel::{listener, task::Tasks};
 use joining::{end_of, join, usable};
-use std::{
-    io,
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
-use tokio::{
-    net::TcpListener,
-    time::{MissedTickBehavior, interval},
-};
+use reload::{Parts, serving, sweep};
+use std::{io, net::SocketAddr, sync::Arc, time::SystemTime};
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
-
-/// How often kept connections to apps are looked through.
-const SWEEP: Duration = Duration::from_secs(5);
 
 /// Why an edge cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -126,11 +120,17 @@ pub struct Edge {
 
 /// An edge that has its admin port.
 pub struct Bound {
-    edge: Edge,
+    config: Config,
+    store: Store,
+    identity: EdgeIdentity,
     admin: std::net::TcpListener,
     address: SocketAddr,
     table: (state::Writer, Reader),
     instance: String,
+    reloader: Reloader,
+    reloads: Reloads,
+    /// Ends apps and admin at the end of the drain, and if whatever runs this edge is dropped.
+    done: CancellationToken,
     /// Two edges of one identity would take the node from each other.
     claim: Claim,
 }
@@ -211,12 +211,39 @@ impl Edge {
         let address = admin.local_addr().map_err(fault)?;
         let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
+        let done = CancellationToken::new();
+        let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
+        let Self {
+            config,
+            store,
+            identity,
+            policy,
+        } = self;
+        let ports = policy.ports();
+        let way = Way::new(
+            policy,
+            config.timeouts.clone(),
+            metrics.clone(),
+            tasks.clone(),
+        );
         Ok(Bound {
-            table: state::table(self.identity.node.as_str(), &instance),
-            edge: self,
+            table: state::table(identity.node.as_str(), &instance),
             admin,
             address,
             instance,
+            reloader: Reloader::new(Parts {
+                node: identity.node.as_str().to_owned(),
+                began: config.clone(),
+                now: Arc::new(ArcSwap::from_pointee(way)),
+                ports: Arc::new(ArcSwap::from_pointee(ports)),
+                metrics,
+                tasks,
+            }),
+            reloads: Reloads::default(),
+            config,
+            store,
+            identity,
+            done,
             claim,
         })
     }
@@ -230,12 +257,24 @@ impl Bound {
 
     /// The node, as the certificate says.
     pub fn node(&self) -> &str {
-        self.edge.node()
+        self.identity.node.as_str()
+    }
+
+    /// By which to give the edge another configuration, at any time from now on.
+    pub fn reloader(&self) -> Reloader {
+        self.reloader.clone()
+    }
+
+    /// Passes on to `reloads` what the admin listener is asked to read anew.
+    #[must_use]
+    pub fn reloads(mut self, reloads: Reloads) -> Self {
+        self.reloads = reloads;
+        self
     }
 
     /// The data directory.
     pub fn store(&self) -> &Store {
-        &self.edge.store
+        &self.store
     }
 
     /// What the edge is doing, at any time from now on.
@@ -254,81 +293,61 @@ impl Bound {
     /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
     pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
         let Self {
-            edge,
+            config,
+            store,
+            identity,
             admin,
             address,
             table: (writer, reader),
             instance,
+            reloader,
+            reloads,
+            done,
             claim: _claim,
         } = self;
         let fault = |source| Error::Bind { address, source };
         let admin = TcpListener::from_std(admin).map_err(fault)?;
-        let tls = tunnel_client(&edge.identity)?;
-        warn_of_expiry(&edge.identity);
-        let metrics = Arc::new(Metrics::default());
-        // Apps and admin are served to the end of the drain, and no longer even if this future is dropped.
-        let done = CancellationToken::new();
+        let tls = tunnel_client(&identity)?;
+        warn_of_expiry(&identity);
         let _ended = done.clone().drop_guard();
-        let tasks = Arc::new(Tasks::new(&done));
         let writer = Arc::new(writer);
-        let ports = edge.policy.ports();
-        let way = Arc::new(Way::new(
-            edge.policy,
-            edge.config.timeouts.clone(),
-            metrics.clone(),
-            tasks.clone(),
-        ));
-        let node = edge.identity.node.as_str().to_owned();
-        if ports.is_empty() {
+        let Parts {
+            now,
+            ports,
+            metrics,
+            tasks,
+            ..
+        } = reloader.parts();
+        let node = identity.node.as_str().to_owned();
+        if ports.load().is_empty() {
             warn!(
                 "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
             );
         }
-        info!(node, admin = %address, ?ports, "edge runs");
-        let held = Held::new(edge.identity, edge.store);
+        info!(node, admin = %address, ports = ?ports.load(), "edge runs");
+        let held = Held::new(identity, store);
         let links = Arc::new(Links {
             node,
             instance,
-            ports,
-            dialler: Dialler::new(tls, &edge.config),
-            gateways: Gateways::new(edge.config.gateways.clone(), held.clone(), writer.clone()),
-            serve: serving(&way),
+            ports: ports.clone(),
+            dialler: Dialler::new(tls, &config),
+            gateways: Gateways::new(config.gateways.clone(), held.clone(), writer.clone()),
+            serve: serving(now),
             metrics: metrics.clone(),
             state: writer,
             bulk: Bulk::default(),
-            config: edge.config,
+            config,
         });
-        tasks.spawn(
-            info_span!("admin"),
-            admin::run(admin, reader, metrics, done.clone()),
-        );
-        tasks.spawn(info_span!("sweep"), sweep(way));
-        let changes = Changes::listen(&tasks);
+        let shown = admin::run(admin, (reader, metrics.clone(), reloads), done.clone());
+        tasks.spawn(info_span!("admin"), shown);
+        tasks.spawn(info_span!("sweep"), sweep(now.clone()));
+        let changes = Changes::listen(tasks);
         tokio::select! {
             () = links.clone().run(stop, changes) => {}
             // Goes on for as long as there are tunnels.
             () = renew::run(links, held).instrument(info_span!("renew")) => {}
         }
         Ok(())
-    }
-}
-
-/// The way as a session of a tunnel knows it.
-fn serving(way: &Arc<Way>) -> Serve {
-    let way = way.clone();
-    Arc::new(move |asked| {
-        let way = way.clone();
-        Box::pin(async move { way.serve(asked).await })
-    })
-}
-
-/// Closes what apps keep idle for too long.
-async fn sweep(way: Arc<Way>) {
-    let mut each = interval(SWEEP);
-    each.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        each.tick().await;
-        way.sweep();
     }
 }
 

@@ -19,5 +19,5 @@ mod metrics;
 
 pub use config::Config;
 pub use control::enrol::EnrolError;
-pub use edge::{Bound, Edge, Error};
+pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader};
 pub use proxy::TlsError;

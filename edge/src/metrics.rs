@@ -72,6 +72,8 @@ pub(crate) struct Metrics {
     attempts: Family<OutcomeLabel, Counter>,
     certificate_expiry: Gauge,
     renewals: Family<OutcomeLabel, Counter>,
+    reloads: Family<OutcomeLabel, Counter>,
+    last_reload_successful: Gauge,
 }
 
 impl fmt::Debug for Metrics {
@@ -95,7 +97,11 @@ impl Default for Metrics {
             attempts: Family::default(),
             certificate_expiry: Gauge::default(),
             renewals: Family::default(),
+            reloads: Family::default(),
+            last_reload_successful: Gauge::default(),
         };
+        // The one that it begins with is in force.
+        metrics.last_reload_successful.set(1);
         metrics.register();
         metrics
     }
@@ -152,6 +158,17 @@ impl Metrics {
             "Attempts at a new certificate for this node, by outcome",
             renewals,
         );
+        let reloads = self.reloads.clone();
+        registry.register(
+            "reloads",
+            "Configurations that were read anew, by outcome",
+            reloads,
+        );
+        registry.register(
+            "last_reload_successful",
+            "Whether the newest configuration that was read is the one in force",
+            self.last_reload_successful.clone(),
+        );
     }
 
     /// All of them, in the text format of Prometheus.
@@ -195,6 +212,13 @@ impl Metrics {
     /// An attempt to renew the certificate ended: `renewed`, or why not.
     pub(crate) fn renewal(&self, outcome: &'static str) {
         self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// A configuration was read anew, and is in force or was refused.
+    pub(crate) fn reloaded(&self, well: bool) {
+        let outcome = if well { "ok" } else { "refused" };
+        self.reloads.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.last_reload_successful.set(well.into());
     }
 
     /// A tunnel stands as long as the guard lives.

@@ -15,7 +15,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use causeway_config::{Fault, Listen, Log, LogFormat, Validate};
+pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
@@ -43,6 +43,9 @@ pub struct Config {
     pub timeouts: Timeouts,
     /// Which streams get an access record: `all`, `failures` or `none`.
     pub access_log: AccessLog,
+    /// File of the audit log, JSON lines: who was refused what, and who opened and closed which session. Appended to; may be moved away at any time.
+    #[serde(skip_serializing_if = "Given::is_absent")]
+    pub audit_log: Given<PathBuf>,
     /// The log.
     pub log: Log,
 }
@@ -60,8 +63,23 @@ impl Default for Config {
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,
+            audit_log: Given::default(),
             log: Log::default(),
         }
+    }
+}
+
+impl Config {
+    /// The files that it names: what they say counts as much as what it says itself.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let of_front = |front: &Front| {
+            let shown = front.certificate.iter();
+            let shown = shown.flat_map(|files| [&files.chain, &files.key]);
+            let callers = front.callers.client_ca.iter().chain(&front.callers.tokens);
+            shown.chain(callers).cloned().collect::<Vec<_>>()
+        };
+        let fronts = self.fronts.iter().flat_map(of_front);
+        self.policy.0.iter().cloned().chain(fronts).collect()
     }
 }
 

@@ -4,6 +4,7 @@
 //! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere.
 
 pub mod enrol;
+pub mod expel;
 
 pub mod admit;
 

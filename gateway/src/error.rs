@@ -81,6 +81,14 @@ impl Reason {
         }
     }
 
+    /// Whether somebody was kept from something: what an audit wants to know.
+    pub fn is_refusal(self) -> bool {
+        matches!(
+            self,
+            Self::Unauthenticated | Self::Forbidden | Self::EdgePolicy | Self::Misdirected
+        )
+    }
+
     /// The word: metric label, log field, and end of the problem's type.
     pub fn word(self) -> &'static str {
         match self {

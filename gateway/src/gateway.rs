@@ -4,12 +4,16 @@
 //! the doors and lives until it is stopped, then drains: ask, wait, end.
 
 mod build;
+mod fronts;
 mod pulse;
+mod reload;
 
+pub use fronts::Turnover;
 pub use pulse::Pulse;
+pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
-    config::Config,
+    config::{Config, Reloads},
     control::{
         admin,
         admit::Admission,
@@ -17,7 +21,7 @@ use crate::{
         http,
     },
     core::{CoreId, Cores},
-    proxy::{Shared, authorize::Authorize, front::Door},
+    proxy::{Shared, authorize::Authorize},
     state::PolicyReader,
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
@@ -69,9 +73,24 @@ pub enum BindError {
         /// Why; most often the address is in use.
         cause: io::Error,
     },
+    /// A socket of a front that stands is in the way.
+    #[error(
+        "front {front:?} cannot listen on {listen}: front {by:?} of this gateway is there; take that away by one reload, and add this by the next"
+    )]
+    Held {
+        /// Which front.
+        front: String,
+        /// Its address.
+        listen: String,
+        /// The front whose socket it is.
+        by: String,
+    },
     /// A name of the configuration is none.
     #[error("{0}")]
     Name(String),
+    /// A gateway that is leaving opens no fronts any more.
+    #[error("the gateway is draining; its next start reads the configuration")]
+    Leaving,
     /// The cores cannot be started.
     #[error("the gateway's threads cannot be started: {0}")]
     Cores(io::Error),
@@ -90,13 +109,12 @@ pub struct Gateway {
     config: Config,
     cores: Option<Cores>,
     deciding: Deciding,
+    reloads: Reloads,
 }
 
 /// Who decides who may do what.
 #[derive(Debug)]
 enum Deciding {
-    /// Nobody was named: whoever a front lets in may do everything.
-    Nobody,
     By(Arc<dyn Authorize>),
     Policy(PolicyReader),
 }
@@ -107,7 +125,9 @@ impl Gateway {
         Self {
             config,
             cores: None,
-            deciding: Deciding::Nobody,
+            // Without rules: whoever a front lets in may do everything.
+            deciding: Deciding::Policy(PolicyReader::default()),
+            reloads: Reloads::default(),
         }
     }
 
@@ -122,6 +142,13 @@ impl Gateway {
     #[must_use]
     pub fn policy(mut self, policy: PolicyReader) -> Self {
         self.deciding = Deciding::Policy(policy);
+        self
+    }
+
+    /// Passes on to `reloads` what the admin listener is asked to read anew.
+    #[must_use]
+    pub fn reloads(mut self, reloads: Reloads) -> Self {
+        self.reloads = reloads;
         self
     }
 
@@ -156,9 +183,7 @@ pub struct Bound {
     tunnel: listener::Bound,
     admin: listener::Bound,
     admin_app: admin::App,
-    /// By the name of their front.
-    doors: Vec<(String, Door, listener::Bound)>,
-    identity: build::Identity,
+    reloader: Reloader,
     readiness: Readiness,
     /// Asks fronts and connections to finish.
     ending: CancellationToken,
@@ -208,11 +233,7 @@ impl Bound {
         Addresses {
             tunnel: tcp(&self.tunnel),
             admin: tcp(&self.admin),
-            fronts: self
-                .doors
-                .iter()
-                .map(|(name, _, bound)| (name.clone(), bound.local_addr()))
-                .collect(),
+            fronts: self.reloader.parts().fronts.addresses(),
         }
     }
 
@@ -230,6 +251,11 @@ impl Bound {
         }
     }
 
+    /// By which to give the gateway another configuration, at any time from now on.
+    pub fn reloader(&self) -> Reloader {
+        self.reloader.clone()
+    }
+
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
@@ -240,22 +266,17 @@ impl Bound {
         let (control, closing) = (Tasks::default(), CancellationToken::new());
         let leaving = CancellationToken::new();
         let runtime = self.cores.runtime(CoreId(0));
-        for (name, door, listener) in self.doors {
-            match door.open(&listener) {
-                Ok(()) => {
-                    let address = listener.local_addr();
-                    let address = address.map_or_else(|| "unix".to_owned(), |at| at.to_string());
-                    tracing::info!(front = name, address, "front open");
-                }
-                Err(error) => tracing::error!(front = name, %error, "this front cannot be served"),
-            }
-        }
+        self.reloader.parts().fronts.open();
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
         let renewals = Tasks::default();
-        renewals.spawn_on(runtime, info_span!("identity"), self.identity.renew());
+        renewals.spawn_on(
+            runtime,
+            info_span!("identity"),
+            self.reloader.parts().identity.clone().renew(),
+        );
         self.readiness.ready();
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
@@ -273,7 +294,8 @@ impl Bound {
             },
             grace,
         );
-        let (left, ()) = tokio::join!(self.tasks.drain(grace), edges);
+        let retire = self.reloader.parts().fronts.retire();
+        let (left, (), ()) = tokio::join!(self.tasks.drain(grace), edges, retire);
         closing.cancel();
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");

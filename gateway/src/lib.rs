@@ -3,6 +3,7 @@
 //! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), the control
 //! path comes last (`control`): proxy reads, control writes, state lies between.
 
+pub mod audit;
 pub mod config;
 pub mod core;
 pub mod error;
@@ -17,4 +18,4 @@ pub mod gateway;
 
 pub use config::Config;
 pub use error::{Error, Reason};
-pub use gateway::{BindError, Bound, Gateway, Pulse};
+pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover};

@@ -92,6 +92,10 @@ declare! {
     unread_bytes: Gauge,
     /// Whether the gateway drains.
     draining: Gauge,
+    /// Configurations that were read anew, by outcome.
+    reloads: Family<[Label; 1], Counter>,
+    /// Whether the newest configuration that was read is the one in force.
+    last_reload_successful: Gauge,
 }
 
 /// The metrics of one gateway.
@@ -131,6 +135,8 @@ impl Metrics {
         let declared = Declared::default();
         let mut registry = Registry::with_prefix(PREFIX);
         declared.register(&mut registry);
+        // The one that it begins with is in force.
+        declared.last_reload_successful.set(1);
         Arc::new(Self { registry, declared })
     }
 
@@ -207,6 +213,13 @@ impl Metrics {
                 .get_or_create(&labels);
             gauge.set(round_trip.as_secs_f64());
         }
+    }
+
+    /// A configuration was read anew, and is in force or was refused.
+    pub fn reloaded(&self, well: bool) {
+        let labels = [("outcome", if well { "ok" } else { "refused" })];
+        self.declared.reloads.get_or_create(&labels).inc();
+        self.declared.last_reload_successful.set(well.into());
     }
 
     /// The gateway drains.

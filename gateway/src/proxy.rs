@@ -104,6 +104,10 @@ impl Proxy {
         request: Request<Incoming>,
         record: &Arc<Record>,
     ) -> Result<Response<Outgoing>, Error> {
+        if self.front.is_over() {
+            let why = "this front has another configuration by now; connect anew";
+            return Err(Reason::Draining.says(why));
+        }
         request::check(&request, self.shared.header_bytes, self.shared.max_headers)?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);

@@ -1,4 +1,4 @@
-//! One GET from the admin listener of a running process.
+//! One request to the admin listener of a running process.
 //!
 //! The address is said by flag or environment, or stands in the data directory, where a
 //! running gateway, edge or demo notes it. Every failure says which address was asked, how it
@@ -13,7 +13,7 @@ use causeway_config::host_port;
 use causeway_tunnel::resolve::resolve;
 use http_body_util::{BodyExt, Empty};
 use hyper::body::Bytes;
-use hyper::{Request, StatusCode, header};
+use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
@@ -49,14 +49,27 @@ pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<String>> {
     }
 }
 
-/// The answer's status and body.
+/// The answer's status and body to a GET.
 pub(super) async fn get(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
-    tokio::time::timeout(PATIENCE, exchange(address, path))
+    ask(Method::GET, address, path).await
+}
+
+/// The answer's status and body.
+pub(super) async fn ask(
+    method: Method,
+    address: &str,
+    path: &str,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    tokio::time::timeout(PATIENCE, exchange(method, address, path))
         .await
         .with_context(|| format!("{address} has not answered within {PATIENCE:?}"))?
 }
 
-async fn exchange(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+async fn exchange(
+    method: Method,
+    address: &str,
+    path: &str,
+) -> anyhow::Result<(StatusCode, Bytes)> {
     let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
     let addresses = resolve(host, port)
         .await
@@ -66,7 +79,9 @@ async fn exchange(address: &str, path: &str) -> anyhow::Result<(StatusCode, Byte
         .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-    let request = Request::get(path)
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
         .header(header::HOST, address)
         .body(Empty::<Bytes>::new())?;
     let ask = async move {

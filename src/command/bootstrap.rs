@@ -68,8 +68,9 @@ fn holds(store: &Store, node: &NodeName, file: &Path) -> anyhow::Result<bool> {
     let records = store.tokens()?.all()?;
     Ok(records.iter().any(|record| {
         record.id == kept.id
-            && record.node == *node
-            && record.used.is_none()
+            && record.nodes.node().as_ref() == Some(node)
+            && record.used.is_empty()
+            && record.revoked.is_none()
             && record.expires > enough.as_secs()
     }))
 }
@@ -89,7 +90,7 @@ fn caller(authority: &Ca, name: &str, ask: &Bootstrap) -> anyhow::Result<String>
 mod tests {
     use super::*;
     use crate::cli::DataDir;
-    use causeway_certs::NodeRecord;
+    use causeway_certs::{NodeRecord, Standing};
     use rustls::pki_types::UnixTime;
 
     fn ask(folder: &Path) -> Bootstrap {
@@ -121,7 +122,7 @@ mod tests {
         store
             .tokens()
             .unwrap()
-            .redeem(&spent, &node, UnixTime::now())
+            .redeem(&spent, (&node, Standing::New), UnixTime::now())
             .unwrap();
         run(&ask).unwrap();
         assert_eq!(read("ca.pem"), first[0]);
@@ -135,6 +136,7 @@ mod tests {
             labels: std::collections::BTreeMap::new(),
             enrolled_at: 0,
             serial: "1".into(),
+            revoked: None,
         };
         store.nodes().put(joined).unwrap();
         fs::remove_file(ask.out.join("edge-2.token")).unwrap();

@@ -1,15 +1,25 @@
 //! `causeway edge`: an edge of a configuration, until a signal.
 
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use anyhow::bail;
-use causeway_edge::{Config, Edge, Error};
+use causeway_edge::{Config, Edge, Error, Reloader};
 
 use super::{admin, explain};
 use crate::notify::Notify;
+use crate::reload::{self, Noted, Reasons};
+use crate::settings::{self, Sources};
 use crate::signal::Signals;
 
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
-pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
-    let signals = Signals::listen()?;
+/// Reads `sources` anew whenever there is a reason.
+pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+    // Joining may take days: what changes meanwhile is a change.
+    let mut noted = Noted::default();
+    noted.files(files(&config, &sources));
+    let mut signals = Signals::listen()?;
+    let hangup = signals.hangup.take();
     let stop = signals.stop.clone();
     let notify = Notify::from_environment();
     let live = async {
@@ -21,14 +31,27 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
             Err(Error::Stopped) => return Ok(()),
             opened => opened?.bind()?,
         };
+        let (reloads, asked) = causeway_config::reloads();
+        let bound = bound.reloads(reloads);
+        let reloader = bound.reloader();
         let store = bound.store().clone();
         // On a full disk an edge is needed all the same: `causeway health` then wants to be told the address.
         if let Err(error) = store.write_runtime(admin::NAME, &bound.local_addr().to_string()) {
             tracing::warn!(%error, "the admin address could not be noted");
         }
-        let (reader, asked) = (bound.reader(), (stop.clone(), drain));
+        let (reader, grace) = (bound.reader(), (stop.clone(), drain));
         let running = Box::pin(bound.run(stop.clone()));
-        let ended = notify.edge(reader, asked, running).await;
+        let reasons = Reasons {
+            hangup,
+            asked,
+            files: noted,
+        };
+        let again = Arc::new(move |noted: &mut Noted| {
+            let done = reloaded(&sources, &reloader, noted);
+            done.inspect_err(|_| reloader.refused())
+        });
+        let live = notify.edge(reader, grace, running);
+        let ended = reload::beside(live, reasons, again).await;
         if let Err(error) = store.remove_runtime(admin::NAME) {
             tracing::debug!(%error, "the admin address stays noted");
         }
@@ -38,4 +61,16 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
         Some(outcome) => outcome.inspect_err(|error| notify.status(&explain(error))),
         None => bail!("ended at once by a second signal; what was open is cut"),
     }
+}
+
+fn reloaded(sources: &Sources, reloader: &Reloader, noted: &mut Noted) -> anyhow::Result<String> {
+    noted.files(sources.file.clone());
+    let config: Config = settings::load_anew(sources)?;
+    noted.files(config.files());
+    Ok(reloader.prepare(&config)?.apply().to_string())
+}
+
+/// All files that count.
+fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
+    sources.file.iter().cloned().chain(config.files()).collect()
 }

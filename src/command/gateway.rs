@@ -1,42 +1,61 @@
 //! `causeway gateway`: a gateway of a configuration, until a signal.
 
-use anyhow::bail;
-use causeway_gateway::{Config, Gateway};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::{fmt, fs};
+
+use anyhow::{Context, bail};
+use causeway_gateway::state::{Policy, PolicyWriter};
+use causeway_gateway::{Config, Gateway, Reloader};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::{admin, policy};
 use crate::notify::Notify;
+use crate::reload::{self, Noted, Reasons};
+use crate::settings::{self, Sources};
 use crate::signal::Signals;
 
 /// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
 const RESERVE: usize = 256;
 
-/// Binds everything, serves until SIGTERM or SIGINT, then drains.
-pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
-    let signals = Signals::listen()?;
+/// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
+pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+    let mut noted = Noted::default();
+    noted.files(files(&config, &sources));
+    let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
-    let policy = config.policy.0.as_deref().map(policy::load).transpose()?;
-    match &config.policy.0 {
-        Some(file) => tracing::info!(file = %file.display(), "the policy decides who may do what"),
-        None => {
-            tracing::info!("no policy: whoever a front lets in may do everything on every node");
-        }
-    }
-    let mut gateway = Gateway::new(within_files(config));
-    if let Some(policy) = &policy {
-        gateway = gateway.policy(policy.reader());
-    }
-    let bound = gateway
+    let rules = Rules::read(&config)?;
+    tracing::info!("{rules}");
+    let policy = PolicyWriter::new(rules.policy);
+    let (reloads, asked) = causeway_config::reloads();
+    let reasons = Reasons {
+        hangup: signals.hangup.take(),
+        asked,
+        files: noted,
+    };
+    let bound = Gateway::new(within_files(config))
+        .policy(policy.reader())
+        .reloads(reloads)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
-    let (pulse, asked) = (bound.pulse(), (stop.clone(), drain));
+    let live = Live {
+        sources,
+        reloader: bound.reloader(),
+        policy,
+        text: Mutex::new(rules.text),
+    };
+    let again = Arc::new(move |noted: &mut Noted| {
+        let done = live.reload(noted);
+        done.inspect_err(|_| live.reloader.refused())
+    });
+    let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
     let running = Box::pin(bound.run(stop));
-    let ended = signals
-        .run(Box::pin(notify.gateway(pulse, asked, running)))
-        .await;
+    let live = notify.gateway(pulse, grace, running);
+    let live = Box::pin(reload::beside(live, reasons, again));
+    let ended = signals.run(live).await;
     store.remove_runtime(admin::NAME)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
@@ -44,9 +63,85 @@ pub(crate) async fn run(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// A gateway that runs.
+struct Live {
+    sources: Sources,
+    reloader: Reloader,
+    policy: PolicyWriter,
+    /// The text of the rules that are in force.
+    text: Mutex<Option<String>>,
+}
+
+impl Live {
+    /// Everything is read and built before anything is put into force.
+    fn reload(&self, noted: &mut Noted) -> anyhow::Result<String> {
+        noted.files(self.sources.file.clone());
+        let config: Config = settings::load_anew(&self.sources)?;
+        noted.files(config.files());
+        let rules = Rules::read(&config)?;
+        let prepared = self.reloader.prepare(&within_files(config))?;
+        let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
+        if *text == rules.text {
+            return Ok(prepared.apply().to_string());
+        }
+        let said = rules.to_string();
+        if rules.policy.is_none() {
+            tracing::warn!("{said}");
+        }
+        *text = rules.text;
+        let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));
+        Ok(format!("{said}; {changed}"))
+    }
+}
+
+/// Who may do what.
+struct Rules {
+    file: Option<PathBuf>,
+    /// As it was written.
+    text: Option<String>,
+    policy: Option<Policy>,
+}
+
+impl Rules {
+    fn read(config: &Config) -> anyhow::Result<Self> {
+        let file = config.policy.0.clone();
+        let Some(path) = &file else {
+            return Ok(Self {
+                file,
+                text: None,
+                policy: None,
+            });
+        };
+        let policy = policy::read(path)?;
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        Ok(Self {
+            text: Some(text),
+            policy: Some(policy),
+            file,
+        })
+    }
+}
+
+impl fmt::Display for Rules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.policy, &self.file) {
+            (Some(policy), Some(file)) => {
+                let (rules, many) = (policy.len(), if policy.len() == 1 { "" } else { "s" });
+                write!(f, "policy: {rules} rule{many} of {}", file.display())
+            }
+            _ => f.write_str("no policy: whoever a front lets in may do everything on every node"),
+        }
+    }
+}
+
+/// All files that count.
+fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
+    sources.file.iter().cloned().chain(config.files()).collect()
+}
+
 /// Reads what the configuration names, as far as that can be judged without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    config.policy.0.as_deref().map(policy::load).transpose()?;
+    config.policy.0.as_deref().map(policy::read).transpose()?;
     Ok(())
 }
 

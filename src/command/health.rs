@@ -3,7 +3,7 @@
 //! For containers without a shell, where a probe has nothing else to run. One image is gateway or edge, so that
 //! without an address whatever keeps its data in the usual places is asked.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
@@ -16,12 +16,7 @@ const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
 /// Asks `/healthz`, or `/readyz`.
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
     let path = if health.ready { "/readyz" } else { "/healthz" };
-    let addresses = match (health.admin, health.data_dir) {
-        (Some(address), _) => vec![address],
-        (None, Some(directory)) => vec![admin::address(None, &directory)?.0],
-        (None, None) => running(&DATA.map(Path::new))?,
-    };
-    for address in addresses {
+    for address in addresses(health.admin, health.data_dir)? {
         let (status, body) = admin::get(&address, path).await?;
         let said = String::from_utf8_lossy(&body);
         let said = said.trim();
@@ -32,6 +27,18 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
         println!("{said}");
     }
     Ok(())
+}
+
+/// The admin addresses to ask: the one that was given, or those of whatever runs in that directory, or in the usual ones.
+pub(super) fn addresses(
+    admin: Option<String>,
+    data_dir: Option<PathBuf>,
+) -> anyhow::Result<Vec<String>> {
+    match (admin, data_dir) {
+        (Some(address), _) => Ok(vec![address]),
+        (None, Some(directory)) => Ok(vec![super::admin::address(None, &directory)?.0]),
+        (None, None) => running(&DATA.map(Path::new)),
+    }
 }
 
 /// The admin addresses of what runs in these data directories: one at least.

@@ -12,7 +12,7 @@ use causeway_certs::{Access, NodeName, Store, StoreError};
 use causeway_gateway::{
     config::policy::{self, Act},
     state::{
-        Node, Policy as Rules, PolicyWriter,
+        Node, Policy as Rules,
         policy::{Decision, Question},
     },
 };
@@ -37,17 +37,13 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
     })
 }
 
-/// The rules of a file, ready to decide by.
-pub(crate) fn load(file: &Path) -> anyhow::Result<PolicyWriter> {
-    read(file).map(PolicyWriter::new)
-}
-
 /// It is refused, or an expectation is not met: the answer was given, and it is no.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct No(String);
 
-fn read(file: &Path) -> anyhow::Result<Rules> {
+/// The rules of a file, compiled.
+pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
     let (mut policy, lines) = settings::document::<policy::Policy>(file)?;
     for (index, rule) in policy.rules.iter_mut().enumerate() {
         rule.line = lines.of(&format!("rules[{index}]"));

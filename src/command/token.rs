@@ -1,54 +1,204 @@
-//! `causeway token create`: a token by which one node joins, once.
+//! `causeway token`: tokens by which nodes join: one node once, or so many new ones of a pattern.
 //!
-//! The token alone goes to standard output, so that scripts can take it; what to do with
-//! it goes to standard error.
+//! A new token goes to standard output alone, so that scripts can take it; what to do with it goes to standard error.
+//! None is ever shown again: the gateway keeps a hash.
 
-use causeway_certs::{Confirmed, NodeName};
+use anyhow::{Context, bail, ensure};
+use causeway_certs::{Confirmed, NodePattern, NodeRecord, TokenRecord};
+use comfy_table::{Table, presets};
+use rustls::pki_types::UnixTime;
+use serde_json::json;
 
 use super::data;
-use crate::cli::{Token, TokenCreate};
+use crate::cli::{Listing, Token, TokenCreate, TokenList, TokenRevoke};
 
-/// Makes what was asked for.
+/// Does what was asked for.
 pub(crate) fn run(token: Token) -> anyhow::Result<()> {
-    let Token::Create(ask) = token;
+    match token {
+        Token::Create(ask) => {
+            let token = create(&ask)?;
+            explain(&ask);
+            println!("{token}");
+            Ok(())
+        }
+        Token::List(ask) => list(&ask),
+        Token::Revoke(ask) => revoke(&ask),
+    }
+}
+
+fn explain(ask: &TokenCreate) {
     let ttl = humantime::format_duration(ask.ttl);
-    let token = create(&ask)?;
+    let (times, which, named) = match (ask.node.contains('*'), ask.uses) {
+        (false, _) => ("once".to_owned(), "that node", ""),
+        (true, 1) => ("for one of them".to_owned(), "the node", " --node NAME"),
+        (true, uses) => (format!("for {uses} of them"), "each node", " --node NAME"),
+    };
     eprintln!(
-        "for node {}, good for {ttl}, once; on that node run:",
+        "for node {}, good for {ttl}, {times}; on {which} run:",
         ask.node
     );
-    eprintln!("  causeway edge --join TOKEN --gateway HOST:10262 --ports '{{9100: {{}}}}'");
+    eprintln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
     eprintln!("with the gateway's address, and the node's ports that callers may reach");
-    println!("{token}");
-    Ok(())
 }
 
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {
-    let node = NodeName::parse(&ask.node)?;
+    let nodes = NodePattern::parse(&ask.node)?;
+    let node = nodes.node();
+    ensure!(
+        node.is_none() || ask.uses == 1,
+        "--uses {}: a token for one node is good once; name several by a pattern, as in --node 'site-7-*'",
+        ask.uses
+    );
+    ensure!(
+        node.is_some() || ask.addresses.is_empty(),
+        "--address: an address is one node's; make a token for that node by its name"
+    );
     let (store, _) = data::with_ca(&ask.data.data_dir)?;
     let confirmed = Confirmed {
         addresses: ask.addresses.clone(),
         pool: ask.pool.clone(),
         labels: ask.labels.iter().cloned().collect(),
     };
-    let mut nodes = store.nodes().all()?.into_iter();
-    if let Some(known) = nodes.find(|known| known.node == node)
-        && (&known.pool, &known.labels) != (&confirmed.pool, &confirmed.labels)
+    let known = store.nodes().all()?;
+    if let Some(known) = known
+        .iter()
+        .find(|known| Some(&known.node) == node.as_ref())
     {
-        let labels = known
+        warn_of_change(known, &confirmed);
+    }
+    let made = store
+        .tokens()?
+        .create_for((&nodes, ask.uses), ask.ttl, confirmed)?;
+    Ok(made.text().expose().to_owned())
+}
+
+/// Joining again replaces what is confirmed of a node.
+fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed) {
+    if (&known.pool, &known.labels) == (&confirmed.pool, &confirmed.labels) {
+        return;
+    }
+    let labels = known
+        .labels
+        .iter()
+        .map(|(key, value)| format!(" {key}={value}"));
+    eprintln!(
+        "note: {} has joined before, with pool {} and labels{}; joining with this token, it has what this one says",
+        known.node,
+        known.pool.as_deref().unwrap_or("(none)"),
+        labels
+            .reduce(|all, one| all + &one)
+            .unwrap_or_else(|| " (none)".into())
+    );
+}
+
+fn list(ask: &TokenList) -> anyhow::Result<()> {
+    let (store, _) = data::with_ca(&ask.data.data_dir)?;
+    let (records, now) = (store.tokens()?.all()?, UnixTime::now().as_secs());
+    match ask.output {
+        Listing::Table => println!("{}", table(&records, now)),
+        Listing::Json => {
+            let all: Vec<_> = records.iter().map(|record| row(record, now)).collect();
+            println!("{}", serde_json::to_string_pretty(&all)?);
+        }
+    }
+    Ok(())
+}
+
+/// What it is good for now.
+fn state(record: &TokenRecord, now: u64) -> &'static str {
+    if record.revoked.is_some() {
+        "revoked"
+    } else if record.used.len() >= record.uses as usize {
+        "used"
+    } else if now >= record.expires {
+        "expired"
+    } else {
+        "good"
+    }
+}
+
+/// All but the hash.
+fn row(record: &TokenRecord, now: u64) -> serde_json::Value {
+    let used = record
+        .used
+        .iter()
+        .map(|one| json!({ "node": one.node, "at": date(one.at) }));
+    json!({
+        "id": record.id,
+        "nodes": record.nodes,
+        "state": state(record, now),
+        "uses": record.uses,
+        "used": used.collect::<Vec<_>>(),
+        "addresses": record.addresses,
+        "pool": record.pool,
+        "labels": record.labels,
+        "created": date(record.created),
+        "expires": date(record.expires),
+        "revoked": record.revoked.map(date),
+    })
+}
+
+fn table(records: &[TokenRecord], now: u64) -> String {
+    if records.is_empty() {
+        return "no tokens; make one with: causeway token create --node NAME".into();
+    }
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_header(["ID", "NODES", "STATE", "USED", "EXPIRES", "POOL", "LABELS"]);
+    for record in records {
+        let labels: Vec<_> = record
             .labels
             .iter()
-            .map(|(key, value)| format!(" {key}={value}"));
-        eprintln!(
-            "note: {node} has joined before, with pool {} and labels{}; joining with this token, it has what this one says",
-            known.pool.as_deref().unwrap_or("(none)"),
-            labels
-                .reduce(|all, one| all + &one)
-                .unwrap_or_else(|| " (none)".into())
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        table.add_row([
+            record.id.clone(),
+            record.nodes.to_string(),
+            state(record, now).to_owned(),
+            format!("{}/{}", record.used.len(), record.uses),
+            date(record.expires),
+            record.pool.clone().unwrap_or_else(|| "-".into()),
+            if labels.is_empty() {
+                "-".into()
+            } else {
+                labels.join(",")
+            },
+        ]);
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    // No blanks at either end of a line: they spoil pasting and comparing.
+    table.trim_fmt()
+}
+
+fn date(seconds: u64) -> String {
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    humantime::format_rfc3339_seconds(time).to_string()
+}
+
+fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
+    let (store, _) = data::with_ca(&ask.data.data_dir)?;
+    let tokens = store.tokens()?;
+    let mut unknown = Vec::new();
+    for id in &ask.ids {
+        let found = tokens
+            .revoke(id, UnixTime::now())
+            .with_context(|| format!("token {id} is not revoked"))?;
+        if found {
+            println!("revoked {id}");
+        } else {
+            unknown.push(id.as_str());
+        }
+    }
+    if !unknown.is_empty() {
+        bail!(
+            "there is no token {}; causeway token list shows which there are",
+            unknown.join(", ")
         );
     }
-    let token = store.tokens()?.create(&node, ask.ttl, confirmed)?;
-    Ok(token.text().expose().to_owned())
+    Ok(())
 }
 
 #[cfg(test)]
@@ -62,6 +212,7 @@ mod tests {
     fn ask(directory: &Path, node: &str) -> TokenCreate {
         TokenCreate {
             node: node.into(),
+            uses: 1,
             ttl: Duration::from_hours(1),
             addresses: vec!["10.0.0.7".parse().unwrap()],
             pool: Some("north".into()),
@@ -85,6 +236,41 @@ mod tests {
         assert_eq!(noted[0].pool.as_deref(), Some("north"));
         assert_eq!(noted[0].labels["tier"], "gold");
         assert!(create(&ask(folder.path(), "edge_1")).is_err());
+    }
+
+    #[test]
+    fn a_token_for_many_wants_a_pattern_and_has_no_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), Access::Create).unwrap();
+        store
+            .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
+            .unwrap();
+        let refused = |ask: TokenCreate| format!("{:#}", create(&ask).unwrap_err());
+        let twice = TokenCreate {
+            uses: 2,
+            ..ask(folder.path(), "edge-1")
+        };
+        assert!(refused(twice).contains("by a pattern"));
+        assert!(refused(ask(folder.path(), "edge-*")).contains("--address"));
+        let many = TokenCreate {
+            uses: 3,
+            addresses: Vec::new(),
+            ..ask(folder.path(), "edge-*")
+        };
+        create(&many).unwrap();
+        let records = store.tokens().unwrap().all().unwrap();
+        let shown = table(&records, records[0].created);
+        let line = shown.lines().nth(1).unwrap();
+        for part in ["edge-*", "good", "0/3", "north", "tier=gold"] {
+            assert!(line.contains(part), "{part}: {shown}");
+        }
+        assert!(table(&records, records[0].expires).contains("expired"));
+        let hash = serde_json::to_string(&records[0].hash).unwrap();
+        assert!(
+            !row(&records[0], 0)
+                .to_string()
+                .contains(hash.trim_matches('"'))
+        );
     }
 
     #[test]

@@ -307,8 +307,8 @@ async fn a_token_that_is_not_good_says_which_fault_it_has() {
     let tokens = stranger.store().tokens().unwrap();
     let token = tokens.all().unwrap().pop().unwrap();
     assert_eq!(
-        (token.node, token.used),
-        (node, None),
+        (token.nodes.node(), token.used.len()),
+        (Some(node), 0),
         "it was not told to the wrong gateway"
     );
 

@@ -14,7 +14,9 @@ mod identity;
 
 mod policy;
 
+mod reload;
 mod renewal;
+mod revocation;
 
 mod road;
 
@@ -31,6 +33,7 @@ mod leaks;
 mod abuse;
 
 mod app_faults;
+mod audit;
 
 mod stalled;
 
@@ -65,5 +68,6 @@ mod outages;
 mod clones;
 
 mod fleet;
+mod forged;
 
 mod edge_faults;

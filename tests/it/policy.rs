@@ -35,7 +35,7 @@ async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
         { "name": "no shells", "what": { "paths": ["/exec"] }, "then": "deny" },
         { "name": "reading", "who": { "users": ["tester"] }, "what": { "methods": ["GET"] }, "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -74,16 +74,16 @@ async fn the_first_rule_that_matches_decides_for_each_stream_of_a_connection() {
 
 #[tokio::test]
 async fn rules_that_are_replaced_hold_for_the_next_stream_of_an_open_connection() {
-    let rules = PolicyWriter::new(compiled(&json!([{ "then": "allow" }])));
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let mut connection = world.caller().http2().connect("edge-1").await.unwrap();
     let url = "https://edge-1:9100/";
     assert_eq!(connection.get(url).await.unwrap().status, 200);
-    rules.replace(compiled(&json!([])));
+    rules.replace(Some(compiled(&json!([]))));
     assert_eq!(connection.get(url).await.unwrap().status, 403);
-    rules.replace(compiled(&json!([{ "then": "allow" }])));
+    rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
     assert_eq!(connection.get(url).await.unwrap().status, 200);
 }
 
@@ -92,7 +92,7 @@ async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_sa
     let rules = json!([
         { "where": { "pools": ["north"], "labels": { "tier": "gold" } }, "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let world = World::build().policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let edge = world.edge("edge-1").pool("north").label("tier", "gold");
@@ -121,7 +121,7 @@ async fn callers_are_told_apart_by_network_certificate_and_being_known() {
         { "who": { "users": ["system:anonymous"], "networks": ["127.0.0.2"] }, "then": "allow" },
         { "who": { "spiffe": ["spiffe://world.test/caller/test*"] }, "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let world = build.front(anonymous("open", Kind::Https)).start().await;
     let app = App::saying("it").await;
@@ -144,7 +144,7 @@ async fn a_session_is_refused_where_anything_that_it_may_carry_is() {
         { "where": { "nodes": ["edge-1"] }, "what": { "paths": ["/exec"] }, "then": "deny" },
         { "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let world = build.front(front("connect", Kind::Connect)).start().await;
     let app = App::saying("it").await;
@@ -184,7 +184,7 @@ async fn a_gateway_that_was_not_given_the_rules_of_its_file_does_not_start() {
     let bind = |gateway: Gateway| gateway.cores(Cores::here()).bind();
     let refused = bind(Gateway::new(config.clone())).unwrap_err().to_string();
     assert!(refused.contains("policy.yaml"), "{refused}");
-    let rules = PolicyWriter::default();
+    let rules = PolicyWriter::new(Some(Policy::default()));
     assert!(bind(Gateway::new(config).policy(rules.reader())).is_ok());
 }
 
@@ -194,7 +194,7 @@ async fn another_ca_that_a_front_takes_gives_no_names_of_our_own_domain() {
         { "who": { "spiffe": ["spiffe://world.test/*"] }, "then": "deny" },
         { "who": { "spiffe": ["spiffe://partner.test/caller/ann"] }, "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let cas =
         ["world.test", "partner.test"].map(|domain| Ca::create(&domain.parse().unwrap()).unwrap());
@@ -238,7 +238,7 @@ async fn upgrades_and_tokens_on_a_kept_connection_are_decided_like_all_else() {
         { "what": { "streams": ["upgrade"] }, "then": "deny" },
         { "who": { "users": ["ann"] }, "then": "allow" },
     ]);
-    let rules = PolicyWriter::new(compiled(&rules));
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
     let world = build.front(tokens).policy(rules.reader()).start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;

@@ -19,6 +19,7 @@ pub(crate) mod tool;
 
 use caller::{Caller, Place};
 use causeway_certs::{Ca, Confirmed, JoinToken, Leaf, NodeName, Store};
+use causeway_gateway::{BindError, Changed, Config};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -198,6 +199,17 @@ impl World {
     pub(crate) async fn stop_gateway(&mut self) {
         let running = self.gateway.take().expect("the gateway runs");
         running.stop().await;
+    }
+
+    /// Gives the running gateway a changed configuration. Started again, it has the old one.
+    pub(crate) fn reload(
+        &mut self,
+        change: impl FnOnce(&mut Config),
+    ) -> Result<Changed, BindError> {
+        self.gateway
+            .as_mut()
+            .expect("the gateway runs")
+            .reload(change)
     }
 
     /// Asks the gateway to stop; it drains meanwhile.

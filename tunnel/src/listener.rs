@@ -53,7 +53,7 @@ impl fmt::Display for Peer {
 pub enum Bound {
     /// TCP.
     Tcp(std::net::TcpListener),
-    /// Unix, and the path that is removed when the last owner goes.
+    /// Unix, and its path, which stays: whoever binds it next takes it over where nobody answers.
     Unix(std::os::unix::net::UnixListener, PathBuf),
 }
 

@@ -56,3 +56,42 @@ fn a_callers_name_needs_no_quoting() {
         assert!(check_caller(bad).is_err(), "{bad:?}");
     }
 }
+
+#[test]
+fn a_pattern_means_what_its_stars_leave_open() {
+    let means = |pattern: &str, node: &str| {
+        let node = NodeName::parse(node).unwrap();
+        NodePattern::parse(pattern).unwrap().matches(&node)
+    };
+    for (pattern, node) in [
+        ("edge-1", "edge-1"),
+        ("Edge-*", "edge-1"),
+        ("*", "a"),
+        ("*.*", "a.b"),
+        ("rack-*.site.example", "rack-7.site.example"),
+        ("10.0.0.*", "10.0.0.7"),
+        ("localhost", "localhost"),
+        ("*-eu", "edge-1-eu"),
+        ("a*b*c", "abc"),
+        ("a*b*c", "a-b-bc"),
+        ("a*ab", "aab"),
+    ] {
+        assert!(means(pattern, node), "{pattern} {node}");
+    }
+    for (pattern, node) in [
+        ("edge-1", "edge-10"),
+        ("edge-*", "hedge-1"),
+        ("a*b*c", "acb"),
+        ("ab*ba", "aba"),
+        ("*-eu", "edge-1-eu-2"),
+        ("*", "a.b"),
+        ("*", "10.0.0.7"),
+        ("*", "localhost"),
+    ] {
+        assert!(!means(pattern, node), "{pattern} {node}");
+    }
+    for bad in ["", "edge_*", "a..*", "-*"] {
+        assert!(NodePattern::parse(bad).is_err(), "{bad}");
+    }
+    assert_eq!(NodePattern::parse("a*").unwrap().node(), None);
+}

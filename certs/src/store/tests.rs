@@ -209,6 +209,7 @@ fn nodes_are_kept_by_name() {
         labels: BTreeMap::new(),
         enrolled_at: 1,
         serial: serial.into(),
+        revoked: None,
     };
     let nodes = store.nodes();
     nodes.put(record("b", "1")).unwrap();

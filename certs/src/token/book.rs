@@ -10,9 +10,9 @@ use std::time::Duration;
 use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
-use super::{Confirmed, JoinToken, TokenRecord};
+use super::{Confirmed, JoinToken, Joined, TokenRecord};
 use crate::certificate::date;
-use crate::name::NodeName;
+use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
 use crate::store::{Dir, StoreError};
 
@@ -34,17 +34,33 @@ pub enum TokenRefused {
         /// When it ended.
         when: u64,
     },
-    /// A token joins one edge, once.
+    /// As many have joined with it as may.
     #[error("the join token was already used at {}; make a new one", date(*when))]
     Used {
         /// When it was spent.
         when: u64,
     },
+    /// Its maker takes it back.
+    #[error("the join token was revoked at {}; make a new one", date(*when))]
+    Revoked {
+        /// When.
+        when: u64,
+    },
     /// The edge wants to be another node.
     #[error("the join token is for node {bound_to}, not for this one")]
     OtherNode {
-        /// For which node it was made.
-        bound_to: NodeName,
+        /// For which nodes it was made.
+        bound_to: NodePattern,
+    },
+    /// A pattern is for new nodes: whoever has such a token must not become one that is there already.
+    #[error(
+        "node {node} has joined before, and the join token is for new nodes of {bound_to}; make one for this very node"
+    )]
+    NotNew {
+        /// The node.
+        node: NodeName,
+        /// For which nodes it was made.
+        bound_to: NodePattern,
     },
     /// The token is of another gateway's CA.
     #[error("the join token is of another CA than this gateway's")]
@@ -52,6 +68,15 @@ pub enum TokenRefused {
     /// The book could not be read or written; the token is not spent.
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+/// Whether a node that would join is known already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Nobody has joined as this node.
+    New,
+    /// Somebody has.
+    Known,
 }
 
 /// All join tokens of one data directory.
@@ -66,10 +91,20 @@ impl TokenBook {
         Self { dir, root }
     }
 
-    /// Makes a token for one node, and says what joining confirms of it.
+    /// Makes a token for one node, to be used once, and says what joining confirms of it.
     pub fn create(
         &self,
         node: &NodeName,
+        ttl: Duration,
+        confirmed: Confirmed,
+    ) -> Result<JoinToken, StoreError> {
+        self.create_for((&node.into(), 1), ttl, confirmed)
+    }
+
+    /// Makes a token by which as many of these nodes may join, and says what that confirms of each.
+    pub fn create_for(
+        &self,
+        (nodes, uses): (&NodePattern, u32),
         ttl: Duration,
         confirmed: Confirmed,
     ) -> Result<JoinToken, StoreError> {
@@ -83,13 +118,15 @@ impl TokenBook {
         let record = TokenRecord {
             id: token.id.clone(),
             hash: hash(&token),
-            node: node.clone(),
+            nodes: nodes.clone(),
             addresses,
             pool,
             labels,
             created: now,
             expires: now.saturating_add(ttl.as_secs()),
-            used: None,
+            uses,
+            used: Vec::new(),
+            revoked: None,
         };
         self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
             records.retain(|old| old.expires.saturating_add(REMEMBERED) > now);
@@ -99,12 +136,12 @@ impl TokenBook {
         Ok(token)
     }
 
-    /// Spends a token, if it is good for this node now. Once this returns `Ok`, no other call
-    /// anywhere will; a refusal spends nothing.
+    /// Spends one use of a token, if it is good for this node now. Once this has returned `Ok` as often as the token
+    /// has uses, it never will again, anywhere; a refusal spends nothing.
     pub fn redeem(
         &self,
         token: &JoinToken,
-        requested: &NodeName,
+        (requested, standing): (&NodeName, Standing),
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRefused> {
         if token.root != self.root {
@@ -117,21 +154,32 @@ impl TokenBook {
                 .find(|record| record.id == token.id)
                 .filter(|record| record.hash.matches(&presented))
                 .ok_or(TokenRefused::Unknown)?;
-            if record.node != *requested {
-                return Err(TokenRefused::OtherNode {
-                    bound_to: record.node.clone(),
-                });
-            }
-            if let Some(when) = record.used {
-                return Err(TokenRefused::Used { when });
-            }
-            if now >= record.expires {
-                return Err(TokenRefused::Expired {
-                    when: record.expires,
-                });
-            }
-            record.used = Some(now);
+            refusal(record, requested, standing, now)?;
+            record.used.push(Joined {
+                node: Some(requested.clone()),
+                at: now,
+            });
             Ok(record.clone())
+        })
+    }
+
+    /// For which nodes a token was made.
+    pub fn meant(&self, token: &JoinToken) -> Result<NodePattern, TokenRefused> {
+        let presented = hash(token);
+        let record = self.all()?.into_iter().find(|record| record.id == token.id);
+        record
+            .filter(|record| record.hash.matches(&presented))
+            .map(|record| record.nodes)
+            .ok_or(TokenRefused::Unknown)
+    }
+
+    /// Takes a token back; whether there was one. It stays in the book, so that whoever has it learns why.
+    pub fn revoke(&self, id: &str, now: UnixTime) -> Result<bool, StoreError> {
+        self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
+            let found = records.iter_mut().find(|record| record.id == id);
+            Ok(found
+                .map(|record| record.revoked.get_or_insert(now.as_secs()))
+                .is_some())
         })
     }
 
@@ -148,6 +196,40 @@ impl TokenBook {
             Ok(records.len() < before)
         })
     }
+}
+
+/// Why a token that is known is not good.
+fn refusal(
+    record: &TokenRecord,
+    requested: &NodeName,
+    standing: Standing,
+    now: u64,
+) -> Result<(), TokenRefused> {
+    if !record.nodes.matches(requested) {
+        return Err(TokenRefused::OtherNode {
+            bound_to: record.nodes.clone(),
+        });
+    }
+    if let Some(when) = record.revoked {
+        return Err(TokenRefused::Revoked { when });
+    }
+    if let Some(last) = record.used.last()
+        && record.used.len() >= record.uses as usize
+    {
+        return Err(TokenRefused::Used { when: last.at });
+    }
+    if now >= record.expires {
+        return Err(TokenRefused::Expired {
+            when: record.expires,
+        });
+    }
+    if standing == Standing::Known && record.nodes.node().is_none() {
+        return Err(TokenRefused::NotNew {
+            node: requested.clone(),
+            bound_to: record.nodes.clone(),
+        });
+    }
+    Ok(())
 }
 
 fn hash(token: &JoinToken) -> Fingerprint {

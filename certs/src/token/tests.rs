@@ -91,12 +91,17 @@ fn a_bad_token_says_what_is_wrong() {
 fn a_token_is_good_once_even_for_another_process() {
     let world = World::new();
     let token = world.token();
-    let record = world.book().redeem(&token, &node(), later(0)).unwrap();
+    let record = world
+        .book()
+        .redeem(&token, (&node(), Standing::New), later(0))
+        .unwrap();
     assert_eq!(record.pool.as_deref(), Some("p"));
     assert_eq!(record.addresses, [std::net::IpAddr::from([10, 0, 0, 7])]);
-    let again = world.book().redeem(&token, &node(), later(1));
+    let again = world
+        .book()
+        .redeem(&token, (&node(), Standing::New), later(1));
     assert!(matches!(again, Err(TokenRefused::Used { .. })));
-    assert!(world.book().all().unwrap()[0].used.is_some());
+    assert_eq!(world.book().all().unwrap()[0].used.len(), 1);
 }
 
 #[test]
@@ -104,7 +109,12 @@ fn of_many_racing_redeems_one_wins() {
     let world = World::new();
     let token = world.token();
     let wins = std::thread::scope(|scope| {
-        let redeem = || world.book().redeem(&token, &node(), later(0)).is_ok();
+        let redeem = || {
+            world
+                .book()
+                .redeem(&token, (&node(), Standing::New), later(0))
+                .is_ok()
+        };
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(redeem)).collect();
         threads
             .into_iter()
@@ -128,10 +138,15 @@ fn each_refusal_has_its_word_and_spends_nothing() {
     let token = world.token();
     let other = NodeName::parse("edge-2").unwrap();
     let refused = |token: &JoinToken, node: &NodeName, when| {
-        world.book().redeem(token, node, when).unwrap_err()
+        world
+            .book()
+            .redeem(token, (node, Standing::New), when)
+            .unwrap_err()
     };
     let wrong_node = refused(&token, &other, later(0));
-    assert!(matches!(wrong_node, TokenRefused::OtherNode { bound_to } if bound_to == node()));
+    assert!(
+        matches!(wrong_node, TokenRefused::OtherNode { bound_to } if bound_to.node() == Some(node()))
+    );
     assert!(matches!(
         refused(&token, &node(), later(61)),
         TokenRefused::Expired { .. }
@@ -157,7 +172,10 @@ fn each_refusal_has_its_word_and_spends_nothing() {
         refused(&unheard, &node(), later(0)),
         TokenRefused::Unknown
     ));
-    world.book().redeem(&token, &node(), later(0)).unwrap();
+    world
+        .book()
+        .redeem(&token, (&node(), Standing::New), later(0))
+        .unwrap();
 }
 
 #[test]
@@ -167,6 +185,80 @@ fn the_book_keeps_no_secret_and_a_removed_token_is_unknown() {
     assert!(!format!("{:?}", world.book().all().unwrap()).contains(token.secret.expose()));
     assert!(world.book().remove(&token.id).unwrap());
     assert!(!world.book().remove(&token.id).unwrap());
-    let refused = world.book().redeem(&token, &node(), later(0));
+    let refused = world
+        .book()
+        .redeem(&token, (&node(), Standing::New), later(0));
     assert!(matches!(refused, Err(TokenRefused::Unknown)));
+}
+
+#[test]
+fn a_pattern_joins_so_many_new_nodes_and_none_that_is_there() {
+    let world = World::new();
+    let pattern = NodePattern::parse("Site-7-*").unwrap();
+    let token = world
+        .book()
+        .create_for((&pattern, 2), Duration::from_mins(1), Confirmed::default())
+        .unwrap();
+    let redeem = |name: &str, standing| {
+        let node = NodeName::parse(name).unwrap();
+        world.book().redeem(&token, (&node, standing), later(0))
+    };
+    let known = redeem("site-7-a", Standing::Known);
+    assert!(matches!(known, Err(TokenRefused::NotNew { .. })));
+    let elsewhere = redeem("site-8-a", Standing::New);
+    assert!(matches!(elsewhere, Err(TokenRefused::OtherNode { .. })));
+    redeem("site-7-a", Standing::New).unwrap();
+    redeem("site-7-b", Standing::New).unwrap();
+    let third = redeem("site-7-c", Standing::New);
+    assert!(matches!(third, Err(TokenRefused::Used { .. })));
+    let used = &world.book().all().unwrap()[0].used;
+    let names: Vec<_> = used.iter().flat_map(|one| &one.node).collect();
+    assert_eq!(
+        names,
+        ["site-7-a", "site-7-b"]
+            .map(|name| NodeName::parse(name).unwrap())
+            .iter()
+            .collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn a_token_for_one_node_brings_that_node_back() {
+    let world = World::new();
+    let token = world.token();
+    let again = world
+        .book()
+        .redeem(&token, (&node(), Standing::Known), later(0));
+    assert!(again.is_ok());
+}
+
+#[test]
+fn a_revoked_token_says_so_and_stays_in_the_book() {
+    let world = World::new();
+    let token = world.token();
+    assert!(world.book().revoke(&token.id, later(0)).unwrap());
+    assert!(!world.book().revoke("nobody", later(0)).unwrap());
+    let refused = world
+        .book()
+        .redeem(&token, (&node(), Standing::New), later(1));
+    assert!(matches!(refused, Err(TokenRefused::Revoked { .. })));
+    assert_eq!(world.book().all().unwrap().len(), 1);
+}
+
+#[test]
+fn a_book_from_before_there_were_patterns_reads() {
+    let old = |used: &str| {
+        let hash = Fingerprint::digest(b"x");
+        let text = format!(
+            r#"{{"id":"a","hash":{},"node":"edge-1","addresses":[],"pool":null,"created":1,"expires":2,"used":{used}}}"#,
+            serde_json::to_string(&hash).unwrap()
+        );
+        serde_json::from_str::<TokenRecord>(&text).unwrap()
+    };
+    let (fresh, spent) = (old("null"), old("7"));
+    assert_eq!((fresh.uses, fresh.used.len()), (1, 0));
+    assert_eq!(fresh.nodes.node(), Some(node()));
+    assert_eq!(spent.used, [Joined { node: None, at: 7 }]);
+    let again = serde_json::to_string(&spent).unwrap();
+    assert_eq!(serde_json::from_str::<TokenRecord>(&again).unwrap(), spent);
 }

@@ -10,6 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use causeway_config::whole;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -76,7 +77,7 @@ impl FromStr for AllowedHost {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Ok(net) = text.parse::<IpNet>() {
-            return Ok(Self::Net(net.trunc()));
+            return whole(net).map(Self::Net);
         }
         if let Ok(address) = text.parse::<IpAddr>() {
             return Ok(Self::Net(address.to_canonical().into()));
@@ -226,14 +227,14 @@ mod tests {
     #[test]
     fn a_host_is_a_network_an_address_or_a_name() {
         for (text, written) in [
-            ("10.1.2.3/8", "10.0.0.0/8"),
+            ("10.0.0.0/8", "10.0.0.0/8"),
             ("192.168.1.7", "192.168.1.7/32"),
             ("::1", "::1/128"),
             ("Printer.local", "printer.local"),
         ] {
             assert_eq!(text.parse::<AllowedHost>().unwrap().to_string(), written);
         }
-        for bad in ["", "10.0.0", "10.0.0.0/33", "host:80", "a b"] {
+        for bad in ["", "10.0.0", "10.0.0.0/33", "10.1.2.3/8", "host:80", "a b"] {
             assert!(
                 bad.parse::<AllowedHost>()
                     .unwrap_err()

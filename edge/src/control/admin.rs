@@ -1,11 +1,12 @@
 //! The admin listener: health, metrics and status.
 //!
-//! It authenticates nobody, says nothing secret and changes nothing; it belongs on loopback, and a page in a
+//! It authenticates nobody and says nothing secret; it belongs on loopback, and a page in a
 //! browser there does not read it under a name of its own (DNS rebinding). An edge is healthy
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
 use crate::{
+    config::Reloads,
     metrics::Metrics,
     state::{Reader, Status},
 };
@@ -13,13 +14,13 @@ use axum::{
     Json, Router,
     extract::{Request, State},
     http::{
-        HeaderValue, StatusCode,
-        header::{CONTENT_TYPE, HOST},
+        HeaderMap, HeaderValue, StatusCode,
+        header::{CONTENT_TYPE, HOST, ORIGIN},
         uri::Authority,
     },
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
 };
 use causeway_tunnel::target;
 use std::{net::IpAddr, sync::Arc, time::Duration};
@@ -35,13 +36,13 @@ const BOUND: Duration = Duration::from_secs(5);
 struct Tables {
     reader: Reader,
     metrics: Arc<Metrics>,
+    reloads: Reloads,
 }
 
 /// Serves until `stop`.
 pub(crate) async fn run(
     listener: TcpListener,
-    reader: Reader,
-    metrics: Arc<Metrics>,
+    (reader, metrics, reloads): (Reader, Arc<Metrics>, Reloads),
     stop: CancellationToken,
 ) {
     let own = Arc::new(Own {
@@ -53,6 +54,7 @@ pub(crate) async fn run(
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics_text))
         .route("/status", get(status))
+        .route("/api/v1/reload", post(reload))
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
             BOUND,
@@ -60,7 +62,11 @@ pub(crate) async fn run(
         .layer(middleware::from_fn(move |request, next| {
             guard(own.clone(), request, next)
         }))
-        .with_state(Tables { reader, metrics });
+        .with_state(Tables {
+            reader,
+            metrics,
+            reloads,
+        });
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
         served = async { axum::serve(listener, router).await } => {
@@ -144,6 +150,12 @@ async fn metrics_text(State(tables): State<Tables>) -> Response {
         }
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
     }
+}
+
+/// Has the configuration read anew, and says what that did.
+async fn reload(State(tables): State<Tables>, fields: HeaderMap) -> (StatusCode, String) {
+    let (code, said) = tables.reloads.answer(fields.contains_key(ORIGIN)).await;
+    (StatusCode::from_u16(code).unwrap_or_default(), said)
 }
 
 async fn status(State(tables): State<Tables>) -> Response {

@@ -34,9 +34,18 @@ pub enum EnrolError {
     /// The token was used before.
     #[error("the join token was used already: {0}")]
     Used(String),
+    /// The token was taken back.
+    #[error("the join token was revoked: {0}")]
+    Revoked(String),
     /// The token is for another node.
     #[error("the join token is for another node: {0}")]
     OtherNode(String),
+    /// The token is for new nodes, and this one has joined before.
+    #[error("the join token is for new nodes only: {0}")]
+    NotNew(String),
+    /// The token is for several nodes, and this one did not say which it is.
+    #[error("the join token is for several nodes: {0}; name this one by --node NAME")]
+    Unnamed(String),
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
     WrongCa(#[from] WrongCa),
@@ -59,7 +68,13 @@ impl EnrolError {
     pub fn is_of_token(&self) -> bool {
         matches!(
             self,
-            Self::Unknown(_) | Self::Expired(_) | Self::Used(_) | Self::OtherNode(_)
+            Self::Unknown(_)
+                | Self::Expired(_)
+                | Self::Used(_)
+                | Self::Revoked(_)
+                | Self::OtherNode(_)
+                | Self::NotNew(_)
+                | Self::Unnamed(_)
         )
     }
 }
@@ -136,7 +151,10 @@ fn weigh(failed: Failed) -> Result<Trouble, EnrolError> {
         "token_unknown" => EnrolError::Unknown(detail),
         "token_expired" => EnrolError::Expired(detail),
         "token_used" => EnrolError::Used(detail),
+        "token_revoked" => EnrolError::Revoked(detail),
         "token_other_node" => EnrolError::OtherNode(detail),
+        "token_not_new" => EnrolError::NotNew(detail),
+        "node_missing" => EnrolError::Unnamed(detail),
         _ => EnrolError::Refused(detail),
     })
 }
@@ -151,7 +169,10 @@ mod tests {
             ("token_unknown", "does not know"),
             ("token_expired", "expired"),
             ("token_used", "used already"),
+            ("token_revoked", "revoked"),
             ("token_other_node", "another node"),
+            ("token_not_new", "new nodes"),
+            ("node_missing", "--node NAME"),
             ("csr_invalid", "refused"),
         ] {
             let (reason, detail) = (reason.to_owned(), "said so".to_owned());

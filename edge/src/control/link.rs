@@ -19,6 +19,7 @@ use super::{
     trouble::Trouble,
 };
 use crate::{config::Config, metrics::Metrics, state::Writer};
+use arc_swap::ArcSwap;
 pub(crate) use bulk::Bulk;
 use causeway_tunnel::{backoff::Backoff, server::Asked, task::Tasks};
 use futures_util::future::BoxFuture;
@@ -39,7 +40,8 @@ pub(crate) struct Links {
     pub(crate) config: Config,
     pub(crate) node: String,
     pub(crate) instance: String,
-    pub(crate) ports: Vec<u16>,
+    /// The node's ports that are served now.
+    pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(crate) dialler: Dialler,
     pub(crate) gateways: Gateways,
     pub(crate) serve: Serve,

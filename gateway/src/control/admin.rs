@@ -3,7 +3,8 @@
 //! It authenticates nobody and shows node names and addresses, so it belongs on loopback. A page in a browser on
 //! the same machine must not read it through a name of its own that resolves to loopback (DNS
 //! rebinding): a Host that names anything but the machine itself or the bound address is refused.
-//! Everything here reads tables; nothing changes one.
+//! Everything here reads tables; nothing but `refresh` and `reload` changes one. That the configuration be read anew may be asked for, which is no more
+//! than whoever can write its files brings about; a page in a browser cannot ask.
 
 mod edges;
 
@@ -11,7 +12,8 @@ mod edges;
 mod tests;
 
 use crate::{
-    control::{drain::Readiness, http::Problem},
+    config::Reloads,
+    control::{drain::Readiness, expel::Roll, http::Problem},
     metrics::{self, Metrics},
     state::{Nodes, Registry},
 };
@@ -21,7 +23,7 @@ use axum::{
     http::{HeaderMap, StatusCode, header, uri::Authority},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{target, unread::Pressure};
@@ -51,6 +53,10 @@ pub struct App {
     pub readiness: Readiness,
     /// Where it listens.
     pub address: SocketAddr,
+    /// Who reads the configuration anew.
+    pub reloads: Reloads,
+    /// Who is welcome.
+    pub roll: Roll,
 }
 
 /// The admin listener's pages.
@@ -62,6 +68,8 @@ pub fn router(app: App) -> Router {
         .route("/metrics", get(scrape))
         .route("/api/v1/edges", get(all))
         .route("/api/v1/edges/{node}", get(one))
+        .route("/api/v1/reload", post(reload))
+        .route("/api/v1/refresh", post(refresh))
         .fallback(|| async {
             Problem::new(
                 StatusCode::NOT_FOUND,
@@ -130,6 +138,33 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {
     Json(edges::all(&app.registry, &app.nodes))
+}
+
+/// Has the configuration read anew, and says what that did.
+async fn reload(State(app): State<App>, fields: HeaderMap) -> (StatusCode, String) {
+    let (code, said) = app
+        .reloads
+        .answer(fields.contains_key(header::ORIGIN))
+        .await;
+    (StatusCode::from_u16(code).unwrap_or_default(), said)
+}
+
+/// Takes up what the data directory says of nodes, and answers with those whose tunnels were ended for that.
+async fn refresh(
+    State(app): State<App>,
+    fields: HeaderMap,
+) -> Result<Json<Vec<NodeName>>, Problem> {
+    if fields.contains_key(header::ORIGIN) {
+        let detail = "a page in a browser may not ask for this";
+        return Err(Problem::new(StatusCode::FORBIDDEN, "origin", detail));
+    }
+    let failed =
+        |detail: String| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail);
+    match app.roll.refreshed().await {
+        Some(Ok(gone)) => Ok(Json(gone)),
+        Some(Err(error)) => Err(failed(error.to_string())),
+        None => Err(failed("the gateway is ending".to_owned())),
+    }
 }
 
 async fn one(State(app): State<App>, Path(node): Path<String>) -> Result<Json<Detail>, Problem> {

@@ -13,15 +13,15 @@ mod link;
 mod tests;
 
 use crate::{
-    config,
+    audit, config,
     control::http::{self, Peer},
     core::{CoreId, Cores},
     metrics::Metrics,
-    state::{Nodes, Registry},
+    state::{Advertised, Nodes, Registry},
 };
 use axum::Router;
 use causeway_certs::{
-    Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain, check_peer,
+    Certificate, Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain, check_peer,
     verify::{self, TicketSecret, TrustError},
 };
 use causeway_tunnel::{
@@ -93,16 +93,21 @@ impl Tls {
         }
     }
 
-    fn check(&self, io: &Io) -> Result<Identity, PeerRefused> {
+    /// Who the peer is, and when its certificate was issued.
+    fn check(&self, io: &Io) -> Result<(Identity, u64), PeerRefused> {
         let chain = io.get_ref().1.peer_certificates();
         let now = UnixTime::now();
-        check_peer(
+        let identity = check_peer(
             chain,
             Purpose::Edge,
             now,
             &self.trust,
             &verify::none_revoked,
-        )
+        )?;
+        // It was read for the check.
+        let leaf = chain.and_then(<[_]>::first);
+        let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
+        Ok((identity, leaf.map_or(0, |leaf| leaf.issued_at())))
     }
 }
 
@@ -125,14 +130,14 @@ pub struct Admission {
     pub metrics: Arc<Metrics>,
     /// The tunnel port's certificates.
     pub tls: Tls,
-    /// Bounds, and the addresses that edges are told.
+    /// Bounds.
     pub settings: config::Tunnel,
     /// What callers leave unread, in all tunnels.
     pub pressure: Arc<Pressure>,
     /// What a leaving edge's open streams get to end.
     pub drain: Duration,
-    /// This gateway's name, for people.
-    pub name: String,
+    /// Where gateways are to be had; the first is this one's name, for people.
+    pub advertised: Advertised,
     /// Serves edges' own requests.
     pub enrol: Router,
 }
@@ -144,6 +149,8 @@ struct Arrived {
     socket: Detached,
     /// Whose certificate it is, or why it may not stay.
     node: Result<NodeName, PeerRefused>,
+    /// When that was issued, in Unix seconds.
+    issued: u64,
     from: SocketAddr,
     round_trip: Duration,
 }
@@ -303,6 +310,7 @@ impl Desk {
             self.admission.metrics.handshake_failed(LISTENER, word);
             if notable {
                 warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
+                audit::refused_edge("(unknown)", &from, word, &failed);
             } else {
                 debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
             }
@@ -315,7 +323,9 @@ impl Desk {
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), Failed> {
-        let node = match self.admission.tls.check(&io) {
+        let shown = self.admission.tls.check(&io);
+        let issued = shown.as_ref().map_or(0, |(_, issued)| *issued);
+        let node = match shown.map(|(identity, _)| identity) {
             Ok(Identity::Edge(node)) => Ok(node),
             Ok(other) => Err(PeerRefused::Kind {
                 wanted: Purpose::Edge,
@@ -328,6 +338,7 @@ impl Desk {
             io,
             socket: socket.detach()?,
             node,
+            issued,
             from,
             round_trip,
         });
@@ -338,15 +349,16 @@ impl Desk {
     }
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
-        let identity = match self.admission.tls.check(&io) {
-            Ok(identity) => Some(identity),
-            Err(PeerRefused::Missing) => None,
+        let (identity, issued) = match self.admission.tls.check(&io) {
+            Ok((identity, issued)) => (Some(identity), issued),
+            Err(PeerRefused::Missing) => (None, 0),
             Err(refused) => return Err(refused.into()),
         };
         let _permit = self.joining.try_acquire().map_err(|_| Failed::Full)?;
         let peer = Peer {
             address: Some(from.ip().to_canonical()),
             identity,
+            issued,
         };
         http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
         Ok(())

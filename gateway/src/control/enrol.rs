@@ -11,9 +11,13 @@ mod strangers;
 mod tests;
 
 use crate::{
-    control::http::{Peer, Problem},
+    audit,
+    control::{
+        expel::unwelcome,
+        http::{Peer, Problem},
+    },
     metrics::Metrics,
-    state::{Node, NodesWriter},
+    state::{Advertised, Node, NodesWriter},
 };
 use axum::{
     Extension, Json, Router,
@@ -23,12 +27,17 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    Ca, CsrKey, Identity, JoinToken, NodeName, NodeRecord, Store, StoreError, TokenBook,
-    TokenRecord, TokenRefused,
+    Ca, CsrKey, Identity, Issued, JoinToken, NodeName, NodeRecord, Standing, Store, StoreError,
+    TokenBook, TokenRecord, TokenRefused,
 };
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
-use std::{borrow::Cow, fmt::Write, sync::Arc, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt::Write,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 use strangers::Strangers;
 use tokio::task::spawn_blocking;
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
@@ -53,7 +62,7 @@ pub struct Enrolment {
     /// Life of an edge's certificate.
     pub lifetime: Duration,
     /// The addresses that edges are told.
-    pub gateways: Vec<String>,
+    pub advertised: Advertised,
 }
 
 /// An edge that joins.
@@ -91,6 +100,8 @@ struct Enrolled {
 struct Desk {
     enrolment: Enrolment,
     tokens: TokenBook,
+    /// One joins after the other.
+    joining: Mutex<()>,
     strangers: Strangers,
 }
 
@@ -102,6 +113,7 @@ pub fn router(enrolment: Enrolment) -> Result<Router, StoreError> {
     let desk = Desk {
         tokens: enrolment.store.tokens()?,
         enrolment,
+        joining: Mutex::default(),
         strangers: Strangers::default(),
     };
     Ok(Router::new()
@@ -172,9 +184,11 @@ impl Desk {
             })?;
         let (desk, address, version) = (self.clone(), peer.address, join.version);
         let enrolled = spawn_blocking(move || {
-            let record = desk.redeem(&token, node)?;
-            info!(node = %record.node, token = %token.id, ?version, "a join token is spent");
-            desk.issue(&key, record)
+            // Of two that would be one new node, the second finds it joined.
+            let _turn = desk.joining.lock().unwrap_or_else(PoisonError::into_inner);
+            let (node, record) = desk.redeem(&token, node)?;
+            info!(%node, token = %token.id, ?version, "a join token is spent");
+            desk.issue(&key, node, record)
         });
         let enrolled = enrolled.await.map_err(|error| broken(&error))?;
         if let (Err(problem), Some(address)) = (&enrolled, address)
@@ -194,105 +208,131 @@ impl Desk {
             ));
         };
         let key = key(&renew.csr)?;
-        let known = self.enrolment.nodes.reader().get(&node);
-        let Some(known) = known else {
-            return Err(refuse(
-                StatusCode::FORBIDDEN,
-                "node_unknown",
-                format!("node {node} is not enrolled at this gateway (or was removed)"),
-            ));
-        };
+        let nodes = self.enrolment.nodes.reader();
+        match (nodes.get(&node), unwelcome(&nodes, &node, peer.issued)) {
+            (None, _) => return Err(unknown(&node)),
+            (
+                Some(Node {
+                    revoked: Some(why), ..
+                }),
+                _,
+            ) => return Err(revoked(&node, &why)),
+            (Some(_), Some(why)) => {
+                return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+            }
+            (Some(_), None) => {}
+        }
         let version = renew.version;
         let renewed = spawn_blocking(move || {
             info!(%node, ?version, "a certificate is renewed");
-            self.reissue(&key, node, known)
+            self.reissue(&key, node)
         });
         renewed.await.map_err(|error| broken(&error))?
     }
 
     /// Spends the token. Blocks on the disk.
-    fn redeem(&self, token: &JoinToken, node: Option<NodeName>) -> Result<TokenRecord, Problem> {
+    fn redeem(
+        &self,
+        token: &JoinToken,
+        node: Option<NodeName>,
+    ) -> Result<(NodeName, TokenRecord), Problem> {
         // An edge that does not say who it is becomes who the token says.
         let node = node.map_or_else(|| self.meant(token), Ok)?;
-        let redeemed = self.tokens.redeem(token, &node, UnixTime::now());
-        redeemed.map_err(|why| refused(&why))
+        let known = self.enrolment.nodes.reader().get(&node);
+        let standing = match &known {
+            Some(_) => Standing::Known,
+            None => Standing::New,
+        };
+        if let Some(reason) = known.and_then(|known| known.revoked) {
+            return Err(revoked(&node, &reason));
+        }
+        let redeemed = self
+            .tokens
+            .redeem(token, (&node, standing), UnixTime::now());
+        let record = redeemed.map_err(|why| refused(&why))?;
+        Ok((node, record))
     }
 
     /// The node for which a token was made.
     fn meant(&self, token: &JoinToken) -> Result<NodeName, Problem> {
-        let tokens = self.tokens.all().map_err(|error| broken(&error))?;
-        let record = tokens.into_iter().find(|record| record.id == token.id);
-        let unknown = || refused(&TokenRefused::Unknown);
-        record.map(|record| record.node).ok_or_else(unknown)
+        let nodes = self.tokens.meant(token).map_err(|why| refused(&why))?;
+        nodes.node().ok_or_else(|| {
+            let detail = format!(
+                "the join token is for nodes {nodes}: the edge has to say which it is (node)"
+            );
+            refuse(StatusCode::FORBIDDEN, "node_missing", detail)
+        })
     }
 
     /// The certificate of an edge that joins. Blocks on the disk.
-    fn issue(&self, key: &CsrKey, record: TokenRecord) -> Result<Enrolled, Problem> {
+    fn issue(
+        &self,
+        key: &CsrKey,
+        node: NodeName,
+        record: TokenRecord,
+    ) -> Result<Enrolled, Problem> {
         let TokenRecord {
-            node,
             addresses,
             pool,
             labels,
             ..
         } = record;
+        let now = UnixTime::now().as_secs();
         let known = self.enrolment.nodes.reader().get(&node).unwrap_or_default();
         let confirmed = Node {
             addresses,
             pool,
             labels,
+            joined_at: now,
             ..known
         };
-        self.sign(key, node, confirmed, UnixTime::now().as_secs())
-    }
-
-    /// The next certificate of an enrolled edge. Blocks on the disk.
-    fn reissue(&self, key: &CsrKey, node: NodeName, known: Node) -> Result<Enrolled, Problem> {
-        let records = self
-            .enrolment
-            .store
-            .nodes()
-            .all()
-            .map_err(|error| broken(&error))?;
-        let before = records.into_iter().find(|record| record.node == node);
-        let enrolled_at = before.map_or_else(|| UnixTime::now().as_secs(), |old| old.enrolled_at);
-        self.sign(key, node, known, enrolled_at)
-    }
-
-    fn sign(
-        &self,
-        key: &CsrKey,
-        node: NodeName,
-        confirmed: Node,
-        enrolled_at: u64,
-    ) -> Result<Enrolled, Problem> {
-        let Enrolment {
-            ca,
-            store,
-            nodes,
-            lifetime,
-            gateways,
-            ..
-        } = &self.enrolment;
-        let issued = ca
-            .issue_edge(key, &node, *lifetime)
-            .map_err(|error| broken(&error))?;
+        let issued = self.sign(key, &node)?;
         let record = NodeRecord {
             node: node.clone(),
             addresses: confirmed.addresses.clone(),
             pool: confirmed.pool.clone(),
             labels: confirmed.labels.clone(),
-            enrolled_at,
+            enrolled_at: now,
             serial: hex(&issued.serial),
+            // What was noted of that stays.
+            revoked: None,
         };
+        let Enrolment { store, nodes, .. } = &self.enrolment;
         store.nodes().put(record).map_err(|error| broken(&error))?;
         nodes.put(node.clone(), confirmed);
-        Ok(Enrolled {
+        Ok(self.granted(node, &issued))
+    }
+
+    /// The next certificate of an enrolled edge. Blocks on the disk, which has the last word: a node that is removed
+    /// or revoked meanwhile stays so.
+    fn reissue(&self, key: &CsrKey, node: NodeName) -> Result<Enrolled, Problem> {
+        let issued = self.sign(key, &node)?;
+        let nodes = self.enrolment.store.nodes();
+        let noted = nodes.renewed(&node, &hex(&issued.serial));
+        match noted.map_err(|error| broken(&error))? {
+            None => Err(unknown(&node)),
+            Some(NodeRecord {
+                revoked: Some(why), ..
+            }) => Err(revoked(&node, &why.reason)),
+            Some(_) => Ok(self.granted(node, &issued)),
+        }
+    }
+
+    fn sign(&self, key: &CsrKey, node: &NodeName) -> Result<Issued, Problem> {
+        let Enrolment { ca, lifetime, .. } = &self.enrolment;
+        let issued = ca.issue_edge(key, node, *lifetime);
+        issued.map_err(|error| broken(&error))
+    }
+
+    fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
+        let Enrolment { ca, advertised, .. } = &self.enrolment;
+        Enrolled {
             certificate: issued.pem(),
             root: ca.root_pem(),
             trust_domain: ca.trust_domain().to_string(),
             node,
-            gateways: gateways.clone(),
-        })
+            gateways: advertised.all(),
+        }
     }
 
     /// Counts and logs how it ended.
@@ -320,6 +360,14 @@ impl Desk {
                     reason,
                     ?detail,
                     "refused an edge's certificate"
+                );
+                let edge = peer.identity.as_ref().map(ToString::to_string);
+                let from = peer.address.map(|address| address.to_string());
+                audit::refused_edge(
+                    edge.as_deref().unwrap_or("(unknown)"),
+                    &from.unwrap_or_default(),
+                    reason,
+                    detail,
                 );
                 Err(problem)
             }
@@ -356,11 +404,25 @@ fn refused(why: &TokenRefused) -> Problem {
         TokenRefused::Unknown => (StatusCode::FORBIDDEN, "token_unknown"),
         TokenRefused::Expired { .. } => (StatusCode::FORBIDDEN, "token_expired"),
         TokenRefused::Used { .. } => (StatusCode::FORBIDDEN, "token_used"),
+        TokenRefused::Revoked { .. } => (StatusCode::FORBIDDEN, "token_revoked"),
+        TokenRefused::NotNew { .. } => (StatusCode::FORBIDDEN, "token_not_new"),
         TokenRefused::OtherNode { .. } => (StatusCode::FORBIDDEN, "token_other_node"),
         TokenRefused::WrongCa => (StatusCode::FORBIDDEN, "token_wrong_ca"),
         TokenRefused::Store(error) => return broken(error),
     };
     refuse(status, reason, why.to_string())
+}
+
+fn unknown(node: &NodeName) -> Problem {
+    let detail = format!("node {node} is not enrolled at this gateway (or was removed)");
+    refuse(StatusCode::FORBIDDEN, "node_unknown", detail)
+}
+
+fn revoked(node: &NodeName, reason: &str) -> Problem {
+    let detail = format!(
+        "node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`"
+    );
+    refuse(StatusCode::FORBIDDEN, "node_revoked", detail)
 }
 
 fn unreadable(rejection: &JsonRejection) -> Problem {

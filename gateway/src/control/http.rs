@@ -46,6 +46,8 @@ pub struct Peer {
     pub address: Option<IpAddr>,
     /// The identity, if it showed a certificate that was checked.
     pub identity: Option<Identity>,
+    /// When that certificate was issued, in Unix seconds.
+    pub issued: u64,
 }
 
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
@@ -72,6 +74,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         let peer = Peer {
             address: from.ip(),
             identity: None,
+            issued: 0,
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {

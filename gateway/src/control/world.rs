@@ -9,7 +9,7 @@ use crate::{
     config,
     core::Cores,
     metrics::Metrics,
-    state::{Node, Nodes, NodesWriter, Registry},
+    state::{Advertised, Node, Nodes, NodesWriter, Registry},
 };
 use causeway_certs::{
     Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
@@ -94,7 +94,7 @@ impl World {
             nodes: nodes.clone(),
             metrics: metrics.clone(),
             lifetime: LIFE,
-            gateways: vec!["gw.example:10262".to_owned()],
+            advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
         };
         let admission = Admission {
             cores: cores.clone(),
@@ -103,15 +103,16 @@ impl World {
             metrics: metrics.clone(),
             tls: Tls::new(leaf.resolver(), ca.root(), ca.trust_domain(), &tickets).unwrap(),
             settings: config::Tunnel {
-                advertise: vec!["gw.example:10262".to_owned()],
-                gateways: vec!["gw2.example:10262".to_owned()],
                 handshake_timeout: SHORT,
                 hello_timeout: SHORT,
                 ..config::Tunnel::default()
             },
             pressure: Arc::default(),
             drain: LONG,
-            name: "gw".to_owned(),
+            advertised: Advertised::new(vec![
+                "gw.example:10262".to_owned(),
+                "gw2.example:10262".to_owned(),
+            ]),
             enrol: enrol::router(enrolment).unwrap(),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();

@@ -2,32 +2,37 @@
 //!
 //! Everything that can fail fails here, before anything is served, and says what it is.
 
-mod front;
+pub(super) mod front;
 
-use super::{BindError, Bound, Deciding, Gateway, Threads};
+use super::{
+    BindError, Bound, Deciding, Gateway, Threads,
+    fronts::Fronts,
+    reload::{Parts, Reloader},
+};
 use crate::{
-    config::{self, Config, Listen},
+    config::{self, Config, Listen, Reloads},
     control::{
         admin,
         admit::{Admission, Tls},
         drain::Readiness,
         enrol,
+        expel::{self, Roll},
     },
     core::Cores,
     metrics::Metrics,
     proxy::{
-        Proxy, Shared,
-        authorize::{AnyCaller, Authorize, ByPolicy},
-        front::Door,
+        Shared,
+        authorize::{Authorize, ByPolicy},
         limits::Limits,
     },
-    state::{Node, NodesWriter, Registry},
+    state::{Advertised, NodesWriter, Registry},
 };
-use causeway_certs::{Access, Ca, HostName, LiveLeaf, Store, StoreError};
+use arc_swap::ArcSwap;
+use causeway_certs::{Access, Ca, HostName, Leaf, LiveLeaf, Store, StoreError};
 use causeway_tunnel::{listener, target, task::Tasks};
 use std::{
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    sync::Arc,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 use tokio_util::sync::CancellationToken;
@@ -39,7 +44,7 @@ const LIFETIME: Duration = Duration::from_hours(7 * 24);
 #[derive(Clone, Debug)]
 pub(super) struct Identity {
     ca: Arc<Ca>,
-    names: Vec<HostName>,
+    names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<LiveLeaf>,
 }
 
@@ -49,16 +54,36 @@ impl Identity {
         let leaf = Arc::new(LiveLeaf::new(ca.issue_gateway(&names, LIFETIME)?));
         Ok(Self {
             ca: ca.clone(),
-            names,
+            names: Arc::new(ArcSwap::from_pointee(names)),
             leaf,
         })
+    }
+
+    /// The names that a configuration asks for, with a certificate where they are others than now.
+    pub(super) fn prepare(
+        &self,
+        config: &config::Tunnel,
+    ) -> Result<(Vec<HostName>, Option<Leaf>), BindError> {
+        let names = names(&config.advertise, config.listen.ip())?;
+        let leaf = if **self.names.load() == names {
+            None
+        } else {
+            Some(self.ca.issue_gateway(&names, LIFETIME)?)
+        };
+        Ok((names, leaf))
+    }
+
+    /// Shows this one from now on, and renews it under these names.
+    pub(super) fn replace(&self, names: Vec<HostName>, leaf: Leaf) {
+        self.names.store(Arc::new(names));
+        self.leaf.swap(leaf);
     }
 
     /// Issues a new certificate whenever half of the old one's life is over. Never ends.
     pub(super) async fn renew(self) {
         loop {
             tokio::time::sleep(LIFETIME / 2).await;
-            match self.ca.issue_gateway(&self.names, LIFETIME) {
+            match self.ca.issue_gateway(&self.names.load(), LIFETIME) {
                 Ok(leaf) => self.leaf.swap(leaf),
                 Err(error) => {
                     tracing::error!(%error, "the gateway's certificate cannot be renewed");
@@ -122,6 +147,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         config,
         cores,
         deciding,
+        reloads,
     } = gateway;
     let base = Base::open(&config)?;
     let authorizer = authorizer(deciding, &config, &base)?;
@@ -136,19 +162,32 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let identity = Identity::new(&base.ca, &config.tunnel)?;
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
-    let doors = doors(&config, &base, &shared, &cores, (&tasks, &ending))?;
+    let fronts = Fronts {
+        ca: base.ca.clone(),
+        shared: shared.clone(),
+        cores: cores.clone(),
+        tasks: tasks.clone(),
+        ending: ending.clone(),
+        standing: Mutex::default(),
+    };
+    fronts.plan(&config.fronts)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
-    let admission = admission(&config, &base, &shared, (&cores, &identity), &tunnel)?;
-    let readiness = Readiness::default();
-    let admin_app = admin::App {
-        nodes: shared.nodes.clone(),
+    let address = tunnel.local_addr();
+    let advertised = Advertised::new(advertised(&config.tunnel, address));
+    let admission = admission(&config, &base, &shared, (&cores, &identity), &advertised)?;
+    let reloader = Reloader::new(Parts {
+        began: config.clone(),
+        tunnel: address,
+        fronts,
+        identity,
+        advertised,
         registry: shared.registry.clone(),
         metrics: shared.metrics.clone(),
-        pressure: shared.limits.pressure().clone(),
-        readiness: readiness.clone(),
-        address: admin.local_addr().unwrap_or(config.admin.listen),
-    };
+    });
+    let readiness = Readiness::default();
+    let address = admin.local_addr().unwrap_or(config.admin.listen);
+    let admin_app = admin_app(&base, &shared, (&readiness, address, reloads));
     Ok(Bound {
         config,
         claim,
@@ -161,11 +200,32 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         tunnel,
         admin,
         admin_app,
-        doors,
-        identity,
+        reloader,
         readiness,
         ending,
     })
+}
+
+fn admin_app(
+    base: &Base,
+    shared: &Shared,
+    (readiness, address, reloads): (&Readiness, SocketAddr, Reloads),
+) -> admin::App {
+    admin::App {
+        nodes: shared.nodes.clone(),
+        registry: shared.registry.clone(),
+        metrics: shared.metrics.clone(),
+        pressure: shared.limits.pressure().clone(),
+        readiness: readiness.clone(),
+        address,
+        reloads,
+        roll: Roll {
+            store: base.store.clone(),
+            nodes: base.nodes.clone(),
+            registry: shared.registry.clone(),
+            tasks: Arc::default(),
+        },
+    }
 }
 
 fn authorizer(
@@ -175,17 +235,16 @@ fn authorizer(
 ) -> Result<Arc<dyn Authorize>, BindError> {
     match (deciding, &config.policy.0) {
         (Deciding::By(authorizer), _) => Ok(authorizer),
-        (Deciding::Policy(policy), _) => Ok(Arc::new(ByPolicy {
-            policy,
-            nodes: base.nodes.reader(),
-        })),
         // Never open because somebody forgot to read it.
-        (Deciding::Nobody, Some(path)) => Err(BindError::File {
+        (Deciding::Policy(policy), Some(path)) if policy.is_open() => Err(BindError::File {
             what: "policy".to_owned(),
             path: path.clone(),
             why: "its rules were not given to this gateway (Gateway::policy)".to_owned(),
         }),
-        (Deciding::Nobody, None) => Ok(Arc::new(AnyCaller)),
+        (Deciding::Policy(policy), _) => Ok(Arc::new(ByPolicy {
+            policy,
+            nodes: base.nodes.reader(),
+        })),
     }
 }
 
@@ -203,47 +262,24 @@ fn shared(config: &Config, base: &Base, cores: &Cores, authorizer: Arc<dyn Autho
     }
 }
 
-/// All fronts: each with its socket bound, and its proxy on each core.
-fn doors(
-    config: &Config,
-    base: &Base,
-    shared: &Arc<Shared>,
-    cores: &Cores,
-    (tasks, ending): (&Arc<Tasks>, &CancellationToken),
-) -> Result<Vec<(String, Door, listener::Bound)>, BindError> {
-    let mut doors = Vec::with_capacity(config.fronts.len());
-    for front in &config.fronts {
-        let listener = bind(&format!("front {:?}", front.name), &front.listen)?;
-        let listens = listener.local_addr().map(|address| address.port());
-        let built = Arc::new(front::build(front, &base.ca, shared, listens)?);
-        let proxy = |core| Proxy {
-            shared: shared.clone(),
-            front: built.clone(),
-            core,
-            tasks: tasks.clone(),
-        };
-        let door = Door::new(cores, cores.all().map(proxy).collect(), ending.clone());
-        doors.push((front.name.clone(), door, listener));
+/// What edges are told: this gateway's addresses (without any, where it listens), and its siblings'.
+pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> Vec<String> {
+    let mut all = config.advertise.clone();
+    if all.is_empty() {
+        let listens = listens.filter(|address| !address.ip().is_unspecified());
+        all.extend(listens.map(|address| address.to_string()));
     }
-    Ok(doors)
+    all.extend_from_slice(&config.gateways);
+    all
 }
 
 fn known(store: &Store) -> Result<NodesWriter, BindError> {
     let nodes = NodesWriter::default();
-    let records = store.nodes().all()?.into_iter().map(|record| {
-        let node = Node {
-            addresses: record.addresses,
-            pool: record.pool,
-            labels: record.labels,
-            ..Node::default()
-        };
-        (record.node, node)
-    });
-    nodes.replace(records.collect());
+    nodes.replace(expel::records(store)?);
     Ok(nodes)
 }
 
-fn bind(what: &str, listen: &Listen) -> Result<listener::Bound, BindError> {
+pub(super) fn bind(what: &str, listen: &Listen) -> Result<listener::Bound, BindError> {
     let bound = match listen {
         Listen::Tcp(address) => listener::Bound::tcp(*address),
         Listen::Unix(path) => listener::Bound::unix(path),
@@ -260,39 +296,21 @@ fn admission(
     base: &Base,
     shared: &Shared,
     (cores, identity): (&Cores, &Identity),
-    tunnel: &listener::Bound,
+    advertised: &Advertised,
 ) -> Result<Admission, BindError> {
-    let mut settings = config.tunnel.clone();
-    if settings.advertise.is_empty()
-        && let Some(address) = tunnel
-            .local_addr()
-            .filter(|address| !address.ip().is_unspecified())
-    {
-        settings.advertise.push(address.to_string());
-    }
-    let gateways = settings
-        .advertise
-        .iter()
-        .chain(&settings.gateways)
-        .cloned()
-        .collect();
+    let settings = config.tunnel.clone();
     let enrolment = enrol::Enrolment {
         ca: base.ca.clone(),
         store: base.store.clone(),
         nodes: base.nodes.clone(),
         metrics: shared.metrics.clone(),
         lifetime: settings.edge_certificate_lifetime,
-        gateways,
+        advertised: advertised.clone(),
     };
     let trust = |cause| BindError::Trust {
         what: "the tunnel port".to_owned(),
         cause,
     };
-    let name = settings
-        .advertise
-        .first()
-        .cloned()
-        .unwrap_or_else(|| "gateway".to_owned());
     Ok(Admission {
         cores: cores.clone(),
         registry: shared.registry.clone(),
@@ -308,7 +326,7 @@ fn admission(
         settings,
         pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
-        name,
+        advertised: advertised.clone(),
         enrol: enrol::router(enrolment)?,
     })
 }

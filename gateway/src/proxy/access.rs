@@ -2,8 +2,10 @@
 //!
 //! The record also owns the stream's permit, so that what is counted, logged and limited is one and the
 //! same stream. A path is logged without its query, which may hold secrets.
+//! What was refused, and each session's begin and end, also leaves a line in the audit log (target `audit`).
 
 use crate::{
+    audit::AUDIT,
     config::AccessLog,
     error::{Error, Reason},
     metrics::{StreamGuard, StreamOver},
@@ -50,8 +52,17 @@ struct Filled {
     reason: Option<Reason>,
     detail: String,
     first_byte: Option<Duration>,
+    /// A session runs: an upgrade, a CONNECT or a TCP session.
+    session: bool,
     permit: Option<Permit>,
     _open: Option<StreamGuard>,
+}
+
+impl Filled {
+    /// Whether nobody said in time that they may.
+    fn is_undecided(&self) -> bool {
+        self.reason == Some(Reason::TargetTimeout) && self.tunnel.is_none()
+    }
 }
 
 impl Record {
@@ -127,6 +138,14 @@ impl Record {
             .get_or_insert_with(|| self.began.elapsed());
     }
 
+    /// Notes that the answer's head begins a session, which the audit log is told at once.
+    pub fn opened(&self, status: StatusCode) {
+        self.answered(status);
+        let mut filled = self.filled();
+        filled.session = true;
+        self.audit("opened", &filled, (self.began.elapsed(), 0, 0));
+    }
+
     /// Notes why the stream failed; the first reason stands.
     pub fn failed(&self, error: &Error) {
         let mut filled = self.filled();
@@ -178,6 +197,11 @@ impl Drop for Record {
         if wanted {
             self.write(&filled, duration, (up, down));
         }
+        if filled.session {
+            self.audit("closed", &filled, (duration, up, down));
+        } else if filled.reason.is_some_and(Reason::is_refusal) || filled.is_undecided() {
+            self.audit("refused", &filled, (duration, up, down));
+        }
     }
 }
 
@@ -204,6 +228,35 @@ impl Record {
             ms = millis(duration),
             first_byte_ms = filled.first_byte.map(millis),
             tunnel = filled.tunnel.map(|tunnel| tunnel.0),
+            trace = self.trace.as_str(),
+        );
+    }
+}
+
+impl Record {
+    fn audit(&self, event: &str, filled: &Filled, (duration, up, down): (Duration, u64, u64)) {
+        let caller = filled.caller.as_ref();
+        let route = filled.route.as_ref();
+        tracing::info!(
+            target: AUDIT,
+            event,
+            front = self.front.name,
+            peer = %self.peer,
+            caller = caller.map(|caller| &*caller.name),
+            groups = caller.map(|caller| caller.groups.join(",")),
+            by = caller.map(|caller| caller.method.word()),
+            node = route.map(|route| route.node.as_str()),
+            port = route.map(|route| route.target.port),
+            method = self.method,
+            path = self.path,
+            rule = filled.by.as_ref().map(|by| &*by.rule),
+            rule_line = filled.by.as_ref().map(|by| by.line),
+            status = filled.status,
+            reason = filled.reason.map(Reason::word),
+            detail = (!filled.detail.is_empty()).then_some(filled.detail.as_str()),
+            up,
+            down,
+            ms = millis(duration),
             trace = self.trace.as_str(),
         );
     }

@@ -5,6 +5,7 @@
 //! once, before it is served. Handshakes run in tasks of their own, each within a bound.
 
 mod blocks;
+mod door;
 pub mod idle;
 pub mod io;
 
@@ -15,21 +16,19 @@ pub mod tcp;
 
 use crate::{
     config::{ErrorForm, Kind},
-    core::{CoreId, Cores},
     metrics::{ConnectionGuard, FrontMetrics},
     proxy::{
         Proxy, Shared,
-        caller::{Authentication, Caller, LastToken, Method, UID},
+        caller::{Authentication, Caller, LastToken, Method},
         limits::Taken,
         route::Asked,
     },
 };
 use ::http::HeaderValue;
 use causeway_certs::{NodeName, verify::Trust};
-use causeway_tunnel::{
-    listener::{Bound, Listener, Peer, original_destination},
-    socket::{Detached, Socket},
-};
+use causeway_tunnel::listener::Peer;
+use door::Door;
+pub use door::Entrance;
 use idle::Idle;
 use io::Condition;
 use rustls::ServerConfig;
@@ -38,14 +37,12 @@ use std::{
     sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::debug_span;
 
-/// Enough for the runtime to hear of a connection that the kernel has taken.
-const QUEUED: Duration = Duration::from_millis(2);
-/// A front that closes takes those at most for so long: in a flood the queue never empties.
-const EMPTYING: Duration = Duration::from_secs(1);
+/// How long streams may still begin on a connection whose front has become another: its caller hears of that within a
+/// second and a round trip, unless it does not listen.
+const LAST_ORDERS: Duration = Duration::from_secs(3);
 
 /// A cloud-facing listener, as configured.
 #[derive(Debug)]
@@ -72,9 +69,27 @@ pub struct Front {
     pub original_destination: bool,
     /// What is counted of it.
     pub metrics: Arc<FrontMetrics>,
+    /// From when on nothing begins here any more, once this is known.
+    pub(crate) retired: OnceLock<Instant>,
 }
 
 impl Front {
+    /// Others take this front's place. What begins here at once is finished; nothing begins at all where that
+    /// must not `linger`.
+    fn retire(&self, linger: bool) {
+        let rest = if linger { LAST_ORDERS } else { Duration::ZERO };
+        self.retired.get_or_init(|| Instant::now() + rest);
+    }
+
+    fn is_retired(&self) -> bool {
+        self.retired.get().is_some()
+    }
+
+    /// Whether nothing begins here any more.
+    pub(crate) fn is_over(&self) -> bool {
+        self.retired.get().is_some_and(|end| Instant::now() >= *end)
+    }
+
     /// What a stream's connection, this front and the head's `authority` say about where it goes.
     pub fn asked<'a>(
         &'a self,
@@ -163,163 +178,6 @@ impl Arrival {
             _room: self.room,
             _open: proxy.front.metrics.connection(),
         }
-    }
-}
-
-/// The door of one front: its socket, and its proxy on each core.
-#[derive(Clone, Debug)]
-pub struct Door {
-    cores: Cores,
-    /// By core.
-    proxies: Arc<[Proxy]>,
-    stop: CancellationToken,
-}
-
-impl Door {
-    /// A door whose connections end in order when `stop` is cancelled.
-    pub fn new(cores: &Cores, proxies: Vec<Proxy>, stop: CancellationToken) -> Self {
-        Self {
-            cores: cores.clone(),
-            proxies: proxies.into(),
-            stop,
-        }
-    }
-
-    /// Accepts on every core until `stop`. Returns at once.
-    ///
-    /// # Errors
-    /// If the socket cannot be shared with the cores.
-    pub fn open(&self, listener: &Bound) -> std::io::Result<()> {
-        for core in self.cores.all() {
-            let (door, listener) = (self.clone(), listener.try_clone()?);
-            let proxy = &self.proxies[core.0];
-            let span = debug_span!("front", name = proxy.front.name);
-            proxy
-                .tasks
-                .spawn_on(self.cores.runtime(core), span, async move {
-                    match listener.attach() {
-                        Ok(listener) => door.accept(core, listener).await,
-                        Err(error) => tracing::error!(%error, "a front cannot listen on this core"),
-                    }
-                });
-        }
-        Ok(())
-    }
-
-    async fn accept(self, core: CoreId, listener: Listener) {
-        loop {
-            let (socket, peer) = tokio::select! {
-                biased;
-                () = self.stop.cancelled() => break,
-                accepted = listener.accept() => accepted,
-            };
-            self.let_in(core, socket, peer);
-        }
-        // Whoever is in the kernel's queue would be reset, with the request: it is emptied first.
-        let end = Instant::now() + EMPTYING;
-        while Instant::now() < end
-            && let Ok((socket, peer)) = timeout(QUEUED, listener.accept()).await
-        {
-            self.let_in(core, socket, peer);
-        }
-    }
-
-    fn let_in(&self, core: CoreId, socket: Socket, peer: Peer) {
-        let proxy = &self.proxies[core.0];
-        let Some(room) = proxy.shared.limits.connection() else {
-            proxy.shared.metrics.limit("connections");
-            // Not even TLS is spoken yet: this line and the metric are all that tells why.
-            if let Some(turned_away) = proxy.shared.limits.turned_away() {
-                tracing::warn!(
-                    front = proxy.front.name,
-                    turned_away,
-                    "there are as many callers' connections as may be (limits.connections)"
-                );
-            }
-            return;
-        };
-        let door = self.clone();
-        let span = debug_span!("connection", %peer);
-        proxy.tasks.spawn(
-            span,
-            async move { door.welcome(core, socket, peer, room).await },
-        );
-    }
-
-    async fn welcome(self, core: CoreId, socket: Socket, peer: Peer, room: Taken) {
-        let front = &self.proxies[core.0].front;
-        let original = front
-            .original_destination
-            .then(|| original_destination(&socket))
-            .flatten();
-        let arrival = Arrival {
-            peer,
-            original,
-            room,
-        };
-        if front.tls.is_some() {
-            return https::welcome(self, core, socket, arrival).await;
-        }
-        let home = self.home(core, None, original);
-        self.hand_over((core, home), socket, move |door, socket| async move {
-            let proxy = door.proxies[home.0].clone();
-            let caller = match peer {
-                Peer::Unix(uid) => Some(Caller::new(
-                    &format!("{UID}{uid}"),
-                    Vec::new(),
-                    Method::Unix,
-                    &proxy.shared,
-                )),
-                Peer::Tcp(_) => None,
-            };
-            let connection = Arc::new(arrival.connection(&proxy, None, false, caller));
-            serve(
-                &proxy,
-                io::Io::plain(socket, &connection.condition),
-                connection,
-                door.stop.clone(),
-            )
-            .await;
-        });
-    }
-
-    /// The core that owns what the connection names; where it names nothing, the one that accepted it.
-    fn home(&self, here: CoreId, sni: Option<&str>, original: Option<SocketAddr>) -> CoreId {
-        let proxy = &self.proxies[here.0];
-        let asked = Asked {
-            sni,
-            original,
-            fixed: proxy.front.node.as_ref(),
-            ..Asked::default()
-        };
-        super::route::node(&asked, &proxy.shared.nodes).map_or(here, |node| self.cores.of(&node))
-    }
-
-    /// Serves the socket on its home core: here if that is here, else it moves.
-    fn hand_over<F>(
-        self,
-        (here, home): (CoreId, CoreId),
-        socket: Socket,
-        serve: impl FnOnce(Self, Socket) -> F + Send + 'static,
-    ) where
-        F: Future<Output = ()> + Send + 'static,
-    {
-        let tasks = self.proxies[home.0].tasks.clone();
-        let span = tracing::Span::current();
-        if here == home {
-            return tasks.spawn(span, serve(self, socket));
-        }
-        let runtime = self.cores.runtime(home).clone();
-        let detached = match socket.detach() {
-            Ok(detached) => detached,
-            Err(error) => return tracing::warn!(%error, "a connection could not change cores"),
-        };
-        tasks.spawn_on(&runtime, span, async move {
-            match Detached::attach(detached) {
-                Ok(socket) => serve(self, socket).await,
-                Err(error) => tracing::warn!(%error, "a connection could not change cores"),
-            }
-        });
     }
 }
 

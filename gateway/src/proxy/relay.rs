@@ -43,7 +43,7 @@ pub async fn connect(
     let switched = hyper::upgrade::on(&mut request);
     let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);
     let halves = open(way).await?;
-    way.record.answered(StatusCode::OK);
+    way.record.opened(StatusCode::OK);
     let hold = way.proxy.front.errors == ErrorForm::Kubernetes;
     spawn(way, (switched, window), halves, hold);
     Ok(Response::new(Outgoing::empty()))
@@ -133,7 +133,7 @@ pub(super) async fn session(
 ) -> Result<(), Error> {
     let begun = begin(proxy, connection, record).await;
     let (send, receive) = begun.inspect_err(|_| io.abort())?;
-    record.answered(StatusCode::OK);
+    record.opened(StatusCode::OK);
     let outcome = copy::relay(io, send, receive, record.passed.clone(), false).await;
     note(record, proxy.front.name.as_str(), &outcome);
     Ok(())

@@ -58,7 +58,7 @@ pub async fn run(
         .headers
         .insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     parts.headers.insert(UPGRADE, protocol);
-    way.record.answered(parts.status);
+    way.record.opened(parts.status);
     relay::spawn(way, (switched, None), (send, receive), false);
     Ok(Response::from_parts(parts, Outgoing::empty()))
 }

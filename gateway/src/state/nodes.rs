@@ -24,6 +24,10 @@ pub struct Node {
     pub pool: Option<String>,
     /// What it is labelled with.
     pub labels: BTreeMap<String, String>,
+    /// When it joined last, in Unix seconds: certificates that were issued before are not its own any more.
+    pub joined_at: u64,
+    /// Why it is not welcome any more, if it is not.
+    pub revoked: Option<String>,
 }
 
 #[derive(Debug, Default)]
@@ -65,11 +69,27 @@ impl NodesWriter {
         self.nodes.clone()
     }
 
-    /// Adds or replaces one node.
-    pub fn put(&self, name: NodeName, node: Node) {
+    /// Adds or replaces one node; one that is revoked stays so.
+    pub fn put(&self, name: NodeName, mut node: Node) {
         self.change(|nodes| {
+            if let Some(before) = nodes.get(&name) {
+                node.revoked.clone_from(&before.revoked);
+            }
             nodes.insert(name, node);
         });
+    }
+
+    /// Replaces all nodes by what is `read` now; nobody changes them meanwhile.
+    ///
+    /// # Errors
+    /// As reading says; then all is as it was.
+    pub fn refresh<E>(
+        &self,
+        read: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
+    ) -> Result<(), E> {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        self.nodes.0.store(Arc::new(Table::of(read()?)));
+        Ok(())
     }
 
     /// Removes one node.

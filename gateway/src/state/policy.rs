@@ -14,7 +14,7 @@ mod compile;
 mod index;
 
 use crate::config::policy::{Act, Then, canonical};
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use causeway_certs::NodeName;
 use compile::{Compiled, Named};
 use index::{Exact, Labels, Paths, Patterns, Prefixes, Rules};
@@ -107,6 +107,16 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// How many rules there are.
+    pub fn len(&self) -> usize {
+        self.rules.len()
+    }
+
+    /// Whether there is none, so that nothing is allowed.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
+    }
+
     /// Decides.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
         let mut left = index::Left::all(self.rules.len());
@@ -183,23 +193,34 @@ impl Policy {
 
 /// The reading side: a cheap clone that never waits.
 #[derive(Clone, Debug, Default)]
-pub struct PolicyReader(Arc<ArcSwap<Policy>>);
+pub struct PolicyReader(Arc<ArcSwapOption<Policy>>);
 
 impl PolicyReader {
-    /// Decides by the rules that hold now.
+    /// Decides by the rules that hold now; where there are none, everything is allowed.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
-        self.0.load().decide(asked)
+        match self.0.load().as_ref() {
+            Some(rules) => rules.decide(asked),
+            None => Decision {
+                allow: true,
+                by: None,
+            },
+        }
+    }
+
+    /// Whether there are no rules.
+    pub fn is_open(&self) -> bool {
+        self.0.load().is_none()
     }
 }
 
 /// The writing side.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct PolicyWriter(PolicyReader);
 
 impl PolicyWriter {
-    /// With these rules to begin with.
-    pub fn new(policy: Policy) -> Self {
-        Self(PolicyReader(Arc::new(ArcSwap::from_pointee(policy))))
+    /// With these rules to begin with; without any, everything is allowed.
+    pub fn new(policy: Option<Policy>) -> Self {
+        Self(PolicyReader(Arc::new(ArcSwapOption::from_pointee(policy))))
     }
 
     /// The reading side.
@@ -208,8 +229,8 @@ impl PolicyWriter {
     }
 
     /// Replaces the rules, for every stream that begins from now on.
-    pub fn replace(&self, policy: Policy) {
-        self.0.0.store(Arc::new(policy));
+    pub fn replace(&self, policy: Option<Policy>) {
+        self.0.0.store(policy.map(Arc::new));
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Admitted {
     pub welcome: Arc<Welcome>,
     /// Where the edge dialled from.
     pub from: SocketAddr,
+    /// When its certificate was issued, in Unix seconds.
+    pub issued: u64,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<ToEdge>>,
 }

@@ -87,6 +87,7 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
         labels: [("tier".to_owned(), "gold".to_owned())].into(),
         enrolled_at: 0,
         serial: "1".into(),
+        revoked: None,
     };
     store.nodes().put(record).unwrap();
     assert_eq!(decided(&ask), "deny: no shells on gold (policy.yaml:2)");

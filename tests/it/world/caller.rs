@@ -87,6 +87,12 @@ impl Caller {
         self
     }
 
+    /// Calls somewhere else.
+    pub(crate) fn at(mut self, place: Place) -> Self {
+        self.place = place;
+        self
+    }
+
     /// Shows none.
     pub(crate) fn nobody(mut self) -> Self {
         self.leaf = None;

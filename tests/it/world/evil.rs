@@ -37,6 +37,7 @@ pub(crate) fn enrol(data: &Path) {
         labels: std::collections::BTreeMap::new(),
         enrolled_at: 0,
         serial: String::new(),
+        revoked: None,
     };
     nodes.put(record).unwrap();
 }

@@ -6,7 +6,7 @@
 use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
 use causeway_certs::{Access, Ca, CallerTokens, Store, TrustDomain, install_provider};
 use causeway_gateway::{
-    BindError, Config, Gateway,
+    BindError, Changed, Config, Gateway, Reloader,
     config::{AccessLog, Front, Kind, Listen},
     core::Cores,
     gateway::Addresses,
@@ -178,20 +178,19 @@ impl Build {
         })
         .await;
         let bound = bound.expect("it was waited for");
+        let (config, reloader) = (self.config.clone(), bound.reloader());
         let addresses = bound.addresses();
         self.config.tunnel.listen = addresses.tunnel;
         self.config.admin.listen = addresses.admin;
-        for front in &mut self.config.fronts {
-            if let Some(address) = addresses.front(&front.name) {
-                front.listen = Listen::Tcp(address);
-            }
-        }
+        self.config.fronts = placed(&config.fronts, &addresses);
         let stop = CancellationToken::new();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));
         Running {
             addresses,
             fronts: self.config.fronts.clone(),
+            config,
+            reloader,
             stop,
             task,
         }
@@ -217,11 +216,39 @@ impl Build {
 pub(super) struct Running {
     pub(super) addresses: Addresses,
     fronts: Vec<Front>,
+    /// As it was given, with ports that the system chooses.
+    config: Config,
+    reloader: Reloader,
     stop: CancellationToken,
     task: JoinSet<()>,
 }
 
+/// The fronts, at the addresses that were chosen.
+fn placed(fronts: &[Front], addresses: &Addresses) -> Vec<Front> {
+    let place = |front: &Front| Front {
+        listen: addresses
+            .front(&front.name)
+            .map_or_else(|| front.listen.clone(), Listen::Tcp),
+        ..front.clone()
+    };
+    fronts.iter().map(place).collect()
+}
+
 impl Running {
+    /// Gives the gateway a changed configuration.
+    pub(super) fn reload(
+        &mut self,
+        change: impl FnOnce(&mut Config),
+    ) -> Result<Changed, BindError> {
+        let mut config = self.config.clone();
+        change(&mut config);
+        let changed = self.reloader.prepare(&config)?.apply();
+        self.addresses.fronts = self.reloader.fronts();
+        self.fronts = placed(&config.fronts, &self.addresses);
+        self.config = config;
+        Ok(changed)
+    }
+
     pub(super) fn place(&self, name: &str) -> Place {
         let front = self.fronts.iter().find(|front| front.name == name);
         let front = front.unwrap_or_else(|| panic!("there is no front {name:?}"));

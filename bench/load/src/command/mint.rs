@@ -75,6 +75,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             labels: BTreeMap::new(),
             enrolled_at,
             serial: Certificate::read(&issued.certificate)?.serial_hex(),
+            revoked: None,
         });
     }
     store.nodes().put_all(records)?;

@@ -363,7 +363,7 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         addresses: config.addresses.clone(),
         labels: config.labels.clone(),
         pool: config.pool.clone(),
-        ports: links.ports.clone(),
+        ports: links.ports.load().to_vec(),
         turns: true,
         elsewhere: known.len() > 1,
     }

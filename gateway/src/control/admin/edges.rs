@@ -28,6 +28,8 @@ pub(super) enum Condition {
     Draining,
     /// It has no tunnel here.
     Away,
+    /// It is not welcome.
+    Revoked,
 }
 
 /// One node.
@@ -57,6 +59,8 @@ pub(super) struct Row {
     labels: BTreeMap<String, String>,
     /// What joining has confirmed: policy goes by these.
     confirmed_labels: BTreeMap<String, String>,
+    /// Why it is not welcome.
+    revoked: Option<String>,
 }
 
 /// One node with its tunnels.
@@ -134,7 +138,11 @@ fn row(
     let away = last.map(|(seen, _)| seen);
     let seen = newest.map_or(away, |_| Some(SystemTime::now()));
     Row {
-        state: condition(edges),
+        state: if known.revoked.is_some() {
+            Condition::Revoked
+        } else {
+            condition(edges)
+        },
         since: edges
             .iter()
             .map(|edge| edge.since)
@@ -154,6 +162,7 @@ fn row(
         instance: welcome.map(|welcome| welcome.instance.clone()),
         pool: known.pool,
         confirmed_labels: known.labels,
+        revoked: known.revoked,
         addresses: known.addresses,
         ports: welcome
             .map(|welcome| welcome.ports.clone())

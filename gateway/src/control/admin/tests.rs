@@ -13,6 +13,13 @@ fn app(world: &World) -> App {
         pressure: Arc::default(),
         readiness: world.readiness.clone(),
         address: "127.0.0.1:10265".parse().unwrap(),
+        reloads: Reloads::default(),
+        roll: Roll {
+            tasks: Arc::default(),
+            store: world.store.clone(),
+            nodes: world.nodes.clone(),
+            registry: world.registry.clone(),
+        },
     }
 }
 

@@ -7,8 +7,10 @@
 
 use super::{
     Admission, Arrived,
-    link::{Link, Registered, dismissal, idle},
+    link::{Link, Registered, idle},
 };
+use crate::audit;
+use crate::control::expel::{dismissal, unwelcome};
 use crate::state::{
     Admitted,
     registry::{Replaced, Unregistered},
@@ -67,13 +69,19 @@ impl End {
             debug!(edge, peer = %from, why = %self, "an edge hung up during its hello");
         } else {
             warn!(edge, peer = %from, why = %self, "refused an edge");
+            audit::refused_edge(edge, &from, self.word(), self);
         }
     }
 }
 
 /// Talks with an edge until its tunnel is gone.
 pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
-    let (node, from) = (arrived.node.clone(), arrived.from);
+    let shown = Shown {
+        node: arrived.node.clone(),
+        issued: arrived.issued,
+        from: arrived.from,
+    };
+    let from = shown.from;
     // What comes once is boxed and gone when the tunnel idles.
     let mut link = match Box::pin(Link::open(&admission, arrived)).await {
         Ok(link) => link,
@@ -82,7 +90,7 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
             return admission.metrics.registration(ended.word());
         }
     };
-    let (node, end) = match Box::pin(admission.hello(&mut link, node, from)).await {
+    let (node, end) = match Box::pin(admission.hello(&mut link, shown)).await {
         Ok((mut conversation, node)) => {
             let end = conversation.talk(&mut link).await;
             let ended = link.close().await;
@@ -112,6 +120,15 @@ fn blame(end: End, ended: Ended) -> End {
     }
 }
 
+/// What TLS has shown of an edge.
+struct Shown {
+    /// Whose certificate it is, or why it may not stay.
+    node: Result<NodeName, PeerRefused>,
+    /// When that was issued, in Unix seconds.
+    issued: u64,
+    from: SocketAddr,
+}
+
 /// What both ends say once the tunnel is registered.
 struct Conversation {
     control: Control,
@@ -125,13 +142,24 @@ impl Admission {
     async fn hello(
         &self,
         link: &mut Link,
-        node: Result<NodeName, PeerRefused>,
-        from: SocketAddr,
+        shown: Shown,
     ) -> Result<(Conversation, NodeName), (String, End)> {
+        let Shown { node, issued, from } = shown;
         let name = node
             .as_ref()
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
-        let failed = |end: End| (name.clone(), end);
+        // Who is refused whatever it says is refused for that, and not for having said nothing.
+        let refused = match &node {
+            Ok(node) => unwelcome(&self.nodes, node, issued),
+            Err(refused) => Some(refused.to_string()),
+        };
+        let failed = |end: End| match (end, &refused) {
+            (End::Control(_), Some(why)) => (
+                name.clone(),
+                End::Dismissed(Dismissal::Unwelcome, why.clone()),
+            ),
+            (end, _) => (name.clone(), end),
+        };
         let asked = timeout(link.bound, self.ask(link, &name)).await;
         let (mut control, heard) = asked
             .map_err(|_| failed(ControlError::TooSlow(link.bound).into()))?
@@ -147,13 +175,20 @@ impl Admission {
             }
             Err(error) => return Err(failed(error.into())),
         };
-        let node = match self.judge(node, &welcome) {
+        let judged = match (node, &refused) {
+            (Ok(node), None) => Self::judge(&welcome).map(|()| node),
+            (_, why) => Err((Dismissal::Unwelcome, why.clone().unwrap_or_default())),
+        };
+        let node = match judged {
             Ok(node) => node,
             Err((why, detail)) => {
                 return Err(failed(link.dismiss(&mut control, why, detail).await));
             }
         };
-        match self.register(link, control, &node, (welcome, from)).await {
+        match self
+            .register(link, control, &node, (welcome, from, issued))
+            .await
+        {
             Ok(conversation) => Ok((conversation, node)),
             Err(end) => Err(failed(end)),
         }
@@ -166,18 +201,13 @@ impl Admission {
         node: &str,
     ) -> Result<(Control, Result<Welcome, ControlError>), ControlError> {
         let mut control = link.tunnel.control().await?;
-        let settings = &self.settings;
+        let (gateways, own) = (self.advertised.all(), &self.settings.advertise);
         let hello = Hello {
             protocol: wire::VERSION,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            gateway: self.name.clone(),
+            gateway: own.first().map_or("gateway", String::as_str).to_owned(),
             node: node.to_owned(),
-            gateways: settings
-                .advertise
-                .iter()
-                .chain(&settings.gateways)
-                .cloned()
-                .collect(),
+            gateways,
         };
         control.tell(&ToEdge::Hello(hello)).await?;
         let heard = match control.hear().await {
@@ -188,13 +218,8 @@ impl Admission {
         Ok((control, heard))
     }
 
-    /// Whether an edge may stay.
-    fn judge(
-        &self,
-        node: Result<NodeName, PeerRefused>,
-        welcome: &Welcome,
-    ) -> Result<NodeName, (Dismissal, String)> {
-        let node = node.map_err(|refused| (Dismissal::Unwelcome, refused.to_string()))?;
+    /// Whether an edge that says this may stay.
+    fn judge(welcome: &Welcome) -> Result<(), (Dismissal, String)> {
         if welcome.protocol != wire::VERSION {
             let detail = format!(
                 "the edge speaks version {} of the tunnel's protocol and this gateway {}",
@@ -211,13 +236,7 @@ impl Admission {
             );
             return Err((Dismissal::Malformed, detail));
         }
-        if self.nodes.get(&node).is_none() {
-            let detail = format!(
-                "node {node} is not enrolled at this gateway (or was removed); join again with a new token"
-            );
-            return Err((Dismissal::Unwelcome, detail));
-        }
-        Ok(node)
+        Ok(())
     }
 
     /// Enters the tunnel and tells what it replaced.
@@ -226,7 +245,7 @@ impl Admission {
         link: &mut Link,
         mut control: Control,
         node: &NodeName,
-        (welcome, from): (Welcome, SocketAddr),
+        (welcome, from, issued): (Welcome, SocketAddr, u64),
     ) -> Result<Conversation, End> {
         let (tell, lines) = mpsc::channel(LINES);
         let version = welcome.version.clone();
@@ -238,6 +257,7 @@ impl Admission {
             tunnel: link.tunnel.clone(),
             welcome: Arc::new(welcome),
             from,
+            issued,
             control: tell,
         };
         let (id, replaced) = match self.registry.register(node, admitted) {
@@ -249,6 +269,11 @@ impl Admission {
         };
         let registered = Registered::new(self, node, id, &link.tunnel);
         retire(node, from, replaced);
+        // Whoever was sent away between the two was not here to be sent away.
+        if let Some(why) = unwelcome(&self.nodes, node, issued) {
+            link.tunnel.drain();
+            return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
+        }
         link.tell(&mut control, &ToEdge::Registered).await?;
         self.metrics.registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");

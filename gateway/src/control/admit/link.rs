@@ -6,6 +6,7 @@
 
 use super::{Admission, Arrived, conversation::End};
 use crate::{
+    control::expel::dismissal,
     metrics::TunnelGuard,
     state::{Registry, TunnelId},
 };
@@ -24,21 +25,10 @@ use tokio::{
 };
 use tracing::Span;
 
-/// How long an edge that was sent away stays away: as long as it ever backs off.
-const AWAY: Duration = Duration::from_mins(1);
 /// How often is looked whether a leaving edge's streams have ended.
 const LOOK: Duration = Duration::from_millis(100);
 /// Every tunnel has its control stream open.
 const CONTROL: usize = 1;
-
-/// The line that sends an edge away.
-pub(super) fn dismissal(why: Dismissal, detail: String) -> ToEdge {
-    ToEdge::Dismiss {
-        why,
-        detail,
-        retry_after_ms: u64::try_from(AWAY.as_millis()).unwrap_or(u64::MAX),
-    }
-}
 
 /// A tunnel and the task that drives it, which ends with this value.
 pub(super) struct Link {

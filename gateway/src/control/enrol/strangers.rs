@@ -13,7 +13,7 @@ use std::{
 use tokio::time::Instant;
 
 /// Wrong tokens from one address that cost nothing.
-const FREE: u32 = 20;
+const FREE: u32 = 5;
 /// After this time without a wrong token an address begins anew.
 const FORGET: Duration = Duration::from_mins(1);
 /// Addresses that are remembered.

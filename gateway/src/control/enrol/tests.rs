@@ -26,7 +26,7 @@ impl Counter {
             nodes: world.nodes.clone(),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
-            gateways: vec!["gw.example:10262".to_owned()],
+            advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
         });
         Self {
             world,
@@ -53,6 +53,7 @@ impl Counter {
     /// Asks for what a body says, and hears status and answer.
     async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
         let peer = Peer {
+            issued: UnixTime::now().as_secs(),
             address: Some(HOME),
             identity: peer,
         };

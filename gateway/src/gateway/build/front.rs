@@ -19,54 +19,132 @@ use rustls::{
 use std::{
     net::{IpAddr, Ipv4Addr},
     path::Path,
-    sync::Arc,
+    sync::{Arc, OnceLock},
 };
 
-pub(super) fn build(
-    front: &config::Front,
-    ca: &Arc<Ca>,
-    shared: &Shared,
-    listens: Option<u16>,
-) -> Result<Front, BindError> {
-    let node = match &front.node {
-        Some(name) => Some(
-            NodeName::parse(name)
-                .map_err(|error| BindError::Name(format!("front {:?}: {error}", front.name)))?,
-        ),
-        None => None,
-    };
-    let trust = trust_of(front)?;
-    let tls = if front.has_tls() {
-        Some(tls(front, ca, &shared.nodes, &trust)?)
-    } else {
-        None
-    };
-    let tokens = match &front.callers.tokens {
-        Some(path) => Some(tokens(&front.name, path)?),
-        None => None,
-    };
-    Ok(Front {
-        name: front.name.clone(),
-        kind: front.kind,
-        node,
-        port: front.node_port(),
-        listens,
-        authentication: Authentication {
-            tokens,
-            certificates: tls.is_some() && (trust.own || !trust.client_roots.is_empty()),
-            anonymous: front.anonymous,
-            anonymous_from: front.anonymous_from.clone(),
-            anonymous_ports: front.anonymous_ports.clone(),
-        },
-        tls,
-        forward_authorization: front.forward_authorization,
-        errors: front.errors,
-        original_destination: front.original_destination,
-        metrics: shared.metrics.front(&front.name),
-    })
+/// What a front is made of: its configuration, and what the files that it names say.
+/// Where two are equal, a front of the one does what a front of the other does.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Material {
+    pub(crate) front: config::Front,
+    client_roots: Vec<CertificateDer<'static>>,
+    /// The file's text, which has hashes only.
+    tokens: Option<String>,
+    leaf: Option<Leaf>,
 }
 
-fn trust_of(front: &config::Front) -> Result<FrontTrust, BindError> {
+impl Material {
+    /// Reads the files that the front names.
+    pub(crate) fn read(front: &config::Front) -> Result<Self, BindError> {
+        let tokens = front.callers.tokens.as_deref();
+        Ok(Self {
+            client_roots: client_roots(front)?,
+            tokens: tokens.map(|path| text(&front.name, path)).transpose()?,
+            leaf: leaf(front)?,
+            front: front.clone(),
+        })
+    }
+
+    /// The front, of which the socket listens on the port `listens`.
+    pub(crate) fn build(
+        &self,
+        ca: &Arc<Ca>,
+        shared: &Shared,
+        listens: Option<u16>,
+    ) -> Result<Front, BindError> {
+        let front = &self.front;
+        let node = match &front.node {
+            Some(name) => Some(
+                NodeName::parse(name)
+                    .map_err(|error| BindError::Name(format!("front {:?}: {error}", front.name)))?,
+            ),
+            None => None,
+        };
+        // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
+        let trust = FrontTrust {
+            own: front.callers.own_ca,
+            client_roots: self.client_roots.clone(),
+            require: false,
+        };
+        let tls = if front.has_tls() {
+            Some(self.tls(ca, &shared.nodes, &trust)?)
+        } else {
+            None
+        };
+        Ok(Front {
+            name: front.name.clone(),
+            kind: front.kind,
+            node,
+            port: front.node_port(),
+            listens,
+            authentication: Authentication {
+                tokens: self.tokens()?,
+                certificates: tls.is_some() && (trust.own || !trust.client_roots.is_empty()),
+                anonymous: front.anonymous,
+                anonymous_from: front.anonymous_from.clone(),
+                anonymous_ports: front.anonymous_ports.clone(),
+            },
+            tls,
+            forward_authorization: front.forward_authorization,
+            errors: front.errors,
+            original_destination: front.original_destination,
+            metrics: shared.metrics.front(&front.name),
+            retired: OnceLock::new(),
+        })
+    }
+
+    fn tokens(&self) -> Result<Option<CallerTokens>, BindError> {
+        let (Some(text), Some(path)) = (&self.tokens, &self.front.callers.tokens) else {
+            return Ok(None);
+        };
+        let tokens = CallerTokens::parse(text);
+        let tokens = tokens.map_err(|error| file(&self.front.name, path, error.to_string()))?;
+        Ok(Some(tokens))
+    }
+
+    fn tls(
+        &self,
+        ca: &Arc<Ca>,
+        nodes: &Nodes,
+        trust: &FrontTrust,
+    ) -> Result<(Arc<ServerConfig>, Trust), BindError> {
+        let fault = |cause| BindError::Trust {
+            what: format!("front {:?}", self.front.name),
+            cause,
+        };
+        let leaves = self.leaves(ca, nodes)?;
+        // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
+        let alpn: &[&[u8]] = match self.front.kind {
+            Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11],
+            Kind::Connect | Kind::Http => &[wire::ALPN_HTTP11],
+            Kind::Tcp => &[],
+        };
+        let config = verify::front_server(leaves, ca.root(), trust, alpn).map_err(fault)?;
+        let trust = Trust::front(ca.root(), ca.trust_domain(), trust).map_err(fault)?;
+        Ok((config, trust))
+    }
+
+    /// What the front shows: the configured leaf, or one for each node from our own CA.
+    fn leaves(
+        &self,
+        ca: &Arc<Ca>,
+        nodes: &Nodes,
+    ) -> Result<Arc<dyn ResolvesServerCert>, BindError> {
+        if let Some(leaf) = &self.leaf {
+            return Ok(leaf.resolver());
+        }
+        let nodes = nodes.clone();
+        let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
+        let listen = match self.front.listen {
+            Listen::Tcp(address) => address.ip(),
+            Listen::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        };
+        let names = names(&self.front.names, listen)?;
+        Ok(Arc::new(FrontResolver::new(ca.clone(), names, known)?))
+    }
+}
+
+fn client_roots(front: &config::Front) -> Result<Vec<CertificateDer<'static>>, BindError> {
     let mut client_roots = Vec::new();
     for path in &front.callers.client_ca {
         let fault = |why: String| file(&front.name, path, why);
@@ -80,12 +158,22 @@ fn trust_of(front: &config::Front) -> Result<FrontTrust, BindError> {
             return Err(fault("there is no certificate in it".to_owned()));
         }
     }
-    // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
-    Ok(FrontTrust {
-        own: front.callers.own_ca,
-        client_roots,
-        require: false,
-    })
+    Ok(client_roots)
+}
+
+fn leaf(front: &config::Front) -> Result<Option<Leaf>, BindError> {
+    let Some(files) = &front.certificate else {
+        return Ok(None);
+    };
+    let chain = text(&front.name, &files.chain)?;
+    let key = text(&front.name, &files.key)?;
+    let leaf = Leaf::load(&chain, &key);
+    let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+    Ok(Some(leaf))
+}
+
+fn text(front: &str, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(front, path, error.to_string()))
 }
 
 fn file(front: &str, path: &Path, why: String) -> BindError {
@@ -94,57 +182,4 @@ fn file(front: &str, path: &Path, why: String) -> BindError {
         path: path.to_owned(),
         why,
     }
-}
-
-fn tokens(front: &str, path: &Path) -> Result<CallerTokens, BindError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|error| file(front, path, error.to_string()))?;
-    CallerTokens::parse(&text).map_err(|error| file(front, path, error.to_string()))
-}
-
-fn tls(
-    front: &config::Front,
-    ca: &Arc<Ca>,
-    nodes: &Nodes,
-    trust: &FrontTrust,
-) -> Result<(Arc<ServerConfig>, Trust), BindError> {
-    let fault = |cause| BindError::Trust {
-        what: format!("front {:?}", front.name),
-        cause,
-    };
-    let leaves = leaves(front, ca, nodes)?;
-    // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
-    let alpn: &[&[u8]] = match front.kind {
-        Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11],
-        Kind::Connect | Kind::Http => &[wire::ALPN_HTTP11],
-        Kind::Tcp => &[],
-    };
-    let config = verify::front_server(leaves, ca.root(), trust, alpn).map_err(fault)?;
-    let trust = Trust::front(ca.root(), ca.trust_domain(), trust).map_err(fault)?;
-    Ok((config, trust))
-}
-
-/// What the front shows: the configured leaf, or one for each node from our own CA.
-fn leaves(
-    front: &config::Front,
-    ca: &Arc<Ca>,
-    nodes: &Nodes,
-) -> Result<Arc<dyn ResolvesServerCert>, BindError> {
-    if let Some(files) = &front.certificate {
-        let read = |path: &Path| {
-            std::fs::read_to_string(path)
-                .map_err(|error| file(&front.name, path, error.to_string()))
-        };
-        let leaf = Leaf::load(&read(&files.chain)?, &read(&files.key)?);
-        let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
-        return Ok(leaf.resolver());
-    }
-    let nodes = nodes.clone();
-    let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
-    let listen = match front.listen {
-        Listen::Tcp(address) => address.ip(),
-        Listen::Unix(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
-    };
-    let names = names(&front.names, listen)?;
-    Ok(Arc::new(FrontResolver::new(ca.clone(), names, known)?))
 }

@@ -5,6 +5,7 @@
 
 use super::{Arrival, Door, io::Io, serve};
 use crate::{
+    audit,
     core::CoreId,
     proxy::{
         Proxy,
@@ -15,7 +16,7 @@ use causeway_certs::{
     Identity,
     verify::{PeerRefused, Purpose, check_peer, none_revoked},
 };
-use causeway_tunnel::{socket::Socket, wire};
+use causeway_tunnel::{listener::Peer, socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
 use rustls_pki_types::UnixTime;
 use std::sync::Arc;
@@ -40,8 +41,9 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
     let accepted = start.accepted;
     door.hand_over((core, home), start.io, move |door, socket| async move {
         let proxy = door.proxies[home.0].clone();
-        if let Some(stream) = finish(&proxy, accepted, socket, deadline).await {
-            begin(&proxy, stream, arrival, door).await;
+        let shaken = finish(&proxy, accepted, (socket, arrival.peer), deadline).await;
+        if let Some(stream) = shaken {
+            begin(stream, arrival, door, home).await;
         }
     });
 }
@@ -49,7 +51,7 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
 async fn finish(
     proxy: &Proxy,
     accepted: Accepted,
-    socket: Socket,
+    (socket, peer): (Socket, Peer),
     deadline: Instant,
 ) -> Option<TlsStream<Socket>> {
     let (config, _) = proxy.front.tls.as_ref()?;
@@ -60,6 +62,10 @@ async fn finish(
             Some(stream)
         }
         Ok(Err(error)) => {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            if let Some(rustls::Error::InvalidCertificate(_)) = inner {
+                audit::refused_caller(&proxy.front.name, peer, &error);
+            }
             failed(proxy, "handshake", &error);
             None
         }
@@ -70,12 +76,20 @@ async fn finish(
     }
 }
 
-async fn begin(proxy: &Proxy, stream: TlsStream<Socket>, arrival: Arrival, door: Door) {
+async fn begin(stream: TlsStream<Socket>, arrival: Arrival, door: Door, home: CoreId) {
+    // The front may have become another during the handshake: then whoever comes is judged by that one.
+    let Some(door) = door.by_now() else {
+        return;
+    };
+    let proxy = &door.proxies[home.0];
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
     let caller = match caller(proxy, session) {
         Ok(caller) => caller,
-        Err(refused) => return failed(proxy, "certificate", &refused),
+        Err(refused) => {
+            audit::refused_caller(&proxy.front.name, arrival.peer, &refused);
+            return failed(proxy, "certificate", &refused);
+        }
     };
     let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
     let io = Io::tls(stream, &connection.condition);

@@ -360,11 +360,15 @@ fn what_would_narrow_nothing_is_not_compiled() {
 
 #[test]
 fn rules_can_be_replaced_while_they_are_read() {
-    let writer = PolicyWriter::new(compiled([]));
+    let writer = PolicyWriter::new(Some(compiled([])));
     let reader = writer.reader();
     assert!(!reader.decide(&Asked::new().question()).allow);
-    writer.replace(compiled([rule(Then::Allow)]));
+    writer.replace(Some(compiled([rule(Then::Allow)])));
     assert!(reader.decide(&Asked::new().question()).allow);
+    writer.replace(Some(compiled([])));
+    assert!(!reader.is_open());
+    writer.replace(None);
+    assert!(reader.is_open() && reader.decide(&Asked::new().question()).allow);
 }
 
 /// One of these, or the key is not there.

@@ -67,6 +67,7 @@ impl World {
         Admitted {
             tunnel: self.tunnel().await,
             welcome: Arc::new(welcome),
+            issued: 0,
             from: FROM.into(),
             control: mpsc::channel(1).0,
         }

@@ -1,0 +1,170 @@
+//! Another configuration for an edge that runs: the new way is built whole, then each new stream takes it.
+//!
+//! Streams that are open keep the way that they began on, with its connections to apps. What cannot change while an
+//! edge runs is named, and takes effect at the next start.
+
+use super::Error;
+use crate::{
+    config::Config,
+    control::link::Serve,
+    metrics::Metrics,
+    proxy::{Policy, Way},
+};
+use arc_swap::ArcSwap;
+use causeway_tunnel::task::Tasks;
+use std::{
+    fmt,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+use tokio::time::{MissedTickBehavior, interval};
+
+/// How often kept connections to apps are looked through.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// The way that streams take which begin now.
+pub(super) type Now = Arc<ArcSwap<Way>>;
+
+/// The way as a session of a tunnel knows it.
+pub(super) fn serving(now: &Now) -> Serve {
+    let now = now.clone();
+    Arc::new(move |asked| {
+        let way = now.load_full();
+        Box::pin(async move { way.serve(asked).await })
+    })
+}
+
+/// Closes what apps keep idle for too long.
+pub(super) async fn sweep(now: Now) {
+    let mut each = interval(SWEEP);
+    each.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // Streams may keep the way that they began on for long.
+    let mut ways: Vec<Weak<Way>> = Vec::new();
+    loop {
+        each.tick().await;
+        let newest = Arc::downgrade(&now.load_full());
+        if !ways.iter().any(|way| way.ptr_eq(&newest)) {
+            ways.push(newest);
+        }
+        ways.retain(|way| way.upgrade().inspect(|way| way.sweep()).is_some());
+    }
+}
+
+/// What can change in an edge that runs. Cheap to clone.
+#[derive(Clone)]
+pub struct Reloader(Arc<Parts>);
+
+/// What a reload touches.
+pub(super) struct Parts {
+    pub(super) node: String,
+    /// What the edge began with.
+    pub(super) began: Config,
+    pub(super) now: Now,
+    pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) tasks: Arc<Tasks>,
+}
+
+/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+pub struct Prepared<'a> {
+    parts: &'a Parts,
+    policy: Policy,
+    at_restart: Vec<&'static str>,
+}
+
+/// What a reload has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changed {
+    /// The node's ports that are served.
+    pub ports: Vec<u16>,
+    /// Keys that differ from what the edge began with, and wait for its next start.
+    pub at_restart: Vec<&'static str>,
+}
+
+impl Reloader {
+    pub(super) fn new(parts: Parts) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    pub(super) fn parts(&self) -> &Parts {
+        &self.0
+    }
+
+    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// [`Prepared::apply`].
+    ///
+    /// # Errors
+    /// Whatever is missing or malformed; everything is as it was then.
+    pub fn prepare(&self, config: &Config) -> Result<Prepared<'_>, Error> {
+        Ok(Prepared {
+            policy: Policy::new(&self.0.node, config)?,
+            at_restart: at_restart(&self.0.began, config),
+            parts: &self.0,
+        })
+    }
+
+    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    pub fn refused(&self) {
+        self.0.metrics.reloaded(false);
+    }
+}
+
+impl Prepared<'_> {
+    /// Puts it into force, for each stream that begins from now on.
+    pub fn apply(self) -> Changed {
+        let Self {
+            parts: edge,
+            policy,
+            at_restart,
+        } = self;
+        let ports = policy.ports();
+        let way = Way::new(
+            policy,
+            edge.began.timeouts.clone(),
+            edge.metrics.clone(),
+            edge.tasks.clone(),
+        );
+        edge.now.store(Arc::new(way));
+        edge.ports.store(Arc::new(ports.clone()));
+        edge.metrics.reloaded(true);
+        Changed { ports, at_restart }
+    }
+}
+
+/// Of the top keys: which an edge that runs does not take up.
+fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
+    let keys = [
+        ("data_dir", began.data_dir != now.data_dir),
+        ("node", began.node != now.node),
+        ("gateways", began.gateways != now.gateways),
+        ("proxy", began.proxy != now.proxy),
+        ("no_proxy", began.no_proxy != now.no_proxy),
+        ("admin", began.admin != now.admin),
+        ("labels", began.labels != now.labels),
+        ("addresses", began.addresses != now.addresses),
+        ("pool", began.pool != now.pool),
+        ("tunnels", began.tunnels != now.tunnels),
+        ("timeouts", began.timeouts != now.timeouts),
+        ("backoff", began.backoff != now.backoff),
+        ("log", began.log != now.log),
+    ];
+    let differs = keys.into_iter().filter(|(_, differs)| *differs);
+    differs.map(|(key, _)| key).collect()
+}
+
+/// For people, in one line.
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.ports.is_empty() {
+            f.write_str("serves no port")?;
+        } else {
+            let ports: Vec<_> = self.ports.iter().map(u16::to_string).collect();
+            write!(f, "serves {}", ports.join(", "))?;
+        }
+        if !self.at_restart.is_empty() {
+            let keys = self.at_restart.join(", ");
+            write!(f, "; waits for the next start: {keys}")?;
+        }
+        Ok(())
+    }
+}

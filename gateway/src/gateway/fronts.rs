@@ -1,0 +1,260 @@
+//! The fronts of a gateway: what stands, and how another list of them takes its place.
+//!
+//! 1. `plan` reads and builds all that a list asks for, and binds what is new; nothing is touched yet.
+//! 2. `Plan::apply` opens what is new, leads to what has changed, and closes what is gone. It cannot fail.
+//!
+//! A front stays on its socket as long as its address stays. One whose configuration and files say what they said is
+//! left alone, with all of its connections.
+
+use super::{
+    BindError,
+    build::{bind, front::Material},
+};
+use crate::{
+    config,
+    core::Cores,
+    proxy::{Proxy, Shared, front::Entrance},
+};
+use causeway_certs::Ca;
+use causeway_tunnel::{listener::Bound, task::Tasks};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+use tokio_util::sync::CancellationToken;
+
+/// All fronts of a gateway.
+#[derive(Debug)]
+pub(super) struct Fronts {
+    pub(super) ca: Arc<Ca>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) cores: Cores,
+    pub(super) tasks: Arc<Tasks>,
+    /// Asks all of them, and their connections, to finish.
+    pub(super) ending: CancellationToken,
+    pub(super) standing: Mutex<Standing>,
+}
+
+/// What there is now.
+#[derive(Debug, Default)]
+pub(super) struct Standing {
+    /// Whether callers are let in: what is new is opened at once from then on.
+    open: bool,
+    /// The gateway is leaving: nothing is opened any more.
+    over: bool,
+    fronts: Vec<Stand>,
+}
+
+impl Standing {
+    /// A front that cannot have its socket because another has it learns which.
+    fn explain(&self, front: &config::Front, error: BindError) -> BindError {
+        let config::Listen::Tcp(address) = front.listen else {
+            return error;
+        };
+        let port = |stand: &&Stand| {
+            let there = stand.listener.local_addr();
+            there.is_some_and(|there| there.port() == address.port())
+        };
+        match (error, self.fronts.iter().find(port)) {
+            (BindError::Listen { listen, .. }, Some(stand)) => BindError::Held {
+                front: front.name.clone(),
+                listen,
+                by: stand.material.front.name.clone(),
+            },
+            (error, _) => error,
+        }
+    }
+}
+
+/// One front, with its socket.
+#[derive(Debug)]
+struct Stand {
+    material: Material,
+    entrance: Arc<Entrance>,
+    listener: Bound,
+}
+
+impl Stand {
+    /// Whether `front` goes on here: the socket is the same. Where the system chooses the port, it is the name that
+    /// tells them apart.
+    fn carries(&self, front: &config::Front) -> bool {
+        let own = &self.material.front;
+        let chosen = matches!(front.listen, config::Listen::Tcp(address) if address.port() == 0);
+        own.listen == front.listen && (own.name == front.name || !chosen)
+    }
+
+    fn open(&self) {
+        let front = &self.material.front.name;
+        match self.entrance.open(&self.listener) {
+            Ok(()) => {
+                let address = self.listener.local_addr();
+                let address = address.map_or_else(|| "unix".to_owned(), |at| at.to_string());
+                tracing::info!(front, address, "front open");
+            }
+            Err(error) => tracing::error!(front, %error, "this front cannot be served"),
+        }
+    }
+}
+
+/// What becomes of one front of a new list.
+#[derive(Debug)]
+enum Step {
+    /// It stays, at this place of the old list.
+    Keep(usize),
+    /// It stays on the socket of the one at this place, and is another now.
+    Replace(usize, Material, Vec<Proxy>),
+    /// It is new.
+    Open(Stand),
+}
+
+/// A list of fronts of which all is built.
+#[derive(Debug)]
+pub(super) struct Plan<'a> {
+    standing: MutexGuard<'a, Standing>,
+    steps: Vec<Step>,
+}
+
+/// The names of fronts to which something happened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Turnover {
+    /// Those that are new.
+    pub opened: Vec<String>,
+    /// Those that are on their socket still, and are others now.
+    pub replaced: Vec<String>,
+    /// Those that are gone.
+    pub closed: Vec<String>,
+}
+
+impl Fronts {
+    /// Names and addresses; unix sockets have no address.
+    pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
+        let address = |stand: &Stand| {
+            let name = stand.material.front.name.clone();
+            (name, stand.listener.local_addr())
+        };
+        self.standing().fronts.iter().map(address).collect()
+    }
+
+    /// Lets callers in.
+    pub(super) fn open(&self) {
+        let mut standing = self.standing();
+        standing.open = true;
+        standing.fronts.iter().for_each(Stand::open);
+    }
+
+    /// Waits until all fronts are asked to finish, and gives up their sockets: whoever comes then is refused at once,
+    /// and not left to wait for nobody.
+    pub(super) async fn retire(&self) {
+        self.ending.cancelled().await;
+        let mut standing = self.standing();
+        standing.over = true;
+        standing.fronts.clear();
+    }
+
+    /// Reads and builds all that `fronts` ask for, and binds what is new. Holds everybody else off who would plan.
+    pub(super) fn plan(&self, fronts: &[config::Front]) -> Result<Plan<'_>, BindError> {
+        let standing = self.standing();
+        if standing.over {
+            return Err(BindError::Leaving);
+        }
+        let mut steps: Vec<Step> = Vec::with_capacity(fronts.len());
+        for front in fronts {
+            let material = Material::read(front)?;
+            let place = standing
+                .fronts
+                .iter()
+                .position(|stand| stand.carries(front));
+            steps.push(match place {
+                Some(place) if standing.fronts[place].material == material => Step::Keep(place),
+                Some(place) => {
+                    let proxies = self.proxies(&material, &standing.fronts[place].listener)?;
+                    Step::Replace(place, material, proxies)
+                }
+                None => {
+                    let opened = self.stand(material);
+                    Step::Open(opened.map_err(|error| standing.explain(front, error))?)
+                }
+            });
+        }
+        Ok(Plan { standing, steps })
+    }
+
+    fn stand(&self, material: Material) -> Result<Stand, BindError> {
+        let front = &material.front;
+        let listener = bind(&format!("front {:?}", front.name), &front.listen)?;
+        let proxies = self.proxies(&material, &listener)?;
+        let entrance = Entrance::new(&self.cores, proxies, self.ending.child_token());
+        Ok(Stand {
+            material,
+            entrance,
+            listener,
+        })
+    }
+
+    /// The front's proxy on each core.
+    fn proxies(&self, material: &Material, listener: &Bound) -> Result<Vec<Proxy>, BindError> {
+        let listens = listener.local_addr().map(|address| address.port());
+        let built = Arc::new(material.build(&self.ca, &self.shared, listens)?);
+        let proxy = |core| Proxy {
+            shared: self.shared.clone(),
+            front: built.clone(),
+            core,
+            tasks: self.tasks.clone(),
+        };
+        Ok(self.cores.all().map(proxy).collect())
+    }
+
+    fn standing(&self) -> MutexGuard<'_, Standing> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Plan<'_> {
+    /// Makes it so. Other `rules` come into force in between: no stream is judged by the old ones at a new front, or by
+    /// the new ones at an old front.
+    pub(super) fn apply(mut self, rules: Option<impl FnOnce()>) -> Turnover {
+        let mut done = Turnover::default();
+        let before = std::mem::take(&mut self.standing.fronts);
+        let mut before: Vec<Option<Stand>> = before.into_iter().map(Some).collect();
+        let linger = rules.is_none();
+        for (place, stand) in before.iter().flatten().enumerate() {
+            let stays = |step: &Step| matches!(step, Step::Keep(kept) if *kept == place);
+            if !self.steps.iter().any(stays) {
+                stand.entrance.retire(linger);
+            }
+        }
+        if let Some(rules) = rules {
+            rules();
+        }
+        for step in self.steps {
+            let name = |stand: &Stand| stand.material.front.name.clone();
+            let stand = match step {
+                Step::Keep(place) => before[place].take(),
+                Step::Replace(place, material, proxies) => before[place]
+                    .take()
+                    .map(|stand| {
+                        stand.entrance.replace(proxies);
+                        Stand { material, ..stand }
+                    })
+                    .inspect(|stand| done.replaced.push(name(stand))),
+                Step::Open(stand) => {
+                    if self.standing.open {
+                        stand.open();
+                    }
+                    done.opened.push(name(&stand));
+                    Some(stand)
+                }
+            };
+            self.standing.fronts.extend(stand);
+        }
+        for stand in before.into_iter().flatten() {
+            stand.entrance.close();
+            if let config::Listen::Unix(path) = &stand.material.front.listen {
+                // Whoever has taken it away already has done the same.
+                let _ = std::fs::remove_file(path);
+            }
+            done.closed.push(stand.material.front.name);
+        }
+        done
+    }
+}

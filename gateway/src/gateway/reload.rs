@@ -1,0 +1,196 @@
+//! Another configuration for a gateway that runs: build all of it, then swap, then retire.
+//!
+//! What cannot change while a gateway runs (its directory, its cores, where it listens for edges and for its owner,
+//! limits and waits) is named, and takes effect at the next start.
+
+use super::{
+    BindError,
+    build::{Identity, advertised},
+    fronts::{Fronts, Plan, Turnover},
+};
+use crate::{
+    config::{self, Config},
+    metrics::Metrics,
+    state::{Advertised, Registry},
+};
+use causeway_certs::{HostName, Leaf};
+use causeway_tunnel::hello::ToEdge;
+use std::{fmt, net::SocketAddr, sync::Arc};
+
+/// What can change in a gateway that runs. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Reloader(Arc<Parts>);
+
+/// What a reload touches.
+#[derive(Debug)]
+pub(super) struct Parts {
+    /// What the gateway began with.
+    pub(super) began: Config,
+    /// Where the tunnel port is.
+    pub(super) tunnel: Option<SocketAddr>,
+    pub(super) fronts: Fronts,
+    pub(super) identity: Identity,
+    pub(super) advertised: Advertised,
+    pub(super) registry: Registry,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
+#[derive(Debug)]
+pub struct Prepared<'a> {
+    parts: &'a Parts,
+    fronts: Plan<'a>,
+    identity: (Vec<HostName>, Option<Leaf>),
+    advertised: Vec<String>,
+    at_restart: Vec<&'static str>,
+}
+
+/// What a reload has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changed {
+    /// The fronts.
+    pub fronts: Turnover,
+    /// Whether edges were told other addresses.
+    pub advertised: bool,
+    /// Keys that differ from what the gateway began with, and wait for its next start.
+    pub at_restart: Vec<&'static str>,
+}
+
+impl Reloader {
+    pub(super) fn new(parts: Parts) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    /// Reads and builds all that `config`, which has been validated, asks for. Nothing is in force before
+    /// [`Prepared::apply`].
+    ///
+    /// # Errors
+    /// Whatever is missing, malformed or taken, by name; everything is as it was then.
+    pub fn prepare(&self, config: &Config) -> Result<Prepared<'_>, BindError> {
+        let parts = &self.0;
+        Ok(Prepared {
+            fronts: parts.fronts.plan(&config.fronts)?,
+            identity: parts.identity.prepare(&config::Tunnel {
+                // Where the port is, and not where it would be after a restart.
+                listen: parts.began.tunnel.listen,
+                ..config.tunnel.clone()
+            })?,
+            advertised: advertised(&config.tunnel, parts.tunnel),
+            at_restart: at_restart(&parts.began, config),
+            parts,
+        })
+    }
+
+    /// The fronts that there are now, with the ports that the system chose; unix sockets have no address.
+    pub fn fronts(&self) -> Vec<(String, Option<SocketAddr>)> {
+        self.0.fronts.addresses()
+    }
+
+    /// Notes that a configuration was refused: it could not be read, or not be prepared.
+    pub fn refused(&self) {
+        self.0.metrics.reloaded(false);
+    }
+
+    pub(super) fn parts(&self) -> &Parts {
+        &self.0
+    }
+}
+
+impl Prepared<'_> {
+    /// Puts it into force.
+    pub fn apply(self) -> Changed {
+        self.apply_with(None::<fn()>)
+    }
+
+    /// Puts it into force together with other `rules`, which this calls when callers of the old fronts have begun their
+    /// last and those of the new ones nothing.
+    pub fn apply_with(self, rules: Option<impl FnOnce()>) -> Changed {
+        let parts = self.parts;
+        let (names, leaf) = self.identity;
+        if let Some(leaf) = leaf {
+            parts.identity.replace(names, leaf);
+        }
+        let advertised = parts.advertised.replace(self.advertised);
+        if advertised {
+            tell(&parts.registry, &parts.advertised);
+        }
+        let fronts = self.fronts.apply(rules);
+        parts.metrics.reloaded(true);
+        Changed {
+            fronts,
+            advertised,
+            at_restart: self.at_restart,
+        }
+    }
+}
+
+/// Tells each edge that is here where gateways are to be had.
+fn tell(registry: &Registry, advertised: &Advertised) {
+    for (_, edge) in registry.all() {
+        let line = ToEdge::Gateways {
+            gateways: advertised.all(),
+        };
+        // One that does not take it is about to end, and hears it when it comes back.
+        let _ = edge.admitted.control.try_send(Box::new(line));
+    }
+}
+
+fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
+    // Of the tunnel port only who is told of it changes while it is there.
+    let tunnel = |config: &Config| config::Tunnel {
+        advertise: Vec::new(),
+        gateways: Vec::new(),
+        ..config.tunnel.clone()
+    };
+    let keys = [
+        ("data_dir", began.data_dir != now.data_dir),
+        ("cores", began.cores != now.cores),
+        ("tunnel", tunnel(began) != tunnel(now)),
+        ("admin", began.admin != now.admin),
+        ("limits", began.limits != now.limits),
+        ("timeouts", began.timeouts != now.timeouts),
+        ("access_log", began.access_log != now.access_log),
+        ("audit_log", began.audit_log != now.audit_log),
+        ("log", began.log != now.log),
+    ];
+    let differs = keys.into_iter().filter(|(_, differs)| *differs);
+    differs.map(|(key, _)| key).collect()
+}
+
+/// For people, in one line.
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Turnover {
+            opened,
+            replaced,
+            closed,
+        } = &self.fronts;
+        let mut said = Vec::new();
+        for (what, names) in [
+            ("opened", opened),
+            ("changed", replaced),
+            ("closed", closed),
+        ] {
+            if !names.is_empty() {
+                said.push(format!("{what} {}", names.join(", ")));
+            }
+        }
+        let fronts = if said.is_empty() {
+            "all fronts as they were".to_owned()
+        } else {
+            format!("fronts: {}", said.join("; "))
+        };
+        f.write_str(&fronts)?;
+        if self.advertised {
+            f.write_str("; edges are told other addresses")?;
+        }
+        if !self.at_restart.is_empty() {
+            write!(
+                f,
+                "; waits for the next start: {}",
+                self.at_restart.join(", ")
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,80 @@
+//! The arguments of `causeway token`.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use causeway_gateway::config::policy;
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::DataDir;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Token {
+    /// Make a token for one node, to be used once, or for so many of a pattern
+    Create(TokenCreate),
+    /// List the tokens: for whom, who has joined with them, until when they are good
+    List(TokenList),
+    /// Take tokens back: nobody joins with them any more; nodes that have joined stay
+    Revoke(TokenRevoke),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TokenCreate {
+    /// Name of the node that may join with it; or, with stars, of new nodes, as in 'site-7-*'
+    #[arg(long)]
+    pub(crate) node: String,
+    /// How many nodes may join with it, where a pattern names them
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) uses: u32,
+    /// How long it can be used
+    #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Duration,
+    /// Confirmed address of the node; may be given several times
+    #[arg(long = "address", value_name = "IP")]
+    pub(crate) addresses: Vec<IpAddr>,
+    /// Confirmed pool of the node
+    #[arg(long)]
+    pub(crate) pool: Option<String>,
+    /// Confirmed label of the node, for the policy; may be given several times
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
+    pub(crate) labels: Vec<(String, String)>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TokenList {
+    /// As a table, or as JSON
+    #[arg(short, long, value_enum, default_value_t = Listing::Table)]
+    pub(crate) output: Listing,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Listing {
+    /// One line each
+    Table,
+    /// All that is known, in JSON
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TokenRevoke {
+    /// The tokens' ids, which `token list` shows
+    #[arg(required = true, value_name = "ID")]
+    pub(crate) ids: Vec<String>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+/// `KEY=VALUE`.
+pub(super) fn label(text: &str) -> Result<(String, String), String> {
+    let Some((key, value)) = text.split_once('=') else {
+        return Err("write KEY=VALUE, as in tier=gold".into());
+    };
+    if let Some(fault) = policy::label(key).or_else(|| policy::label(value)) {
+        return Err(fault);
+    }
+    Ok((key.to_owned(), value.to_owned()))
+}

@@ -1,0 +1,95 @@
+//! `causeway edge revoke|allow|remove`: which edges are welcome at a gateway.
+//!
+//! The data directory is changed first, so that it holds whatever becomes of the gateway; then the gateway that runs
+//! on it is told, and has ended the tunnels in question when this returns.
+
+use anyhow::{Context, bail};
+use causeway_certs::{NodeName, Revocation, Store};
+use hyper::Method;
+use rustls::pki_types::UnixTime;
+
+use super::{admin, data};
+use crate::cli::{EdgeNamed, EdgeOrder, EdgeRevoke};
+
+/// Longest reason, in bytes: it goes to the edge in one line.
+const LONGEST: usize = 512;
+
+/// Does what was ordered.
+pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
+    let (directory, node, done) = match order {
+        EdgeOrder::Revoke(ask) => {
+            let (store, node) = open(&ask.data.data_dir, &ask.node)?;
+            revoke(&store, &node, &ask)?;
+            (ask.data.data_dir, node, "revoked")
+        }
+        EdgeOrder::Allow(EdgeNamed { node, data }) => {
+            let (store, node) = open(&data.data_dir, &node)?;
+            known(store.nodes().set_revoked(&node, None)?, &store, &node)?;
+            (data.data_dir, node, "allowed again")
+        }
+        EdgeOrder::Remove(EdgeNamed { node, data }) => {
+            let (store, node) = open(&data.data_dir, &node)?;
+            known(store.nodes().remove(&node)?, &store, &node)?;
+            (data.data_dir, node, "removed")
+        }
+    };
+    let Some(address) = admin::noted(&directory)? else {
+        println!(
+            "{node} is {done}; no gateway runs in {}",
+            directory.display()
+        );
+        return Ok(());
+    };
+    let told = admin::ask(Method::POST, &address, "/api/v1/refresh").await;
+    let (status, body) = told.with_context(|| {
+        format!("{node} is {done} in {}, but the gateway that should run there was not told: it holds from its next start", directory.display())
+    })?;
+    if !status.is_success() {
+        let said = String::from_utf8_lossy(&body);
+        bail!(
+            "{node} is {done} on the disk, but the gateway at {address} did not take it up: {status} {}",
+            said.trim()
+        );
+    }
+    println!("{node} is {done}");
+    Ok(())
+}
+
+fn open(directory: &std::path::Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
+    let node = NodeName::parse(node)?;
+    let (store, _) = data::with_ca(directory)?;
+    Ok((store, node))
+}
+
+fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()> {
+    let reason = ask.reason.trim();
+    if reason.is_empty() || reason.len() > LONGEST || reason.contains(char::is_control) {
+        bail!("--reason: a line of 1 to {LONGEST} bytes, for whoever wonders later");
+    }
+    let revoked = Revocation {
+        at: UnixTime::now().as_secs(),
+        reason: reason.to_owned(),
+    };
+    let found = store.nodes().set_revoked(node, Some(revoked))?;
+    known(found, store, node)
+}
+
+fn known(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {
+    if found {
+        return Ok(());
+    }
+    let names: Vec<_> = store
+        .nodes()
+        .all()?
+        .into_iter()
+        .map(|record| record.node.to_string())
+        .collect();
+    match names.len() {
+        0 => bail!("no node has joined here"),
+        1..=20 => bail!(
+            "{node} has not joined here; there are: {}",
+            names.join(", ")
+        ),
+        many => bail!("{node} has not joined here; `causeway status` shows which of {many} have"),
+    }
+}

@@ -1,0 +1,25 @@
+//! `causeway reload`: has a running gateway or edge read its configuration anew, as SIGHUP and a changed file do.
+//!
+//! Says what that did, or all that is wrong with the configuration; then the old one goes on (exit code 2).
+
+use anyhow::bail;
+use hyper::{Method, StatusCode};
+
+use super::{admin, health};
+use crate::cli::Reload;
+use crate::settings::Refused;
+
+/// Asks, and waits for the outcome.
+pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
+    for address in health::addresses(reload.admin, reload.data_dir)? {
+        let (status, body) = admin::ask(Method::POST, &address, "/api/v1/reload").await?;
+        let said = String::from_utf8_lossy(&body);
+        let said = said.trim();
+        match status {
+            StatusCode::OK => println!("{said}"),
+            StatusCode::UNPROCESSABLE_ENTITY => return Err(Refused(vec![said.to_owned()]).into()),
+            _ => bail!("{address} does not read its configuration anew: {status} {said}"),
+        }
+    }
+    Ok(())
+}

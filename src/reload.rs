@@ -1,0 +1,96 @@
+//! Reads the configuration of a process that runs anew: on SIGHUP, when a file of it changes, when it is asked.
+//!
+//! All three do the same, on a thread of its own, since a disk may hang and this one serves. What is refused leaves
+//! everything as it was, and the log says where it is wrong; so does the next attempt, as long as the file is.
+//! `watch` knows the files, and when they have been written to their end.
+
+mod watch;
+
+pub(crate) use watch::{Files, Noted};
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use causeway_config::Reloading;
+use tokio::signal::unix::Signal;
+use tokio::task::spawn_blocking;
+
+use crate::command::explain;
+
+/// Reads everything and puts it into force; says what that did. Notes the files that count before it reads them.
+pub(crate) type Reload = Arc<dyn Fn(&mut Noted) -> anyhow::Result<String> + Send + Sync>;
+
+/// Who asks for it.
+pub(crate) struct Reasons {
+    /// SIGHUP, if somebody listens to it.
+    pub(crate) hangup: Option<Signal>,
+    /// The admin listener.
+    pub(crate) asked: Reloading,
+    /// Files that count, as they were when they were read.
+    pub(crate) files: Noted,
+}
+
+/// Runs `live` to its end, and calls `reload` meanwhile whenever there is a reason.
+pub(crate) async fn beside<T>(
+    live: impl Future<Output = T>,
+    reasons: Reasons,
+    reload: Reload,
+) -> T {
+    tokio::select! {
+        outcome = live => outcome,
+        never = run(reasons, reload) => match never {},
+    }
+}
+
+/// Calls `reload` whenever there is a reason. Never ends.
+async fn run(mut reasons: Reasons, reload: Reload) -> Infallible {
+    let mut files = Files::watch(std::mem::take(&mut reasons.files));
+    loop {
+        let (why, asked) = tokio::select! {
+            () = hung_up(&mut reasons.hangup) => ("SIGHUP", None),
+            asked = reasons.asked.next() => ("asked", Some(asked)),
+            () = files.changed() => ("a file changed", None),
+        };
+        files.settled().await;
+        tracing::info!(why, "reading the configuration anew");
+        let (outcome, noted) = attempt(reload.clone(), files.noted()).await;
+        files = files.replaced(noted);
+        match &outcome {
+            Ok(done) => tracing::info!(done, "the configuration is in force"),
+            Err(error) => {
+                tracing::error!(%error, "the configuration is refused; everything is as it was");
+            }
+        }
+        if let Some(asked) = asked {
+            asked.answer(outcome);
+        }
+    }
+}
+
+/// One attempt. What is refused counts its own files beside those that are in force: whichever is mended is a reason.
+async fn attempt(reload: Reload, before: Noted) -> (Result<String, String>, Noted) {
+    let begun = before.clone();
+    let attempt = spawn_blocking(move || {
+        // What changes from here on is a reason of its own.
+        let before = before.anew();
+        let mut noted = Noted::default();
+        match reload(&mut noted) {
+            Ok(done) => (Ok(done), noted),
+            Err(error) => (Err(explain(&error)), before.and(noted)),
+        }
+    });
+    attempt.await.unwrap_or_else(|failed| {
+        let why = format!("reading it failed half way, which is Causeway's own fault: {failed}");
+        (Err(why), begun)
+    })
+}
+
+async fn hung_up(hangup: &mut Option<Signal>) {
+    let heard = match hangup {
+        Some(hangup) => hangup.recv().await,
+        None => None,
+    };
+    if heard.is_none() {
+        std::future::pending::<()>().await;
+    }
+}

@@ -1,0 +1,382 @@
+//! Forged, stolen and spoilt identities, with the tools that an attacker has: openssl and curl.
+//!
+//! What openssl signs here it signs with the gateway's own CA, so that what is refused is refused for the one
+//! thing that is wrong with it.
+
+use crate::world::{
+    PATIENCE,
+    app::App,
+    process::{Site, causeway},
+    tool::{Ran, Tool, need},
+};
+use causeway_certs::{Access, Ca, Store};
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+use std::{fs, path::PathBuf};
+
+/// Makes `$2.pem` and `$2.key` in `$1`: usage `$3`, names `$4`, made at `$5`, good for two days, by `$6.pem`.
+const FORGE: &str = r#"
+set -e; cd "$1"
+openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
+printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature' \
+    "extendedKeyUsage=$3" "subjectAltName=$4" 'authorityKeyIdentifier=keyid' >"$2.ext"
+faketime "$5" openssl x509 -req -in "$2.csr" -CA "$6.pem" -CAkey "$6.key" -days 2 -extfile "$2.ext" -out "$2.pem"
+"#;
+const EDGE_1: &str = "URI:spiffe://DOMAIN/edge/edge-1";
+
+/// A gateway whose CA's key has been stolen.
+struct Forger {
+    site: Site,
+    domain: String,
+}
+
+/// What is wrong with one certificate.
+struct Spoilt {
+    name: &'static str,
+    usage: &'static str,
+    names: &'static str,
+    when: &'static str,
+    issuer: &'static str,
+    /// What the gateway's log says of it at the tunnel port.
+    said: &'static str,
+}
+
+/// Nothing is wrong with this one.
+const GOOD: Spoilt = Spoilt {
+    name: "good",
+    usage: "clientAuth",
+    names: EDGE_1,
+    when: "-1 hour",
+    issuer: "own",
+    said: "registered",
+};
+
+/// One thing is wrong with each.
+const SPOILT: [Spoilt; 10] = [
+    Spoilt {
+        name: "expired",
+        when: "-10 days",
+        said: "certificate expired",
+        ..GOOD
+    },
+    Spoilt {
+        name: "not-yet",
+        when: "+10 days",
+        said: "certificate not valid yet",
+        ..GOOD
+    },
+    Spoilt {
+        name: "server",
+        usage: "serverAuth",
+        said: "does not allow extended key usage for client authentication",
+        ..GOOD
+    },
+    Spoilt {
+        name: "stranger",
+        issuer: "other",
+        said: "UnknownIssuer",
+        ..GOOD
+    },
+    Spoilt {
+        name: "elsewhere",
+        names: "URI:spiffe://other.test/edge/edge-1",
+        said: "spiffe://other.test/edge/edge-1",
+        ..GOOD
+    },
+    Spoilt {
+        name: "caller",
+        names: "URI:spiffe://DOMAIN/caller/edge-1",
+        said: "a certificate of kind caller cannot come as edge",
+        ..GOOD
+    },
+    Spoilt {
+        name: "gateway",
+        names: "URI:spiffe://DOMAIN/gateway",
+        said: "a certificate of kind gateway cannot come as edge",
+        ..GOOD
+    },
+    Spoilt {
+        name: "both",
+        names: "URI:spiffe://DOMAIN/edge/edge-1,URI:spiffe://DOMAIN/edge/edge-2",
+        said: "2 identities",
+        ..GOOD
+    },
+    Spoilt {
+        name: "nobody",
+        names: "DNS:edge-1",
+        said: "0 identities",
+        ..GOOD
+    },
+    Spoilt {
+        name: "unknown",
+        names: "URI:spiffe://DOMAIN/edge/edge-9",
+        said: "node edge-9 is not enrolled at this gateway",
+        ..GOOD
+    },
+];
+
+impl Forger {
+    async fn start() -> Self {
+        let site = Site::with("tunnel: { hello_timeout: 1s }").await;
+        let store = Store::open(site.data(), Access::Existing).unwrap();
+        let own = store.ca().unwrap().unwrap();
+        let other = Ca::create(own.trust_domain()).unwrap();
+        for (name, ca) in [("own", &own), ("other", &other)] {
+            fs::write(site.path(&format!("{name}.pem")), ca.root_pem()).unwrap();
+            fs::write(site.path(&format!("{name}.key")), ca.key_pem().expose()).unwrap();
+        }
+        Self {
+            domain: own.trust_domain().to_string(),
+            site,
+        }
+    }
+
+    async fn forge(&self, spoilt: &Spoilt) {
+        let names = spoilt.names.replace("DOMAIN", &self.domain);
+        let folder = self.site.path("");
+        let made = Tool::new("sh").args(["-c", FORGE, "sh"]).args([folder]);
+        let about = [
+            spoilt.name,
+            spoilt.usage,
+            &names,
+            spoilt.when,
+            spoilt.issuer,
+        ];
+        made.args(about).run().await.ok();
+    }
+
+    fn files(&self, name: &str) -> [PathBuf; 2] {
+        ["pem", "key"].map(|kind| self.site.path(&format!("{name}.{kind}")))
+    }
+
+    /// openssl at the tunnel port, until it is hung up on.
+    fn dial(&self, name: &str) -> Tool {
+        let [certificate, key] = self.files(name);
+        let port = ["s_client", "-alpn", "rh2", "-ign_eof", "-connect"];
+        Tool::new("openssl")
+            .args(port)
+            .args([&self.site.tunnel])
+            .args(["-CAfile".into(), self.site.path("own.pem")])
+            .args(["-cert".into(), certificate])
+            .args(["-key".into(), key])
+    }
+
+    /// curl at the front: what it says of itself, and the status that it got.
+    async fn call(&self, name: &str) -> Ran {
+        let [certificate, key] = self.files(name);
+        let curl = self.site.curl_as_nobody("edge-1", "");
+        curl.args(["-w", " %{http_code}"])
+            .args(["--cert".into(), certificate])
+            .args(["--key".into(), key])
+            .run()
+            .await
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_front() {
+    need!("openssl", "curl", "faketime");
+    let forger = Forger::start().await;
+    let app = App::saying("it").await;
+    let _edge = forger.site.join("edge-1", app.port()).await;
+    for spoilt in &SPOILT {
+        forger.forge(spoilt).await;
+    }
+    let at_the_tunnel_port = SPOILT.iter().map(async |spoilt| {
+        forger.dial(spoilt.name).run().await;
+        let bound = PATIENCE;
+        forger.site.gateway.wrote(spoilt.said, 1, bound).await;
+    });
+    join_all(at_the_tunnel_port).await;
+    for spoilt in SPOILT.iter().filter(|spoilt| spoilt.name != "caller") {
+        let called = forger.call(spoilt.name).await;
+        assert!(called.text() != "it 200", "{}", spoilt.name);
+    }
+    // The one thing that is wrong is what they are refused for.
+    let caller = Spoilt {
+        name: "alright",
+        names: "URI:spiffe://DOMAIN/caller/edge-1",
+        ..GOOD
+    };
+    forger.forge(&caller).await;
+    assert_eq!(forger.call("alright").await.text(), "it 200");
+    forger.forge(&GOOD).await;
+    forger.dial("good").run().await;
+    let nobody = forger
+        .site
+        .gateway
+        .wrote("refused an edge edge=\"edge-1\"", 1, PATIENCE);
+    nobody.await;
+}
+
+#[tokio::test]
+async fn a_session_from_before_a_revocation_resumes_into_nothing() {
+    need!("openssl");
+    let forger = Forger::start().await;
+    let site = &forger.site;
+    site.join("edge-1", 1).await.stop().await.ok();
+    let edge = Store::open(site.edge_data("edge-1"), Access::Existing).unwrap();
+    let edge = edge.edge().unwrap().unwrap();
+    fs::write(site.path("stolen.pem"), edge.leaf.chain_pem()).unwrap();
+    fs::write(site.path("stolen.key"), edge.leaf.key_pem().expose()).unwrap();
+    let session = site.path("session");
+    let kept = ["-sess_out".into(), session.clone()];
+    forger.dial("stolen").args(kept).run().await;
+    let resumed = || {
+        let again = ["-sess_in".into(), session.clone()];
+        forger.dial("stolen").args(again).run()
+    };
+    let ran = resumed().await;
+    assert!(ran.text().contains("Reused, TLSv1.3"), "{}", ran.text());
+    // openssl says no hello: that is all that was wrong with it.
+    let why = "refused an edge edge=\"edge-1\"";
+    site.gateway
+        .wrote("no answer to the hello", 2, PATIENCE)
+        .await;
+    let revoke = causeway("edge revoke edge-1 --reason stolen");
+    revoke.flag("--data-dir", site.data()).run().await.ok();
+    let ran = resumed().await;
+    assert!(ran.text().contains("Reused, TLSv1.3"), "{}", ran.text());
+    site.gateway
+        .wrote("why=node edge-1 is revoked: stolen", 1, PATIENCE)
+        .await;
+    assert_eq!(site.gateway.written().count(why), 3);
+}
+
+/// Asks the tunnel port for a certificate, by curl, for what openssl makes of `request`.
+const ENROL: &str = r#"
+set -e; cd "$1"
+csr=$(openssl req -new $3 -nodes -keyout "$2.key" -outform DER 2>/dev/null | base64 -w 0)
+printf '{"token":"%s","node":"%s","csr":"%s"}' "$4" "$5" "$csr" >"$2.json"
+"#;
+const P256: &str = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -subj /CN=edge-9";
+
+impl Forger {
+    async fn request(&self, name: &str, request: &str, (token, node): (&str, &str)) {
+        let folder = self.site.path("");
+        let made = Tool::new("sh").args(["-c", ENROL, "sh"]).args([folder]);
+        made.args([name, request, token, node]).run().await.ok();
+    }
+
+    /// What became of it: the status and the answer.
+    async fn enrol(&self, name: &str) -> (u16, Value) {
+        let body = format!("@{}", self.site.path(&format!("{name}.json")).display());
+        let ran = Tool::curl()
+            .args(["-k", "--http1.1", "-w", " %{http_code}", "-d", &body])
+            .args(["-H", "Content-Type: application/json"])
+            .args([format!("https://{}/v1/enrol", self.site.tunnel)])
+            .run();
+        let text = ran.await.ok().text();
+        let (answer, status) = text.rsplit_once(' ').unwrap();
+        let answer = serde_json::from_str(answer).unwrap_or(Value::Null);
+        (status.parse().unwrap(), answer)
+    }
+
+    /// The certificate that was granted, as openssl reads it.
+    async fn read(&self, granted: &Value) -> String {
+        let pem = granted["certificate"].as_str().unwrap();
+        let tool = Tool::new("openssl").args(["x509", "-noout", "-text"]);
+        tool.input(pem).run().await.ok().text()
+    }
+}
+
+#[tokio::test]
+async fn of_a_request_counts_its_key_and_a_weak_or_oversized_one_spends_no_token() {
+    need!("openssl", "curl");
+    let forger = Forger::start().await;
+    let token = forger.site.token("--node edge-1").await;
+    let (mine, stranger) = ((token.as_str(), "edge-1"), ("no token", "edge-1"));
+    let refused = [
+        (
+            "rsa-1024",
+            "-newkey rsa:1024 -subj /CN=x",
+            "RSA-1024 keys are not accepted",
+        ),
+        (
+            "p-192",
+            "-newkey ec -pkeyopt ec_paramgen_curve:P-192 -subj /CN=x",
+            "EC-192",
+        ),
+        ("dsa", "-newkey ed448 -subj /CN=x", "keys are not accepted"),
+    ];
+    for (name, request, why) in refused {
+        forger.request(name, request, mine).await;
+        let (status, said) = forger.enrol(name).await;
+        let detail = said["detail"].as_str().unwrap();
+        assert_eq!(
+            (status, said["reason"].as_str()),
+            (400, Some("csr_invalid")),
+            "{name}"
+        );
+        assert!(detail.contains(why), "{name}: {detail}");
+    }
+    let large = json!({ "token": token, "node": "edge-1", "csr": "A".repeat(40_000) });
+    let huge = json!({ "token": token, "node": "edge-1", "csr": "A".repeat(4_000_000) });
+    for (name, body, expected) in [("large", large, 400), ("huge", huge, 413)] {
+        fs::write(forger.site.path(&format!("{name}.json")), body.to_string()).unwrap();
+        assert_eq!(forger.enrol(name).await.0, expected, "{name}");
+    }
+    forger.request("stranger", P256, stranger).await;
+    assert_eq!(forger.enrol("stranger").await.0, 400);
+    forger.request("other", P256, (&token, "edge-2")).await;
+    let (status, said) = forger.enrol("other").await;
+    assert_eq!(
+        (status, said["reason"].as_str()),
+        (403, Some("token_other_node"))
+    );
+
+    forger.gets_no_more_than_its_name(&token).await;
+}
+
+impl Forger {
+    /// It asks for another name, for every usage, and to be a CA; and the token is spent then.
+    async fn gets_no_more_than_its_name(&self, token: &str) {
+        let (forger, mine) = (self, (token, "edge-1"));
+        let greedy = format!(
+            "{P256} -addext basicConstraints=critical,CA:TRUE -addext keyUsage=keyCertSign \
+         -addext extendedKeyUsage=serverAuth -addext subjectAltName=DNS:edge-9,URI:spiffe://x/gateway"
+        );
+        forger.request("greedy", &greedy, mine).await;
+        let (status, granted) = forger.enrol("greedy").await;
+        assert_eq!(status, 200, "{granted}");
+        let text = forger.read(&granted).await;
+        for there in [
+            "CA:FALSE",
+            "TLS Web Client Authentication",
+            "/edge/edge-1",
+            "DNS:edge-1",
+        ] {
+            assert!(text.contains(there), "{there}: {text}");
+        }
+        for absent in [
+            "CA:TRUE",
+            "Certificate Sign",
+            "Server Auth",
+            "edge-9",
+            "spiffe://x/gateway",
+        ] {
+            assert!(!text.contains(absent), "{absent}: {text}");
+        }
+        // And the token is spent.
+        forger.request("again", P256, mine).await;
+        let (status, said) = forger.enrol("again").await;
+        assert_eq!((status, said["reason"].as_str()), (403, Some("token_used")));
+    }
+}
+
+#[tokio::test]
+async fn of_those_that_race_for_one_token_one_joins() {
+    need!("openssl", "curl");
+    let forger = Forger::start().await;
+    let token = forger.site.token("--node edge-1").await;
+    let names: Vec<_> = (0..8).map(|racer| format!("racer-{racer}")).collect();
+    for name in &names {
+        forger.request(name, P256, (&token, "edge-1")).await;
+    }
+    let ended = join_all(names.iter().map(|name| forger.enrol(name))).await;
+    let joined = ended.iter().filter(|(status, _)| *status == 200).count();
+    let used = ended
+        .iter()
+        .filter(|(_, said)| said["reason"] == "token_used");
+    assert_eq!((joined, used.count()), (1, 7), "{ended:?}");
+}

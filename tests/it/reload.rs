@@ -1,0 +1,362 @@
+//! Reload: what has changed is swapped in, the rest keeps its connections, and what is bad changes nothing.
+
+use crate::world::{
+    World,
+    app::{App, Gate, answer},
+    caller::{Place, Wire, whole},
+    frames::{END_HEADERS, END_STREAM, HEADERS, PREFACE, fields, frame, next, send, settings},
+    gateway::{anonymous, front},
+    process::{OPEN, Site, causeway},
+    until,
+};
+use causeway_gateway::{
+    Turnover,
+    config::{Callers, Front, Kind},
+};
+use http_body_util::BodyExt;
+use hyper::Request;
+use std::fs;
+use tokio::net::{TcpListener, TcpStream};
+
+const URL: &str = "https://edge-1:9100/";
+
+fn turnover(opened: &[&str], replaced: &[&str], closed: &[&str]) -> Turnover {
+    let [opened, replaced, closed] = [opened, replaced, closed]
+        .map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+    Turnover {
+        opened,
+        replaced,
+        closed,
+    }
+}
+
+#[tokio::test]
+async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_their_connections() {
+    let build = World::build().front(anonymous("goes", Kind::Https));
+    let mut world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut kept = world.caller().connect("edge-1").await.unwrap();
+    assert_eq!(kept.get(URL).await.unwrap().text(), "it");
+    let gone = world.front("goes");
+    assert_eq!(world.caller_at("goes").nobody().get(URL).await.status, 200);
+
+    let changed = world.reload(|config| {
+        config.fronts.retain(|front| front.name != "goes");
+        config.fronts.push(anonymous("comes", Kind::Https));
+    });
+    let changed = changed.unwrap();
+    assert_eq!(changed.fronts, turnover(&["comes"], &[], &["goes"]));
+    assert_eq!(changed.to_string(), "fronts: opened comes; closed goes");
+    assert_eq!(world.caller_at("comes").nobody().get(URL).await.status, 200);
+    let answer = kept.get(URL).await.unwrap();
+    assert_eq!(answer.text(), "it", "the same connection");
+    until("nobody listens where the front was", async || {
+        TcpStream::connect(gone).await.is_err()
+    })
+    .await;
+    let again = world.reload(|_| {}).unwrap();
+    assert_eq!(again.fronts, Turnover::default());
+    assert_eq!(again.to_string(), "all fronts as they were");
+}
+
+#[tokio::test]
+async fn what_callers_have_begun_is_finished_and_nothing_new_begins_by_a_token_that_is_gone() {
+    let build = World::build();
+    let (old, tokens) = (build.token("old"), build.tokens());
+    let before = fs::read_to_string(&tokens).unwrap();
+    let new = build.token("new");
+    let both = fs::read_to_string(&tokens).unwrap();
+    let only_new = both.strip_prefix(&before).unwrap().to_owned();
+    fs::write(&tokens, &before).unwrap();
+    let by_token = Front {
+        callers: Callers {
+            own_ca: false,
+            tokens: Some(tokens.clone()),
+            ..Callers::default()
+        },
+        ..front("tokens", Kind::Https)
+    };
+    let mut world = build.front(by_token).start().await;
+    let gate = Gate::new();
+    let held = gate.clone();
+    let app = App::http(move |head| match head.path().as_str() {
+        "/slow" => answer::parts("text/plain", &["first ", "last"], &held),
+        _ => answer::ok("it"),
+    });
+    let app = app.await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for http2 in [false, true] {
+        fs::write(&tokens, &before).unwrap();
+        world.reload(|_| {}).unwrap();
+        let caller = |token: &str| world.caller_at("tokens").nobody().bearer(token);
+        let (with_old, with_new) = (caller(&old), caller(&new));
+        let with_old = if http2 { with_old.http2() } else { with_old };
+        assert_eq!(with_new.get(URL).await.status, 401);
+        let mut slow = with_old.connect("edge-1").await.unwrap();
+        let mut idle = with_old.connect("edge-1").await.unwrap();
+        assert_eq!(idle.get(URL).await.unwrap().status, 200);
+        let request = Request::get("https://edge-1:9100/slow");
+        gate.open();
+        let begun = slow.open(request.body(whole("")).unwrap()).await.unwrap();
+
+        fs::write(&tokens, &only_new).unwrap();
+        let changed = world.reload(|_| {}).unwrap();
+        assert_eq!(changed.fronts, turnover(&[], &["tokens"], &[]));
+        assert_eq!(with_old.get(URL).await.status, 401);
+        assert_eq!(with_new.get(URL).await.status, 200);
+        until(
+            "a connection by the old token takes nothing new",
+            async || idle.get(URL).await.is_err(),
+        )
+        .await;
+        // The last part, and the end.
+        gate.open();
+        gate.open();
+        let all = begun.into_body().collect().await.unwrap().to_bytes();
+        assert_eq!(all, "first last", "what had begun is whole");
+    }
+}
+
+#[tokio::test]
+async fn a_configuration_that_cannot_be_had_changes_nothing_and_says_what_is_in_its_way() {
+    let mut world = World::start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut kept = world.caller().connect("edge-1").await.unwrap();
+    assert_eq!(kept.get(URL).await.unwrap().status, 200);
+    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = taken.local_addr().unwrap();
+    let missing = world.folder().join("nowhere");
+    let at_taken = Front {
+        anonymous: true,
+        ..Front::new("late", Kind::Http, address.into())
+    };
+    let by_missing = Front {
+        callers: Callers {
+            tokens: Some(missing.clone()),
+            ..Callers::default()
+        },
+        ..front("late", Kind::Https)
+    };
+    for (late, word) in [
+        (at_taken, address.to_string()),
+        (by_missing, missing.display().to_string()),
+    ] {
+        let refused = world.reload(|config| {
+            // Both, or none.
+            config.fronts[0] = anonymous("https", Kind::Https);
+            config.fronts.push(late);
+        });
+        let said = refused.unwrap_err().to_string();
+        assert!(said.contains("late") && said.contains(&word), "{said}");
+        assert_eq!(kept.get(URL).await.unwrap().status, 200);
+        let nobody = world.caller().nobody().get(URL).await;
+        assert_eq!(nobody.status, 401, "still closed");
+    }
+    let changed = world.reload(|config| config.fronts[0] = anonymous("https", Kind::Https));
+    let changed = changed.unwrap();
+    assert_eq!(changed.fronts, turnover(&[], &["https"], &[]));
+    assert_eq!(world.caller().nobody().get(URL).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_caller_that_does_not_hear_its_leave_begins_nothing_new_all_the_same() {
+    let build = World::build().front(anonymous("open", Kind::Https));
+    let mut world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let nobody = world.caller_at("open").nobody().http2();
+    let mut wire = nobody.wire("edge-1", &["h2"]).await.unwrap();
+    // Without a table of fields (SETTINGS_HEADER_TABLE_SIZE) each answer says its status in full.
+    let begun = [PREFACE, &settings(&[(1, 0)])].concat();
+    send(&mut *wire, &begun).await.unwrap();
+    assert_eq!(ask(&mut *wire, 1).await, Some(200));
+    let changed = world.reload(|config| {
+        config.fronts.retain(|front| front.name != "open");
+        config.fronts.push(front("open", Kind::Https));
+    });
+    assert_eq!(changed.unwrap().fronts, turnover(&[], &["open"], &[]));
+    // It acknowledges no PING, so that the GOAWAY that says it is over never comes; and goes on asking.
+    let mut stream = 1;
+    until("it is refused", async || {
+        stream += 2;
+        matches!(ask(&mut *wire, stream).await, None | Some(503))
+    })
+    .await;
+    for _ in 0..20 {
+        stream += 2;
+        assert_ne!(ask(&mut *wire, stream).await, Some(200));
+    }
+}
+
+/// Asks for `/` on this stream and reads the status, if one comes before the connection's end.
+async fn ask(wire: &mut dyn Wire, stream: u32) -> Option<u16> {
+    let get = fields(&[
+        (":method", "GET"),
+        (":scheme", "https"),
+        (":authority", "edge-1:9100"),
+        (":path", "/"),
+    ]);
+    let head = frame(HEADERS, END_HEADERS | END_STREAM, stream, &get);
+    send(wire, &head).await.ok()?;
+    loop {
+        let frame = next(wire).await.ok()?;
+        if frame.kind == HEADERS && frame.stream == stream {
+            return Some(frame.status());
+        }
+    }
+}
+
+#[tokio::test]
+async fn names_that_are_advertised_anew_are_in_the_certificate_and_edges_hear_of_them() {
+    let mut world = World::start().await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let tunnel = world.tunnel();
+    let joining = world.caller().nobody().at(Place::Tls(tunnel));
+    assert!(joining.tls_stream("new.test", &["h2"]).await.is_err());
+    let new = format!("new.test:{}", tunnel.port());
+    let changed = world.reload(|config| config.tunnel.advertise = vec![new.clone()]);
+    assert!(changed.unwrap().advertised);
+    joining.tls_stream("new.test", &["h2"]).await.unwrap();
+    until("the edge knows the new address", async || {
+        edge.status().gateways.contains(&new)
+    })
+    .await;
+    assert_eq!(world.caller().get(URL).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_signal_a_changed_file_and_the_command_do_the_same_and_a_bad_file_is_refused_with_its_line()
+ {
+    let app = App::saying("it").await;
+    let mut site = Site::with_fronts(OPEN).await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let caller = site.nobody();
+    let url = "http://edge-1:9100/";
+    assert_eq!(caller.get(url).await.status, 200);
+    let (file, rules) = (site.path("gateway.yaml"), site.path("policy.yaml"));
+    let before = fs::read_to_string(&file).unwrap();
+    let with_policy = format!("{before}policy: {}\n", rules.display());
+    let data = site.data();
+    let ask = || causeway("reload").flag("--data-dir", &data).run();
+    let becomes = async |status: u16| {
+        until("the rules are taken up", async || {
+            caller.get(url).await.status == status
+        })
+        .await;
+    };
+
+    // The file alone; the policy that it names comes first.
+    fs::write(&rules, "rules: []\n").unwrap();
+    fs::write(&file, &with_policy).unwrap();
+    becomes(403).await;
+    // The policy's file is watched from then on.
+    fs::write(&rules, "rules:\n  - { then: allow }\n").unwrap();
+    becomes(200).await;
+    // As editors and Kubernetes write.
+    fs::write(site.path("new"), "rules: []\n").unwrap();
+    fs::rename(site.path("new"), &rules).unwrap();
+    becomes(403).await;
+
+    // What is bad changes nothing and says where it is, to whoever asked and in the log.
+    fs::write(&rules, "rules:\n  - { then: perhaps }\n").unwrap();
+    let said = ask().await.with_code(2).stderr;
+    assert!(
+        said.contains("policy.yaml:2:") && said.contains("perhaps"),
+        "{said}"
+    );
+    site.gateway.said("the configuration is refused").await;
+    assert_eq!(caller.get(url).await.status, 403, "the old rules hold");
+    let metrics = site.metrics().await;
+    assert_eq!(metrics.sum("last_reload_successful", &[]), 0);
+
+    fs::write(&rules, "rules: [{ then: allow }]\n").unwrap();
+    let said = ask().await.ok().stdout;
+    let expected = format!(
+        "policy: 1 rule of {}; all fronts as they were\n",
+        rules.display()
+    );
+    assert_eq!(said, expected);
+    assert_eq!(caller.get(url).await.status, 200);
+    assert_eq!(site.metrics().await.sum("last_reload_successful", &[]), 1);
+
+    what_is_about_to_be_written_and_what_waits(&site, &before).await;
+}
+
+/// A file that is about to be written opens nothing; and what cannot be taken up is named.
+async fn what_is_about_to_be_written_and_what_waits(site: &Site, before: &str) {
+    let (file, data, caller) = (site.path("gateway.yaml"), site.data(), site.nobody());
+    let url = "http://edge-1:9100/";
+    let ask = || causeway("reload").flag("--data-dir", &data).run();
+    fs::write(&file, "").unwrap();
+    let said = ask().await.with_code(2).stderr;
+    assert!(
+        said.contains("gateway.yaml:1:1: there is nothing in it"),
+        "{said}"
+    );
+    assert_eq!(caller.get(url).await.status, 200);
+
+    let restart = format!("{before}cores: 7\n");
+    fs::write(&file, restart).unwrap();
+    let said = ask().await.ok().stdout;
+    assert!(said.contains("waits for the next start: cores"), "{said}");
+    assert!(
+        said.starts_with("no policy: whoever a front lets in may do everything"),
+        "{said}"
+    );
+    let times = site.gateway.written().count("why=\"SIGHUP\"");
+    site.gateway.signal("HUP").await;
+    site.gateway
+        .wrote("why=\"SIGHUP\"", times + 1, crate::world::PATIENCE)
+        .await;
+    assert_eq!(caller.get(url).await.status, 200);
+}
+
+#[tokio::test]
+async fn an_edge_takes_up_other_ports_while_its_streams_go_on() {
+    let gate = Gate::new();
+    let held = gate.clone();
+    let first = App::http(move |head| match head.path().as_str() {
+        "/slow" => answer::parts("text/plain", &["first ", "last"], &held),
+        _ => answer::ok("first"),
+    });
+    let first = first.await;
+    let second = App::saying("second").await;
+    let site = Site::with_fronts(OPEN).await;
+    let token = site.token("--node edge-1").await;
+    let file = site.path("edge.yaml");
+    let ports = |app: u16| format!("ports: {{ 9100: {{ target: \"127.0.0.1:{app}\" }} }}\n");
+    fs::write(&file, ports(first.port())).unwrap();
+    let edge = causeway("edge --admin-listen 127.0.0.1:0").flag("--config", &file);
+    let edge = edge
+        .flag("--gateway", &site.tunnel)
+        .flag("--data-dir", site.edge_data("edge-1"))
+        .flag("--join", token);
+    let mut edge = edge.start();
+    edge.said("tunnel registered").await;
+    let caller = site.nobody();
+    let mut slow = caller.connect("edge-1").await.unwrap();
+    let request = Request::get("http://edge-1:9100/slow");
+    let request = request.body(whole("")).unwrap();
+    gate.open();
+    let begun = slow.open(request).await.unwrap();
+
+    fs::write(&file, ports(second.port())).unwrap();
+    until("the new app is asked", async || {
+        caller.get("http://edge-1:9100/").await.text() == "second"
+    })
+    .await;
+    gate.open();
+    gate.open();
+    let all = begun.into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(all, "first last", "what had begun is whole");
+
+    fs::write(&file, "ports: { 9100: { target: 12 } }\n").unwrap();
+    let ask = causeway("reload").flag("--data-dir", site.edge_data("edge-1"));
+    let said = ask.run().await.with_code(2).stderr;
+    assert!(said.contains("edge.yaml:1:"), "{said}");
+    let answer = caller.get("http://edge-1:9100/").await;
+    assert_eq!(answer.text(), "second", "the old ports are served");
+}

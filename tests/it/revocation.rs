@@ -1,0 +1,153 @@
+//! Who is welcome: nodes that are revoked, allowed again, removed; tokens for several nodes, and tokens taken back.
+
+use crate::world::{
+    app::App,
+    process::{Site, causeway},
+    until,
+};
+use serde_json::Value;
+use std::time::{Duration, SystemTime};
+
+const URL: &str = "http://edge-1:9100/";
+
+#[tokio::test]
+async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allowed_again() {
+    let app = App::saying("it").await;
+    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let mut edge = site.join("edge-1", app.port()).await;
+    let _other = site.join("edge-2", app.port()).await;
+    let caller = site.nobody();
+    assert_eq!(caller.get(URL).await.status, 200);
+    let order = |line: &str| {
+        let order = causeway("edge").args(line.split_whitespace());
+        order.flag("--data-dir", site.data()).run()
+    };
+
+    let said = order("revoke edge-1 --reason stolen").await.ok().stdout;
+    assert_eq!(said, "edge-1 is revoked\n");
+    assert_eq!(caller.get(URL).await.status, 503, "its tunnels have ended");
+    assert_eq!(caller.get("http://edge-2:9100/").await.status, 200);
+    edge.said("node edge-1 is revoked: stolen").await;
+    edge.kill().await;
+    let row = |site: &Site| {
+        let asked = causeway("status -o json")
+            .flag("--data-dir", site.data())
+            .run();
+        async {
+            let rows: Vec<Value> = serde_json::from_str(&asked.await.ok().stdout).unwrap();
+            rows.into_iter()
+                .find(|row| row["node"] == "edge-1")
+                .unwrap()
+        }
+    };
+    let shown = row(&site).await;
+    assert_eq!(shown["state"], "revoked");
+    assert_eq!(shown["revoked"], "stolen");
+
+    // It comes back neither by its certificate nor by a new token, not even after a restart of the gateway.
+    let site = site.restart(|_| {}).await;
+    let mut edge = site.edge("edge-1", app.port()).start();
+    edge.said("node edge-1 is revoked: stolen").await;
+    edge.kill().await;
+    let token = site.token("--node edge-1").await;
+    std::fs::remove_file(site.edge_data("edge-1").join("edge.json")).unwrap();
+    let edge = site.edge("edge-1", app.port()).flag("--join", &token);
+    edge.run()
+        .await
+        .failed(&["revoked: stolen", "causeway edge allow edge-1"]);
+
+    let allow = causeway("edge allow edge-1").flag("--data-dir", site.data());
+    assert_eq!(allow.run().await.ok().stdout, "edge-1 is allowed again\n");
+    // The token is not spent by having been refused.
+    let edge = site.edge("edge-1", app.port()).flag("--join", &token);
+    let mut edge = edge.start();
+    edge.said("tunnel registered").await;
+    assert_eq!(site.nobody().get(URL).await.status, 200);
+
+    let remove = causeway("edge remove edge-1").flag("--data-dir", site.data());
+    remove.run().await.ok();
+    assert_ne!(site.nobody().get(URL).await.status, 200);
+    edge.said("not enrolled at this gateway").await;
+    let again = causeway("edge remove edge-1").flag("--data-dir", site.data());
+    again
+        .run()
+        .await
+        .failed(&["edge-1 has not joined here", "edge-2"]);
+}
+
+/// Whoever stole a machine has its certificate still when another machine has taken the node's place.
+#[tokio::test]
+async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
+    let app = App::saying("it").await;
+    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let (place, stolen) = (site.edge_data("edge-1"), site.edge_data("thief"));
+    let made = std::fs::metadata(place.join("edge.json")).unwrap();
+    std::fs::rename(&place, &stolen).unwrap();
+    // Certificates and joining are told apart by the second.
+    let next = made.modified().unwrap() + Duration::from_secs(2);
+    until("another second has begun", async || {
+        SystemTime::now() > next
+    })
+    .await;
+    for _ in 0..2 {
+        let successor = site.join("edge-1", app.port()).await;
+        let mut thief = site.edge("thief", app.port()).start();
+        thief.said("from before the node joined anew").await;
+        thief.kill().await;
+        assert_eq!(site.nobody().get(URL).await.text(), "it");
+        successor.kill().await;
+        std::fs::remove_dir_all(&place).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_token_for_several_joins_new_nodes_until_it_is_used_up_or_taken_back() {
+    let app = App::saying("it").await;
+    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let token = site.token("--node site-7-* --uses 2 --pool seven").await;
+    let joins = |node: &str| {
+        let edge = site.edge(node, app.port()).flag("--join", &token);
+        edge.flag("--node", node)
+    };
+    let mut first = joins("site-7-a").start();
+    first.said("tunnel registered").await;
+    let url = "http://site-7-a:9100/";
+    until("it is reached", async || {
+        site.nobody().get(url).await.status == 200
+    })
+    .await;
+    let unnamed = site.edge("unnamed", app.port()).flag("--join", &token);
+    unnamed
+        .run()
+        .await
+        .failed(&["for nodes site-7-*", "--node NAME"]);
+    joins("site-8-a").run().await.failed(&["another node"]);
+    // Whoever has such a token does not become a node that is there.
+    first.stop().await.ok();
+    std::fs::remove_file(site.edge_data("site-7-a").join("edge.json")).unwrap();
+    joins("site-7-a").run().await.failed(&["joined before"]);
+
+    let list = causeway("token list -o json").flag("--data-dir", site.data());
+    let listed: Value = serde_json::from_str(&list.run().await.ok().stdout).unwrap();
+    assert_eq!(listed[0]["nodes"], "site-7-*");
+    assert_eq!(listed[0]["state"], "good");
+    assert_eq!(listed[0]["used"][0]["node"], "site-7-a");
+    let id = listed[0]["id"].as_str().unwrap();
+    let secret = token.split('.').nth(2).unwrap();
+    assert!(
+        !listed.to_string().contains(secret),
+        "secrets are not shown"
+    );
+    let revoke = causeway("token revoke").args([id]);
+    revoke.flag("--data-dir", site.data()).run().await.ok();
+    joins("site-7-b").run().await.failed(&["revoked"]);
+    let table = causeway("token list").flag("--data-dir", site.data());
+    let table = table.run().await.ok().stdout;
+    assert!(
+        table.contains("revoked") && table.contains("1/2"),
+        "{table}"
+    );
+    let unknown = causeway("token revoke nobody").flag("--data-dir", site.data());
+    unknown.run().await.failed(&["there is no token nobody"]);
+}
