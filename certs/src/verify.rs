@@ -23,7 +23,7 @@ use rustls_pki_types::CertificateDer;
 use thiserror::Error;
 
 pub use client::{WrongCa, control_client, join_client, pinned_root, tunnel_client};
-pub use peer::{PeerRefused, Purpose, Revoked, check_peer, none_revoked};
+pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
 pub use server::{front_server, join_server, tunnel_server};
 pub use tickets::TicketSecret;
 

@@ -32,7 +32,7 @@ use causeway_tunnel::{listener, task::Tasks};
 use joining::{end_of, join, usable};
 use reload::{Parts, serving, sweep};
 use std::{io, net::SocketAddr, sync::Arc, time::SystemTime};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
@@ -336,6 +336,8 @@ impl Bound {
             metrics: metrics.clone(),
             state: writer,
             bulk: Bulk::default(),
+            anew: watch::Sender::default(),
+            stop,
             config,
         });
         let shown = admin::run(admin, (reader, metrics.clone(), reloads), done.clone());
@@ -343,7 +345,7 @@ impl Bound {
         tasks.spawn(info_span!("sweep"), sweep(now.clone()));
         let changes = Changes::listen(tasks);
         tokio::select! {
-            () = links.clone().run(stop, changes) => {}
+            () = links.clone().run(changes) => {}
             // Goes on for as long as there are tunnels.
             () = renew::run(links, held).instrument(info_span!("renew")) => {}
         }

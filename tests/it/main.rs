@@ -14,6 +14,7 @@ mod identity;
 
 mod policy;
 
+mod certificates;
 mod reload;
 mod renewal;
 mod revocation;

@@ -60,6 +60,9 @@ pub struct Welcome {
     /// Whether the edge has other gateways to go to (a drain then waits for less).
     #[serde(default)]
     pub elsewhere: bool,
+    /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
+    #[serde(default)]
+    pub takes_over: bool,
 }
 
 /// Why a gateway sends a tunnel away.
@@ -137,6 +140,9 @@ pub enum ToGateway {
     Leave {
         /// Why, for people.
         detail: String,
+        /// Whether what is open may take as long as it likes: the edge itself stays.
+        #[serde(default)]
+        until_idle: bool,
     },
 }
 

@@ -94,6 +94,19 @@ pub enum PeerRefused {
     Invalid(String),
 }
 
+/// Who a peer is, and by which certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Proven {
+    /// Who it is.
+    pub identity: Identity,
+    /// The certificate's serial number, in hexadecimal.
+    pub serial: String,
+    /// When it was issued, if it is our own, in Unix seconds.
+    pub issued_at: u64,
+    /// The certificate's last second.
+    pub not_after: u64,
+}
+
 /// Says who the peer of a finished handshake is, or why it may not stay.
 pub fn check_peer(
     chain: Option<&[CertificateDer<'_>]>,
@@ -102,6 +115,17 @@ pub fn check_peer(
     trust: &Trust,
     revoked: Revoked<'_>,
 ) -> Result<Identity, PeerRefused> {
+    prove_peer(chain, purpose, now, trust, revoked).map(|proven| proven.identity)
+}
+
+/// As [`check_peer`], and says by which certificate.
+pub fn prove_peer(
+    chain: Option<&[CertificateDer<'_>]>,
+    purpose: Purpose,
+    now: UnixTime,
+    trust: &Trust,
+    revoked: Revoked<'_>,
+) -> Result<Proven, PeerRefused> {
     let (leaf, issuers) = chain
         .and_then(<[_]>::split_first)
         .ok_or(PeerRefused::Missing)?;
@@ -122,7 +146,8 @@ pub fn check_peer(
         now,
         purpose,
     };
-    let serial = facts.serial.clone();
+    let (serial, serial_hex) = (facts.serial.clone(), facts.serial_hex());
+    let (issued_at, not_after) = (facts.issued_at(), facts.not_after);
     let identity = if signed.by_us(trust)? {
         let identity = Identity::ours(&facts, &trust.domain)?;
         check_kind(&identity, &facts, purpose)?;
@@ -135,7 +160,12 @@ pub fn check_peer(
     if revoked(&serial, &identity) {
         return Err(PeerRefused::Revoked(identity.to_string()));
     }
-    Ok(identity)
+    Ok(Proven {
+        identity,
+        serial: serial_hex,
+        issued_at,
+        not_after,
+    })
 }
 
 /// A chain whose signatures are being checked.

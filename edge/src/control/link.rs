@@ -4,7 +4,8 @@
 //! 1. dial the gateways in turn; on trouble wait (`trouble`, `changes`) and dial again;
 //! 2. say hello (`session`); what the gateway refuses is trouble like any other;
 //! 3. serve streams until the tunnel ends, which is trouble, or the gateway drains;
-//! 4. on a drain, first go back to 1 for another gateway, and leave the old one when the new one stands.
+//! 4. on a drain, or with a new certificate, first go back to 1, and leave the old one when the new one stands: its
+//!    streams go on there until they end.
 //!
 //! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
 
@@ -25,7 +26,7 @@ use causeway_tunnel::{backoff::Backoff, server::Asked, task::Tasks};
 use futures_util::future::BoxFuture;
 use session::{Finish, Session};
 use std::{sync::Arc, time::Duration};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, info_span, warn};
 
@@ -48,11 +49,17 @@ pub(crate) struct Links {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<Writer>,
     pub(crate) bulk: Bulk,
+    /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
+    pub(crate) anew: watch::Sender<()>,
+    /// The edge stops.
+    pub(crate) stop: CancellationToken,
 }
 
 /// A tunnel that is served by a task of its own.
 struct Served {
     place: Place,
+    /// Its gateway drains.
+    drains: bool,
     /// Asks it to leave.
     leave: CancellationToken,
     /// It is over.
@@ -63,12 +70,14 @@ struct Served {
 enum Event {
     Ended(Trouble),
     Draining,
+    Renewed,
     Stopped,
 }
 
 impl Links {
-    /// Keeps the tunnels until `stop`, then leaves in order.
-    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken, changes: Changes) {
+    /// Keeps the tunnels until the edge stops, then leaves in order.
+    pub(crate) async fn run(self: Arc<Self>, changes: Changes) {
+        let stop = self.stop.clone();
         let tasks = Arc::new(Tasks::default());
         let slots = Tasks::default();
         let most = u32::try_from(self.config.tunnels.max).unwrap_or(u32::MAX);
@@ -133,11 +142,13 @@ impl Links {
         let bounds = &self.config.backoff;
         let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
         let mut old: Option<Served> = None;
+        let mut anew = self.anew.subscribe();
         loop {
-            let avoid = old.as_ref().map(|old| &old.place);
-            // A network that changes during an attempt is tried again at once.
+            // What changes during an attempt is tried again at once.
             changes.forget();
-            let Some(connected) = stop.run_until_cancelled(self.connect(slot, avoid)).await else {
+            anew.mark_unchanged();
+            let connected = self.connect(slot, old.as_ref());
+            let Some(connected) = stop.run_until_cancelled(connected).await else {
                 break;
             };
             let (event, served) = match connected {
@@ -145,7 +156,7 @@ impl Links {
                 Ok(session) => {
                     backoff.reset();
                     leave(old.take());
-                    self.stand(session, stop, tasks).await
+                    self.stand(session, (stop, &mut anew), tasks).await
                 }
             };
             match event {
@@ -155,6 +166,13 @@ impl Links {
                 }
                 Event::Draining => {
                     info!("the gateway drains: connecting elsewhere");
+                    old = served.map(|served| Served {
+                        drains: true,
+                        ..served
+                    });
+                }
+                Event::Renewed => {
+                    info!("connecting anew with this node's new certificate");
                     old = served;
                 }
                 Event::Ended(trouble) => {
@@ -171,12 +189,14 @@ impl Links {
     async fn connect(
         self: &Arc<Self>,
         slot: u32,
-        avoid: Option<&Place>,
+        old: Option<&Served>,
     ) -> Result<Session, Trouble> {
         let gateways = self.gateways.all();
+        let avoid = old.filter(|old| old.drains).map(|old| &old.place);
         let attempt = async {
             let dialled = self.dialler.dial(&gateways, avoid).await?;
-            Session::register(self, dialled, slot).await
+            let takes_over = old.is_some_and(|old| !old.over.is_cancelled());
+            Session::register(self, dialled, (slot, takes_over)).await
         };
         let attempted = attempt.await;
         let outcome = attempted
@@ -191,11 +211,12 @@ impl Links {
     async fn stand(
         &self,
         session: Session,
-        stop: &CancellationToken,
+        (stop, anew): (&CancellationToken, &mut watch::Receiver<()>),
         tasks: &Arc<Tasks>,
     ) -> (Event, Option<Served>) {
         let served = Served {
             place: session.place().clone(),
+            drains: false,
             leave: CancellationToken::new(),
             over: CancellationToken::new(),
         };
@@ -208,6 +229,8 @@ impl Links {
         });
         let event = tokio::select! {
             () = stop.cancelled() => Event::Stopped,
+            // The sender lives as long as this.
+            _ = anew.changed() => Event::Renewed,
             finish = ended => match finish {
                 Ok(Finish::Draining) => Event::Draining,
                 Ok(Finish::Ended(trouble)) => Event::Ended(trouble),

@@ -7,7 +7,7 @@
 //!    on the disk is good;
 //! 4. on trouble wait as for a tunnel, and ask again with another key.
 //!
-//! Standing tunnels keep the certificate that they began with; each further dial shows the new one.
+//! Standing tunnels are dialled anew then, and keep their streams until these end (`link`).
 
 use super::{
     ask::{self, Asking, Failed},
@@ -148,6 +148,7 @@ async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
         .await
         .map_err(local)?;
     links.dialler.identify(tls);
+    links.anew.send_replace(());
     Ok(())
 }
 

@@ -17,12 +17,12 @@ use crate::{
     control::http::{self, Peer},
     core::{CoreId, Cores},
     metrics::Metrics,
-    state::{Advertised, Nodes, Registry},
+    state::{Advertised, Nodes, Registry, registry::Shown},
 };
 use axum::Router;
 use causeway_certs::{
-    Certificate, Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain, check_peer,
-    verify::{self, TicketSecret, TrustError},
+    Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain,
+    verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
     listener::{self, Bound, Listener},
@@ -93,21 +93,16 @@ impl Tls {
         }
     }
 
-    /// Who the peer is, and when its certificate was issued.
-    fn check(&self, io: &Io) -> Result<(Identity, u64), PeerRefused> {
+    fn check(&self, io: &Io) -> Result<Proven, PeerRefused> {
         let chain = io.get_ref().1.peer_certificates();
         let now = UnixTime::now();
-        let identity = check_peer(
+        prove_peer(
             chain,
             Purpose::Edge,
             now,
             &self.trust,
             &verify::none_revoked,
-        )?;
-        // It was read for the check.
-        let leaf = chain.and_then(<[_]>::first);
-        let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
-        Ok((identity, leaf.map_or(0, |leaf| leaf.issued_at())))
+        )
     }
 }
 
@@ -149,8 +144,7 @@ struct Arrived {
     socket: Detached,
     /// Whose certificate it is, or why it may not stay.
     node: Result<NodeName, PeerRefused>,
-    /// When that was issued, in Unix seconds.
-    issued: u64,
+    certificate: Option<Shown>,
     from: SocketAddr,
     round_trip: Duration,
 }
@@ -323,22 +317,32 @@ impl Desk {
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), Failed> {
-        let shown = self.admission.tls.check(&io);
-        let issued = shown.as_ref().map_or(0, |(_, issued)| *issued);
-        let node = match shown.map(|(identity, _)| identity) {
-            Ok(Identity::Edge(node)) => Ok(node),
-            Ok(other) => Err(PeerRefused::Kind {
-                wanted: Purpose::Edge,
-                found: other.kind(),
-            }),
-            Err(refused) => Err(refused),
+        let (node, certificate) = match self.admission.tls.check(&io) {
+            Ok(Proven {
+                identity: Identity::Edge(node),
+                serial,
+                issued_at,
+                not_after,
+            }) => {
+                let shown = Shown {
+                    serial,
+                    issued_at,
+                    not_after,
+                };
+                (Ok(node), Some(shown))
+            }
+            Ok(other) => {
+                let (wanted, found) = (Purpose::Edge, other.identity.kind());
+                (Err(PeerRefused::Kind { wanted, found }), None)
+            }
+            Err(refused) => (Err(refused), None),
         };
         let socket = io.get_mut().0.take().ok_or(Failed::Stopping)?;
         let arrived = Box::new(Arrived {
             io,
             socket: socket.detach()?,
             node,
-            issued,
+            certificate,
             from,
             round_trip,
         });
@@ -350,7 +354,7 @@ impl Desk {
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
         let (identity, issued) = match self.admission.tls.check(&io) {
-            Ok((identity, issued)) => (Some(identity), issued),
+            Ok(proven) => (Some(proven.identity), proven.issued_at),
             Err(PeerRefused::Missing) => (None, 0),
             Err(refused) => return Err(refused.into()),
         };

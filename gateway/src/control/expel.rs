@@ -67,7 +67,7 @@ impl Roll {
         read.await??;
         let nodes = self.nodes.reader();
         let unwelcome = |(node, edge): (NodeName, Edge)| {
-            let why = unwelcome(&nodes, &node, edge.admitted.issued)?;
+            let why = unwelcome(&nodes, &node, edge.admitted.certificate.issued_at)?;
             Some((node, edge, why))
         };
         let leaving: Vec<_> = self

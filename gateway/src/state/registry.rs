@@ -3,8 +3,10 @@
 //! Owns the only map from node name to live tunnels, and the choice among them.
 //! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
 //! The newest registration wins; removal compares generations, so the teardown
-//! of a half-dead tunnel cannot unregister its successor. It has a shard for each
-//! core: a request takes no lock that another core's requests hold.
+//! of a half-dead tunnel cannot unregister its successor. A tunnel from which
+//! another has taken over stays on the list until its streams have ended, and is
+//! not chosen any more. It has a shard for each core: a request takes no lock that
+//! another core's requests hold.
 
 use crate::core::{CoreId, Cores};
 use causeway_certs::NodeName;
@@ -24,6 +26,7 @@ use std::{
     time::SystemTime,
 };
 use tokio::{sync::mpsc, time::Instant};
+use tokio_util::sync::CancellationToken;
 
 /// The identity of one tunnel in this process; higher is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,10 +41,23 @@ pub struct Admitted {
     pub welcome: Arc<Welcome>,
     /// Where the edge dialled from.
     pub from: SocketAddr,
-    /// When its certificate was issued, in Unix seconds.
-    pub issued: u64,
+    /// The certificate by which it came.
+    pub certificate: Shown,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<ToEdge>>,
+    /// Cancelled when another tunnel of the same process has taken over: this one goes with its last stream.
+    pub taken_over: CancellationToken,
+}
+
+/// The certificate by which a tunnel came.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shown {
+    /// Its serial number, in hexadecimal.
+    pub serial: String,
+    /// When it was issued, in Unix seconds.
+    pub issued_at: u64,
+    /// Its last second, in Unix time.
+    pub not_after: u64,
 }
 
 /// A registered tunnel, as seen from outside.
@@ -53,6 +69,8 @@ pub struct Edge {
     pub admitted: Admitted,
     /// When it was registered.
     pub since: SystemTime,
+    /// Another tunnel has taken over from it.
+    taken_over: bool,
 }
 
 /// Why a node has no tunnel to choose.
@@ -95,8 +113,19 @@ pub enum Unregistered {
 pub struct Replaced {
     /// The tunnel.
     pub edge: Edge,
-    /// True if another process took the node over, false if its own newer tunnel replaced it.
-    pub superseded: bool,
+    /// What becomes of it.
+    pub fate: Fate,
+}
+
+/// What becomes of a tunnel that a registration replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Another process took the node over.
+    Superseded,
+    /// Its own process dialled anew, and has given this one up.
+    Lost,
+    /// Its own process dialled anew, and keeps this one until its streams have ended.
+    TakenOver,
 }
 
 #[derive(Debug, Default)]
@@ -111,6 +140,10 @@ struct Held {
 
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
 const REMEMBERED: usize = 16;
+
+/// Tunnels of a node from which others have taken over and that still have streams; the oldest beyond these is closed.
+/// A certificate of a week is renewed ten weeks before that becomes of a stream.
+const MOST_TAKEN_OVER: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, Held>>;
 
@@ -186,25 +219,15 @@ impl Registry {
         if held.others(&instance, slot) >= MOST_TUNNELS {
             return Err(Unregistered::Full);
         }
-        let (replaced, kept) = std::mem::take(&mut held.tunnels)
-            .into_iter()
-            .partition(|edge| {
-                let other = &edge.admitted.welcome;
-                other.instance != instance || other.slot == slot
-            });
-        let replaced: Vec<Edge> = replaced;
-        held.tunnels = kept;
+        let replaced = held.make_room(&admitted.welcome);
         let id = TunnelId(self.next.fetch_add(1, Relaxed));
         held.tunnels.push(Edge {
             id,
             admitted,
             since: SystemTime::now(),
+            taken_over: false,
         });
-        let replaced = replaced.into_iter().map(|edge| Replaced {
-            superseded: edge.admitted.welcome.instance != instance,
-            edge,
-        });
-        Ok((id, replaced.collect()))
+        Ok((id, replaced))
     }
 
     /// Removes a tunnel, if it is still the one that is registered. True if it was.
@@ -302,11 +325,47 @@ impl Registry {
 }
 
 impl Held {
+    /// Puts the tunnels that a new one replaces out of use.
+    fn make_room(&mut self, new: &Welcome) -> Vec<Replaced> {
+        let (mut replaced, mut kept) = (Vec::new(), Vec::new());
+        for mut edge in std::mem::take(&mut self.tunnels) {
+            let old = &edge.admitted.welcome;
+            let fate = if old.instance != new.instance {
+                Fate::Superseded
+            } else if edge.taken_over || old.slot != new.slot {
+                kept.push(edge);
+                continue;
+            } else if new.takes_over {
+                edge.taken_over = true;
+                // At once: whoever chooses after this chooses the new one.
+                edge.admitted.tunnel.drain();
+                kept.push(edge.clone());
+                Fate::TakenOver
+            } else {
+                Fate::Lost
+            };
+            replaced.push(Replaced { edge, fate });
+        }
+        let mut beyond = kept.iter().filter(|edge| edge.taken_over).count();
+        beyond = beyond.saturating_sub(MOST_TAKEN_OVER);
+        kept.retain(|edge| {
+            let closes = edge.taken_over && beyond > 0;
+            if closes {
+                beyond -= 1;
+                let (edge, fate) = (edge.clone(), Fate::Lost);
+                replaced.push(Replaced { edge, fate });
+            }
+            !closes
+        });
+        self.tunnels = kept;
+        replaced
+    }
+
     /// Tunnels of an instance besides the one in this slot.
     fn others(&self, instance: &str, slot: u32) -> u32 {
         let others = self.tunnels.iter().filter(|edge| {
             let welcome = &edge.admitted.welcome;
-            welcome.instance == instance && welcome.slot != slot
+            welcome.instance == instance && welcome.slot != slot && !edge.taken_over
         });
         u32::try_from(others.count()).unwrap_or(u32::MAX)
     }

@@ -433,6 +433,7 @@ async fn the_control_stream_speaks_both_ways() {
             assert_eq!(heard, ToEdge::Registered);
             let leave = ToGateway::Leave {
                 detail: "bye".into(),
+                until_idle: false,
             };
             control.tell(&leave).await.unwrap();
             let end = control.hear::<ToEdge>().await;
@@ -446,7 +447,8 @@ async fn the_control_stream_speaks_both_ways() {
     assert_eq!(
         heard,
         ToGateway::Leave {
-            detail: "bye".into()
+            detail: "bye".into(),
+            until_idle: false,
         }
     );
     control.close();

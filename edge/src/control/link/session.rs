@@ -115,7 +115,11 @@ impl Greeting {
         }
     }
 
-    async fn greet(&mut self, links: &Links, slot: u32) -> Result<Control, Trouble> {
+    async fn greet(
+        &mut self,
+        links: &Links,
+        (slot, takes_over): (u32, bool),
+    ) -> Result<Control, Trouble> {
         let mut control = self.control().await?;
         let hello = match self.drive(control.hear()).await? {
             ToEdge::Hello(hello) => hello,
@@ -127,7 +131,10 @@ impl Greeting {
             version = hello.version,
             "the gateway said hello"
         );
-        let welcome = ToGateway::Welcome(welcome(links, slot, &hello.gateways));
+        let welcome = ToGateway::Welcome(Welcome {
+            takes_over,
+            ..welcome(links, slot, &hello.gateways)
+        });
         self.drive(control.tell(&welcome)).await?;
         loop {
             match self.drive(control.hear()).await? {
@@ -149,7 +156,7 @@ impl Session {
     pub(super) async fn register(
         links: &Arc<Links>,
         dialled: Dialled,
-        slot: u32,
+        (slot, takes_over): (u32, bool),
     ) -> Result<Self, Trouble> {
         let Dialled {
             io,
@@ -175,7 +182,7 @@ impl Session {
                 early: Vec::new(),
                 fault: fault.clone(),
             };
-            let control = greeting.greet(links, slot).await?;
+            let control = greeting.greet(links, (slot, takes_over)).await?;
             Ok((greeting, control))
         };
         let (greeting, control) = timeout(bound, greeting).await.unwrap_or_else(|_| {
@@ -257,12 +264,14 @@ impl Session {
                         Err(trouble) => return trouble,
                     }
                 }
-                () = self.load.bulk() => self.links.bulk.mark(self.slot),
+                // What leaves takes no new streams that bulk could hold up.
+                () = self.load.bulk(), if leaving.is_none() => self.links.bulk.mark(self.slot),
                 () = leave.cancelled(), if leaving.is_none() => {
                     self.row.leaves();
                     leaving = Some(Instant::now());
                     let leave = ToGateway::Leave {
                         detail: "this edge leaves".into(),
+                        until_idle: !self.links.stop.is_cancelled(),
                     };
                     if let Err(ended) = self.tell(leave, streams).await {
                         return self.fault.trouble(&ended);
@@ -366,6 +375,7 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         ports: links.ports.load().to_vec(),
         turns: true,
         elsewhere: known.len() > 1,
+        takes_over: false,
     }
 }
 

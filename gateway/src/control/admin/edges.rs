@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    time::{Duration, SystemTime},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 /// Every tunnel has its control stream open.
@@ -86,6 +86,9 @@ struct TunnelRow {
     bytes_up: u64,
     bytes_down: u64,
     address: SocketAddr,
+    /// The serial number of the certificate by which it came, and when that ends.
+    certificate: String,
+    certificate_ends: String,
 }
 
 /// All nodes, by name.
@@ -188,6 +191,10 @@ fn tunnel(edge: &Edge) -> TunnelRow {
         bytes_up: tunnel.load().sent(),
         bytes_down: tunnel.load().received(),
         address: edge.admitted.from,
+        certificate: edge.admitted.certificate.serial.clone(),
+        certificate_ends: rfc3339(
+            UNIX_EPOCH + Duration::from_secs(edge.admitted.certificate.not_after),
+        ),
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! HTTP/2 begins on the core of the node. The gateway says hello and hears who the edge is, within a bound.
 //! The edge is judged: certificate, version, known node. Its tunnel is registered; what that replaced is
-//! told. Then lines pass until the tunnel ends, or one end sends the other away. The guard of the
+//! told. Then lines pass until the tunnel ends, or one end sends the other away. A tunnel from which another one
+//! of the same process has taken over closes when its last stream has ended by itself. The guard of the
 //! registration unregisters on every path, and only what it has registered.
 
 use super::{
@@ -13,7 +14,7 @@ use crate::audit;
 use crate::control::expel::{dismissal, unwelcome};
 use crate::state::{
     Admitted,
-    registry::{Replaced, Unregistered},
+    registry::{Fate, Replaced, Shown, Unregistered},
 };
 use causeway_certs::{NodeName, PeerRefused};
 use causeway_tunnel::{
@@ -26,6 +27,7 @@ use tokio::{
     sync::mpsc,
     time::{Instant, timeout},
 };
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 /// Lines that wait for an edge; one that does not read them is about to end.
@@ -40,6 +42,8 @@ pub(super) enum End {
     Tunnel(Ended),
     #[error("the edge left: {0:?}")]
     Left(String),
+    #[error("another tunnel of the same process has taken over, and its last stream has ended")]
+    TakenOver,
     #[error("{1}")]
     Dismissed(Dismissal, String),
     #[error("control stream: {0}")]
@@ -52,6 +56,7 @@ impl End {
         match self {
             Self::Tunnel(ended) => ended.word(),
             Self::Left(_) => "left",
+            Self::TakenOver => "taken_over",
             Self::Dismissed(why, _) => why.word(),
             Self::Control(ControlError::TooSlow(_)) => "hello_timeout",
             Self::Control(
@@ -76,12 +81,8 @@ impl End {
 
 /// Talks with an edge until its tunnel is gone.
 pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
-    let shown = Shown {
-        node: arrived.node.clone(),
-        issued: arrived.issued,
-        from: arrived.from,
-    };
-    let from = shown.from;
+    let (node, from) = (arrived.node.clone(), arrived.from);
+    let certificate = arrived.certificate.clone().unwrap_or_default();
     // What comes once is boxed and gone when the tunnel idles.
     let mut link = match Box::pin(Link::open(&admission, arrived)).await {
         Ok(link) => link,
@@ -90,7 +91,7 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
             return admission.metrics.registration(ended.word());
         }
     };
-    let (node, end) = match Box::pin(admission.hello(&mut link, shown)).await {
+    let (node, end) = match Box::pin(admission.hello(&mut link, node, (from, certificate))).await {
         Ok((mut conversation, node)) => {
             let end = conversation.talk(&mut link).await;
             let ended = link.close().await;
@@ -120,19 +121,12 @@ fn blame(end: End, ended: Ended) -> End {
     }
 }
 
-/// What TLS has shown of an edge.
-struct Shown {
-    /// Whose certificate it is, or why it may not stay.
-    node: Result<NodeName, PeerRefused>,
-    /// When that was issued, in Unix seconds.
-    issued: u64,
-    from: SocketAddr,
-}
-
 /// What both ends say once the tunnel is registered.
 struct Conversation {
     control: Control,
     lines: mpsc::Receiver<Box<ToEdge>>,
+    /// Another tunnel has taken over.
+    taken_over: CancellationToken,
     drain: Duration,
     _registered: Registered,
 }
@@ -142,9 +136,10 @@ impl Admission {
     async fn hello(
         &self,
         link: &mut Link,
-        shown: Shown,
+        node: Result<NodeName, PeerRefused>,
+        shown: (SocketAddr, Shown),
     ) -> Result<(Conversation, NodeName), (String, End)> {
-        let Shown { node, issued, from } = shown;
+        let issued = shown.1.issued_at;
         let name = node
             .as_ref()
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
@@ -185,10 +180,7 @@ impl Admission {
                 return Err(failed(link.dismiss(&mut control, why, detail).await));
             }
         };
-        match self
-            .register(link, control, &node, (welcome, from, issued))
-            .await
-        {
+        match self.register(link, control, &node, (welcome, shown)).await {
             Ok(conversation) => Ok((conversation, node)),
             Err(end) => Err(failed(end)),
         }
@@ -245,9 +237,11 @@ impl Admission {
         link: &mut Link,
         mut control: Control,
         node: &NodeName,
-        (welcome, from, issued): (Welcome, SocketAddr, u64),
+        (welcome, (from, certificate)): (Welcome, (SocketAddr, Shown)),
     ) -> Result<Conversation, End> {
+        let issued = certificate.issued_at;
         let (tell, lines) = mpsc::channel(LINES);
+        let taken_over = CancellationToken::new();
         let version = welcome.version.clone();
         let (slot, instance) = (welcome.slot, welcome.instance.clone());
         if welcome.turns {
@@ -257,8 +251,9 @@ impl Admission {
             tunnel: link.tunnel.clone(),
             welcome: Arc::new(welcome),
             from,
-            issued,
+            certificate,
             control: tell,
+            taken_over: taken_over.clone(),
         };
         let (id, replaced) = match self.registry.register(node, admitted) {
             Ok(entered) => entered,
@@ -280,6 +275,7 @@ impl Admission {
         Ok(Conversation {
             control,
             lines,
+            taken_over,
             drain: self.drain,
             _registered: registered,
         })
@@ -301,32 +297,47 @@ fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, String) {
 
 /// Takes the tunnels that a newer one replaced out of use.
 fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
-    for Replaced { edge, superseded } in replaced {
+    for Replaced { edge, fate } in replaced {
         let old = edge.admitted;
         old.tunnel.drain();
-        let detail = format!("a later process of node {node} dialled from {from}");
-        let line = dismissal(Dismissal::Superseded, detail);
-        // The same process knows that it dialled anew; and one that reads no lines hears nothing.
-        if !superseded || old.control.try_send(Box::new(line)).is_err() {
-            old.tunnel.close();
+        match fate {
+            Fate::TakenOver => old.taken_over.cancel(),
+            // The same process knows that it dialled anew.
+            Fate::Lost => old.tunnel.close(),
+            Fate::Superseded => {
+                let detail = format!("a later process of node {node} dialled from {from}");
+                let line = dismissal(Dismissal::Superseded, detail);
+                // One that reads no lines hears nothing.
+                if old.control.try_send(Box::new(line)).is_err() {
+                    old.tunnel.close();
+                }
+            }
         }
     }
+}
+
+/// A tunnel takes no new streams and goes when the open ones have ended.
+struct Leaving {
+    /// They are given this long; without it, as long as they like.
+    until: Option<Instant>,
+    end: End,
 }
 
 impl Conversation {
     /// Passes lines both ways until the tunnel ends or one end leaves.
     async fn talk(&mut self, link: &mut Link) -> End {
         let tunnel = link.tunnel.clone();
-        let mut leaving: Option<(Instant, String)> = None;
+        let mut leaving: Option<Leaving> = None;
         loop {
-            let until = leaving
-                .as_ref()
-                .map_or_else(Instant::now, |(until, _)| *until);
+            let until = leaving.as_ref().and_then(|leaving| leaving.until);
             tokio::select! {
                 biased;
                 ended = link.ended() => return End::Tunnel(ended),
                 () = idle(&tunnel, until), if leaving.is_some() => {
-                    return End::Left(leaving.map_or_else(String::new, |(_, detail)| detail));
+                    return leaving.map_or(End::TakenOver, |leaving| leaving.end);
+                }
+                () = self.taken_over.cancelled(), if leaving.is_none() => {
+                    leaving = Some(Leaving { until: None, end: End::TakenOver });
                 }
                 Some(message) = self.lines.recv() => {
                     if let ToEdge::Dismiss { why, detail, .. } = *message {
@@ -344,10 +355,11 @@ impl Conversation {
                 }
                 heard = self.control.hear() => match heard {
                     Ok(ToGateway::Window { bytes }) => tunnel.turn_over(bytes),
-                    Ok(ToGateway::Leave { detail }) => {
-                        debug!(?detail, "the edge leaves");
+                    Ok(ToGateway::Leave { detail, until_idle }) => {
+                        debug!(?detail, until_idle, "the edge leaves");
                         tunnel.drain();
-                        leaving = Some((Instant::now() + self.drain, detail));
+                        let until = (!until_idle).then(|| Instant::now() + self.drain);
+                        leaving = Some(Leaving { until, end: End::Left(detail) });
                     }
                     Ok(ToGateway::Welcome(_)) => debug!("the edge says a second welcome"),
                     Err(error) => return error.into(),

@@ -27,6 +27,8 @@ use tracing::Span;
 
 /// How often is looked whether a leaving edge's streams have ended.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long a tunnel that nobody hurries has been without streams when it goes.
+const LINGER: Duration = Duration::from_secs(1);
 /// Every tunnel has its control stream open.
 const CONTROL: usize = 1;
 
@@ -136,9 +138,17 @@ impl Link {
     }
 }
 
-/// Waits until no caller's stream is open, at most until `end`.
-pub(super) async fn idle(tunnel: &Tunnel, end: Instant) {
-    while tunnel.load().streams() > CONTROL && Instant::now() < end {
+/// Waits until no caller's stream is open, at most until `end`. Without an end nobody is in a hurry: a
+/// caller that chose the tunnel before it began to leave gets its stream.
+pub(super) async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
+    let linger = end.map_or(LINGER, |_| Duration::ZERO);
+    let mut quiet = Instant::now();
+    while end.is_none_or(|end| Instant::now() < end) {
+        if tunnel.load().streams() > CONTROL {
+            quiet = Instant::now();
+        } else if quiet.elapsed() >= linger {
+            return;
+        }
         sleep(LOOK).await;
     }
 }

@@ -1,6 +1,7 @@
 use crate::{
     control::{
         drain::{Fronts, drain},
+        expel::Roll,
         world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
     },
     core::Cores,
@@ -19,7 +20,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
-    time::timeout,
+    time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -285,6 +286,7 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
         .unwrap();
     let leave = ToGateway::Leave {
         detail: "the node restarts".to_owned(),
+        until_idle: false,
     };
     edge.control.tell(&leave).await.unwrap();
     let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
@@ -301,6 +303,80 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
     world
         .until(|world| world.counted(r#"tunnels_ended_total{why="left"} 1"#))
         .await;
+}
+
+#[tokio::test]
+async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_the_last() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let mut old = world.joined(&identity, "a", 0).await;
+    let before = world.registry.pick(&name("edge-1")).unwrap();
+    let head = Request::get("/").body(()).unwrap();
+    let target = Target::new("edge-1", 9100);
+    let opened = before
+        .tunnel
+        .open(head, &Ask::Request, &target, true)
+        .await
+        .unwrap();
+    let takes_over = causeway_tunnel::hello::Welcome {
+        takes_over: true,
+        ..welcome("a", 0)
+    };
+    let (_new, said) = world.says(&identity, takes_over).await;
+    assert_eq!(said, ToEdge::Registered);
+    let after = world.registry.pick(&name("edge-1")).unwrap();
+    assert_ne!(after.id, before.id, "new streams go to the new one");
+    let leave = ToGateway::Leave {
+        detail: "as edges say then".to_owned(),
+        until_idle: true,
+    };
+    old.control.tell(&leave).await.unwrap();
+    // Time is the subject: longer than an idle one stays.
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(world.registry.of(&name("edge-1")).0.len(), 2);
+    let asked = timeout(LONG, old.streams.recv()).await.unwrap().unwrap();
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    assert_eq!(opened.answer.await.unwrap().status(), 200);
+    drop((opened.send, asked.body));
+    old.ended().await;
+    assert_eq!(world.registry.pick(&name("edge-1")).unwrap().id, after.id);
+}
+
+#[tokio::test]
+async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revocation_ends_all() {
+    let world = World::start();
+    let identity = world.enrolled("edge-1");
+    let (target, mut edges, mut open) = (Target::new("edge-1", 9100), Vec::new(), Vec::new());
+    for _ in 0..20 {
+        let takes_over = causeway_tunnel::hello::Welcome {
+            takes_over: true,
+            ..welcome("a", 0)
+        };
+        let (edge, said) = world.says(&identity, takes_over).await;
+        assert_eq!(said, ToEdge::Registered);
+        let tunnel = world.registry.pick(&name("edge-1")).unwrap().tunnel;
+        let head = Request::get("/").body(()).unwrap();
+        // The edge answers none of them.
+        open.push(tunnel.open(head, &Ask::Request, &target, true).await);
+        edges.push(edge);
+    }
+    world
+        .until(|world| world.registry.of(&name("edge-1")).0.len() == 17)
+        .await;
+    let roll = Roll {
+        store: world.store.clone(),
+        nodes: world.nodes.clone(),
+        registry: world.registry.clone(),
+        tasks: Arc::default(),
+    };
+    // The disk knows of no node.
+    let began = tokio::time::Instant::now();
+    assert_eq!(roll.refresh().await.unwrap(), [name("edge-1")]);
+    world
+        .until(|world| world.registry.of(&name("edge-1")).0.is_empty())
+        .await;
+    assert!(began.elapsed() < Duration::from_secs(1));
+    drop(open);
 }
 
 #[tokio::test]

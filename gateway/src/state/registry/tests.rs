@@ -67,9 +67,10 @@ impl World {
         Admitted {
             tunnel: self.tunnel().await,
             welcome: Arc::new(welcome),
-            issued: 0,
             from: FROM.into(),
+            certificate: Shown::default(),
             control: mpsc::channel(1).0,
+            taken_over: CancellationToken::new(),
         }
     }
 
@@ -106,7 +107,7 @@ fn superseded_by(instance: &str) -> Unregistered {
 fn ids(replaced: &[Replaced]) -> Vec<(TunnelId, bool)> {
     replaced
         .iter()
-        .map(|old| (old.edge.id, old.superseded))
+        .map(|old| (old.edge.id, old.fate == Fate::Superseded))
         .collect()
 }
 

@@ -224,7 +224,8 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() 
                 },
                 _ = trickle.tick() => {
                     let detail = String::from("alive");
-                    let _ = control.tell(&ToGateway::Leave { detail }).await;
+                    let until_idle = false;
+                    let _ = control.tell(&ToGateway::Leave { detail, until_idle }).await;
                 }
             }
         }
