@@ -221,6 +221,28 @@ pub(crate) enum Ca {
     Init(CaInit),
     /// Make a certificate by which a caller is known to fronts
     Caller(CaCaller),
+    /// Let another root take the place of the one that signs, in three steps
+    #[command(subcommand)]
+    Rotate(Rotate),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Rotate {
+    /// Make a new root that is trusted beside the one that signs, and signs nothing yet
+    Prepare(RotateStep),
+    /// Let the new root sign everything; the old one is trusted still
+    Activate(RotateStep),
+    /// Trust the old root no more
+    Retire(RotateStep),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RotateStep {
+    /// Go on although edges are left behind
+    #[arg(long)]
+    pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]

@@ -17,6 +17,7 @@ mod nodes;
 mod policy;
 mod private;
 mod reload;
+mod rotate;
 mod status;
 mod token;
 
@@ -94,7 +95,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Reload(reload) => Job::brief(reload::run(reload)),
         // Files in, files out: no runtime is needed.
         Command::Bootstrap(ask) => return bootstrap::run(&ask).map(|()| None),
-        Command::Ca(ca) => return ca::run(ca).map(|()| None),
+        Command::Ca(order) => Job::brief(ca::run(order)),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Caller(caller) => return caller::run(caller).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),

@@ -1,7 +1,7 @@
 //! The edge's identity: what enrolment leaves on a node and each later start takes up again.
 //!
-//! Holds node name, leaf, root and trust domain, and the gateway addresses learned meanwhile.
-//! All of it is checked when put together: the certificate is for our key, the root has signed
+//! Holds node name, leaf, roots and trust domain, and the gateway addresses learned meanwhile.
+//! All of it is checked when put together: the certificate is for our key, one below a root has signed
 //! it, and the names are read from the two certificates, never from what the gateway says beside.
 
 use rustls_pki_types::CertificateDer;
@@ -36,6 +36,9 @@ pub enum EdgeIdentityError {
     Refused(#[from] PeerRefused),
 }
 
+/// Most roots that an edge is told: a rotation has two.
+const MOST_ROOTS: usize = 4;
+
 /// An enrolled edge.
 #[derive(Debug, Clone)]
 pub struct EdgeIdentity {
@@ -43,9 +46,9 @@ pub struct EdgeIdentity {
     pub node: NodeName,
     /// The edge's certificate with its key.
     pub leaf: Leaf,
-    /// The root that signs edges and gateways.
-    pub root: CertificateDer<'static>,
-    /// The trust domain, as the root says.
+    /// The roots of edges and gateways: one, or during a rotation two.
+    pub roots: Vec<CertificateDer<'static>>,
+    /// The trust domain, as the roots say.
     pub trust_domain: TrustDomain,
     /// Further addresses of the gateway, learned from its hello.
     pub gateways: Vec<String>,
@@ -55,6 +58,7 @@ pub struct EdgeIdentity {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EdgeFile {
+    /// All roots, one PEM block after the other.
     root: String,
     certificate: String,
     key: String,
@@ -65,22 +69,27 @@ impl EdgeIdentity {
     /// Puts together what enrolment or renewal brought. Whether the certificate holds now is not asked here: an edge
     /// that was off for long shall still say who it is, and be refused by the gateway; and a machine
     /// that gets its time late shall be there when it does.
-    pub fn new(root_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
-        let root = pem::certificates(root_pem)
-            .map_err(EdgeIdentityError::Root)?
-            .swap_remove(0);
-        let leaf = Leaf::load(chain_pem, key.expose())?;
-        let facts = Certificate::read(&root).map_err(NameError::from)?;
-        let trust_domain = identity::domain_of_root(&facts)?;
-        let trust = Trust::new(&root, &trust_domain)?;
-        let within = leaf.not_after();
-        let identity = check_peer(
-            Some(leaf.chain()),
+    pub fn new(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
+        let edge = Self::assemble(roots_pem, chain_pem, key)?;
+        let trust = Trust::below(&edge.roots, &edge.trust_domain)?;
+        let within = edge.leaf.not_after();
+        check_peer(
+            Some(edge.leaf.chain()),
             Purpose::Edge,
             within,
             &trust,
             &none_revoked,
         )?;
+        Ok(edge)
+    }
+
+    /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been
+    /// retired while the certificate is there.
+    fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
+        let leaf = Leaf::load(chain_pem, key.expose())?;
+        let (roots, trust_domain) = read_roots(roots_pem)?;
+        let own = leaf.chain().first().ok_or(PeerRefused::Missing)?;
+        let identity = Identity::of_ours(own, &trust_domain).map_err(PeerRefused::Identity)?;
         let Identity::Edge(node) = identity else {
             return Err(PeerRefused::Kind {
                 wanted: Purpose::Edge,
@@ -91,20 +100,44 @@ impl EdgeIdentity {
         Ok(Self {
             node,
             leaf,
-            root,
+            roots,
             trust_domain,
             gateways: Vec::new(),
         })
     }
 
-    /// The fingerprint of the root.
-    pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::of(&self.root)
+    /// The fingerprints of the roots.
+    pub fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.roots
+            .iter()
+            .map(|root| Fingerprint::of(root))
+            .collect()
+    }
+
+    /// Reads the roots that a gateway tells. Refuses those of another trust domain, and those among which there is none that
+    /// is believed already: what takes a root's place is trusted beside it first.
+    pub fn read_roots(
+        &self,
+        roots_pem: &str,
+    ) -> Result<Vec<CertificateDer<'static>>, EdgeIdentityError> {
+        let (roots, domain) = read_roots(roots_pem)?;
+        Trust::below(&roots, &domain)?;
+        if domain != self.trust_domain {
+            return Err(EdgeIdentityError::Root(format!(
+                "it is of the trust domain {domain}, this edge of {}",
+                self.trust_domain
+            )));
+        }
+        if !roots.iter().any(|root| self.roots.contains(root)) {
+            let why = "none of them is believed already".to_owned();
+            return Err(EdgeIdentityError::Root(why));
+        }
+        Ok(roots)
     }
 
     pub(crate) fn to_file(&self) -> EdgeFile {
         EdgeFile {
-            root: pem::encode_chain(std::slice::from_ref(&self.root)),
+            root: pem::encode_chain(&self.roots),
             certificate: self.leaf.chain_pem(),
             key: self.leaf.key_pem().expose().to_owned(),
             gateways: self.gateways.clone(),
@@ -113,11 +146,40 @@ impl EdgeIdentity {
 
     pub(crate) fn from_file(file: EdgeFile) -> Result<Self, EdgeIdentityError> {
         let key = Secret::new(file.key);
-        let identity = Self::new(&file.root, &file.certificate, &key)?;
+        let identity = Self::assemble(&file.root, &file.certificate, &key)?;
         Ok(Self {
             gateways: file.gateways,
             ..identity
         })
+    }
+}
+
+/// Roots and the trust domain that they name. A text has a few at most.
+fn read_roots(
+    text: &str,
+) -> Result<(Vec<CertificateDer<'static>>, TrustDomain), EdgeIdentityError> {
+    let roots = pem::certificates(text).map_err(EdgeIdentityError::Root)?;
+    if roots.len() > MOST_ROOTS {
+        let why = format!("there are more than {MOST_ROOTS} of them");
+        return Err(EdgeIdentityError::Root(why));
+    }
+    let domain = |root| {
+        let facts = Certificate::read(root).map_err(NameError::from)?;
+        if !facts.authority {
+            return Err(EdgeIdentityError::Root(
+                "it may not sign certificates".into(),
+            ));
+        }
+        Ok(identity::domain_of_root(&facts)?)
+    };
+    let mut domains = roots.iter().map(domain).collect::<Result<Vec<_>, _>>()?;
+    domains.dedup();
+    match domains.pop() {
+        Some(one) if domains.is_empty() => Ok((roots, one)),
+        _ => {
+            let why = "they are of several trust domains".to_owned();
+            Err(EdgeIdentityError::Root(why))
+        }
     }
 }
 
@@ -148,7 +210,28 @@ mod tests {
             (edge.node.as_str(), edge.trust_domain.as_str()),
             ("edge-1", "td")
         );
-        assert_eq!(edge.fingerprint(), ca.fingerprint());
+        assert_eq!(edge.fingerprints(), ca.fingerprints());
+    }
+
+    #[test]
+    fn roots_that_follow_one_another_are_taken_and_strangers_are_not() {
+        let ca = ca();
+        let (key, chain) = enrol(&ca);
+        let mut edge = EdgeIdentity::new(&ca.root_pem(), &chain, &key.key_pem()).unwrap();
+        let stranger = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        assert!(edge.read_roots(&stranger.root_pem()).is_err());
+        let both = ca.root_pem() + &stranger.root_pem();
+        edge.roots = edge.read_roots(&both).unwrap();
+        edge.roots = edge.read_roots(&stranger.root_pem()).unwrap();
+        let elsewhere = Ca::create(&TrustDomain::parse("other").unwrap()).unwrap();
+        assert!(
+            edge.read_roots(&(stranger.root_pem() + &elsewhere.root_pem()))
+                .is_err()
+        );
+        assert!(edge.read_roots(&chain).is_err(), "no authority");
+        // Its own certificate hangs on none of these, and it comes back all the same.
+        let again = EdgeIdentity::from_file(edge.to_file()).unwrap();
+        assert_eq!((again.roots.len(), again.node), (1, edge.node));
     }
 
     #[test]

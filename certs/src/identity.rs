@@ -16,6 +16,35 @@ use crate::name::{NameError, NodeName, TrustDomain, check_caller};
 /// organization at most, and no group may contain it.
 const GROUP_SEPARATOR: char = ',';
 
+/// For what an intermediate of ours signs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Issuing {
+    /// Edges, as clients of the tunnel port.
+    Edges,
+    /// What fronts show to callers.
+    Fronts,
+    /// Gateways.
+    Replicas,
+    /// Callers, as clients of fronts.
+    Callers,
+}
+
+impl Issuing {
+    /// All of them, in the order in which a root keeps them.
+    pub const ALL: [Self; 4] = [Self::Edges, Self::Fronts, Self::Replicas, Self::Callers];
+}
+
+impl fmt::Display for Issuing {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Edges => "edges",
+            Self::Fronts => "fronts",
+            Self::Replicas => "replicas",
+            Self::Callers => "callers",
+        })
+    }
+}
+
 /// Who holds a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
@@ -156,6 +185,17 @@ pub(crate) fn gateway_uri(domain: &TrustDomain) -> String {
 
 pub(crate) fn caller_uri(domain: &TrustDomain, name: &str) -> String {
     format!("spiffe://{domain}/caller/{name}")
+}
+
+pub(crate) fn issuer_uri(domain: &TrustDomain, purpose: Issuing) -> String {
+    format!("spiffe://{domain}/issuer/{purpose}")
+}
+
+/// For what an intermediate signs, by its one URI.
+pub(crate) fn issuing_of(intermediate: &Certificate, domain: &TrustDomain) -> Option<Issuing> {
+    let uri = one_identity(intermediate).ok()?;
+    let is = |purpose: &Issuing| intermediate.authority && issuer_uri(domain, *purpose) == uri;
+    Issuing::ALL.into_iter().find(is)
 }
 
 pub(crate) fn root_uri(domain: &TrustDomain) -> String {

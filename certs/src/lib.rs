@@ -29,12 +29,12 @@ pub mod store;
 
 mod pem;
 
-pub use ca::{Ca, CaError, Issued};
+pub use ca::{Ca, CaError, Issued, LiveCa, Stage, Step};
 pub use caller::{CallerToken, CallerTokens};
 pub use certificate::Certificate;
 pub use csr::{CsrError, CsrKey, EdgeKey};
 pub use edge::EdgeIdentity;
-pub use identity::Identity;
+pub use identity::{Identity, Issuing};
 pub use leaf::{Leaf, LeafError};
 pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, NodePattern, TrustDomain};
 pub use resolver::{FrontResolver, LiveLeaf};

@@ -14,9 +14,10 @@ use moka::sync::Cache;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use crate::ca::{Ca, CaError};
+use crate::ca::{Ca, CaError, LiveCa};
 use crate::leaf::Leaf;
 use crate::name::{FrontName, HostName, NodeName};
+use crate::secret::Fingerprint;
 
 /// How long a minted leaf is valid.
 const LIFETIME: Duration = Duration::from_hours(24 * 7);
@@ -30,11 +31,11 @@ pub type Known = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// The leaves of a front.
 pub struct FrontResolver {
-    ca: Arc<Ca>,
+    ca: LiveCa,
     names: Vec<FrontName>,
     known: Known,
-    /// By node; `None` is the front's own leaf.
-    leaves: Cache<Option<NodeName>, Arc<CertifiedKey>>,
+    /// By the root that signs, and by node; `None` is the front's own leaf.
+    leaves: Cache<(Fingerprint, Option<NodeName>), Arc<CertifiedKey>>,
 }
 
 impl fmt::Debug for FrontResolver {
@@ -48,12 +49,14 @@ impl fmt::Debug for FrontResolver {
 impl FrontResolver {
     /// A resolver that shows a leaf for `names` to whoever asks for no known node. Fails if not
     /// even that can be minted.
-    pub fn new(ca: Arc<Ca>, names: Vec<FrontName>, known: Known) -> Result<Self, CaError> {
+    pub fn new(ca: LiveCa, names: Vec<FrontName>, known: Known) -> Result<Self, CaError> {
         let leaves = Cache::builder()
             .max_capacity(MAX_LEAVES)
             .time_to_live(SHOWN)
             .build();
-        leaves.insert(None, ca.mint_front(&names, LIFETIME)?.certified_key());
+        let now = ca.get();
+        let own = now.mint_front(&names, LIFETIME)?.certified_key();
+        leaves.insert((now.fingerprint(), None), own);
         Ok(Self {
             ca,
             names,
@@ -67,16 +70,19 @@ impl FrontResolver {
         let node = server_name
             .and_then(|name| NodeName::parse(name).ok())
             .filter(|node| (self.known)(node.as_str()));
+        let ca = self.ca.get();
         self.leaves
-            .try_get_with(node.clone(), || self.mint(node.as_ref()))
+            .try_get_with((ca.fingerprint(), node.clone()), || {
+                self.mint(&ca, node.as_ref())
+            })
             .inspect_err(|error| tracing::error!(%error, server_name, "cannot mint a leaf"))
             .ok()
     }
 
-    fn mint(&self, node: Option<&NodeName>) -> Result<Arc<CertifiedKey>, CaError> {
+    fn mint(&self, ca: &Ca, node: Option<&NodeName>) -> Result<Arc<CertifiedKey>, CaError> {
         let leaf = match node {
-            Some(node) => self.ca.mint_front(&[HostName::from(node)], LIFETIME)?,
-            None => self.ca.mint_front(&self.names, LIFETIME)?,
+            Some(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
+            None => ca.mint_front(&self.names, LIFETIME)?,
         };
         Ok(leaf.certified_key())
     }
@@ -124,7 +130,7 @@ mod tests {
     fn resolver(known: impl Fn(&str) -> bool + Send + Sync + 'static) -> FrontResolver {
         let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let names = vec![FrontName::parse("127.0.0.1").unwrap()];
-        FrontResolver::new(Arc::new(ca), names, Arc::new(known)).unwrap()
+        FrontResolver::new(LiveCa::new(ca), names, Arc::new(known)).unwrap()
     }
 
     #[test]
@@ -148,6 +154,17 @@ mod tests {
         }
         resolver.leaves.run_pending_tasks();
         assert_eq!(resolver.leaves.entry_count(), 1);
+    }
+
+    #[test]
+    fn another_root_signs_other_leaves_from_then_on() {
+        let resolver = resolver(|name| name == "edge-1");
+        let before = resolver.leaf(Some("edge-1")).unwrap();
+        let next = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        resolver.ca.swap(next);
+        let after = resolver.leaf(Some("edge-1")).unwrap();
+        assert_ne!(before.cert[1], after.cert[1]);
+        assert!(Arc::ptr_eq(&after, &resolver.leaf(Some("edge-1")).unwrap()));
     }
 
     #[test]

@@ -1,17 +1,18 @@
 //! The data directory: everything that outlives a process, typed.
 //!
-//! `ca.pem`, `ca.key` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
+//! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
 //! small `run-…` files by which one command finds another's process; `version` says how to read
 //! them. The directory is 0700 and each file 0600, of the directory's user whoever wrote it.
 //! Never repairs: a file that does not read is named, and the process stops. How a file is read
 //! and written is `dir`'s; every call here blocks on the disk.
 
+mod authority;
 mod dir;
 mod owner;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -19,17 +20,15 @@ pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
 
-use crate::ca::Ca;
+use crate::ca::Issued;
 use crate::edge::{EdgeFile, EdgeIdentity};
 use crate::name::NodeName;
-use crate::token::TokenBook;
+use crate::secret::Fingerprint;
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
 /// The version of the files that this program reads and writes.
 const VERSION: &str = "1";
-const ROOT: &str = "ca.pem";
-const ROOT_KEY: &str = "ca.key";
 /// What the keys of session tickets follow from.
 const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
@@ -82,46 +81,6 @@ impl Store {
         Ok(Self { dir })
     }
 
-    /// Where a caller finds our root, for `curl --cacert`.
-    pub fn root_path(&self) -> PathBuf {
-        self.dir.path(ROOT)
-    }
-
-    /// The CA, if one was made here.
-    pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
-        let Some(root) = self.dir.read(ROOT)? else {
-            return Ok(None);
-        };
-        let key = self
-            .dir
-            .read(ROOT_KEY)?
-            .ok_or_else(|| StoreError::Missing {
-                path: self.dir.path(ROOT_KEY),
-            })?;
-        match Ca::load(&root, &key) {
-            Ok(ca) => Ok(Some(ca)),
-            Err(error @ crate::CaError::Unusable { part: "key", .. }) => {
-                Err(self.dir.corrupt(ROOT_KEY, error))
-            }
-            Err(error) => Err(self.dir.corrupt(ROOT, error)),
-        }
-    }
-
-    /// Keeps a new CA. Refuses to replace one: every edge would be lost.
-    pub fn save_ca(&self, ca: &Ca) -> Result<(), StoreError> {
-        let _lock = self.dir.lock()?;
-        if self.dir.read(ROOT)?.is_some() {
-            return Err(StoreError::Exists {
-                path: self.root_path(),
-            });
-        }
-        // Whoever could resume under a CA before must not under this one.
-        self.dir.remove(TICKETS)?;
-        // The certificate last: a key without one is what an interrupted call leaves, no CA.
-        self.dir.write(ROOT_KEY, ca.key_pem().expose())?;
-        self.dir.write(ROOT, &ca.root_pem())
-    }
-
     /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
     pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
         let _lock = self.dir.lock()?;
@@ -133,14 +92,6 @@ impl Store {
         let secret = TicketSecret::random();
         self.dir.write(TICKETS, &format!("{}\n", secret.text()))?;
         Ok(secret)
-    }
-
-    /// The join tokens of this directory's CA.
-    pub fn tokens(&self) -> Result<TokenBook, StoreError> {
-        let ca = self.ca()?.ok_or_else(|| StoreError::Missing {
-            path: self.root_path(),
-        })?;
-        Ok(TokenBook::new(self.dir.clone(), ca.fingerprint()))
     }
 
     /// The enrolled nodes.
@@ -226,6 +177,12 @@ pub struct NodeRecord {
     pub enrolled_at: u64,
     /// Serial number of its certificate, in hexadecimal.
     pub serial: String,
+    /// The root on which that hangs; unknown of certificates from before roots could be replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<Fingerprint>,
+    /// Its last second, in Unix time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_after: Option<u64>,
     /// Since when it is not welcome, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<Revocation>,
@@ -267,15 +224,21 @@ impl Nodes {
             })
     }
 
-    /// Notes the serial number of a node's next certificate, unless the node is revoked; what is known of it then, or
-    /// nothing where it was removed meanwhile.
-    pub fn renewed(&self, node: &NodeName, serial: &str) -> Result<Option<NodeRecord>, StoreError> {
+    /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
+    /// removed meanwhile.
+    pub fn renewed(
+        &self,
+        node: &NodeName,
+        issued: &Issued,
+    ) -> Result<Option<NodeRecord>, StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 let known = nodes.get_mut(node);
                 Ok(known.map(|record| {
                     if record.revoked.is_none() {
-                        serial.clone_into(&mut record.serial);
+                        record.serial = issued.serial_hex();
+                        record.root = Some(issued.root);
+                        record.not_after = Some(issued.not_after.as_secs());
                     }
                     record.clone()
                 }))

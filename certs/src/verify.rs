@@ -5,7 +5,7 @@
 //! alone, and none where certificates are given: what was made without a client certificate can never
 //! resume where one is required.
 //! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
-//! peer is, by our own root's signature or by a foreign root's, which are never confused.
+//! peer is, by the signature of one that signs in our name or by a foreign root's, which are never confused.
 
 mod client;
 mod known;
@@ -27,8 +27,9 @@ pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, 
 pub use server::{front_server, join_server, tunnel_server};
 pub use tickets::TicketSecret;
 
+use crate::ca::Ca;
 use crate::name::TrustDomain;
-use known::{Seen, remembering};
+use known::Issuers;
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
 const ALPN_TUNNEL: &[u8] = b"rh2";
@@ -90,30 +91,54 @@ pub struct FrontTrust {
     pub require: bool,
 }
 
-/// Whom an acceptor believes: our own root, foreign roots, or both.
+/// Whom an acceptor or a dialler believes: those who sign in our name, foreign roots, or both.
 #[derive(Debug, Clone)]
 pub struct Trust {
     domain: TrustDomain,
+    /// Our roots, where only these are known: then a chain leads there.
     roots: Arc<RootCertStore>,
-    /// What our own root was seen to have signed.
-    seen: Arc<Seen>,
-    own: Option<Arc<dyn ClientCertVerifier>>,
+    /// Who signs in our name, where that is known.
+    issuers: Option<Arc<Issuers>>,
     foreign: Option<Arc<dyn ClientCertVerifier>>,
 }
 
 impl Trust {
-    /// Our own root alone: tunnels, joining, gateways.
-    pub fn new(root: &CertificateDer<'static>, domain: &TrustDomain) -> Result<Self, TrustError> {
-        let roots = store([root])?;
-        let seen = Arc::default();
-        let own = Some(remembering(&roots, &seen, true)?);
+    /// What a CA signs, and nobody else: tunnels and joining, at a gateway.
+    pub fn of(ca: &Ca) -> Result<Self, TrustError> {
         Ok(Self {
-            domain: domain.clone(),
-            roots,
-            seen,
-            own,
+            domain: ca.trust_domain().clone(),
+            roots: store(ca.roots().into_iter().map(|(_, root)| root))?,
+            issuers: Some(Arc::new(Issuers::of(ca)?)),
             foreign: None,
         })
+    }
+
+    /// What hangs below these roots, and nothing else: gateways, as edges see them.
+    pub fn below<'a>(
+        roots: impl IntoIterator<Item = &'a CertificateDer<'static>>,
+        domain: &TrustDomain,
+    ) -> Result<Self, TrustError> {
+        Ok(Self {
+            domain: domain.clone(),
+            roots: store(roots)?,
+            issuers: None,
+            foreign: None,
+        })
+    }
+
+    /// Whom a front's configuration names. Our roots among its foreign ones count as our own.
+    pub fn front(ca: &Ca, front: &FrontTrust) -> Result<Self, TrustError> {
+        let ours = ca.roots();
+        let is_ours = |other: &&CertificateDer<'_>| ours.iter().any(|(_, root)| root == other);
+        let (named, foreign): (Vec<_>, Vec<_>) = front.client_roots.iter().partition(is_ours);
+        let mut trust = Self::of(ca)?;
+        if !front.own && named.is_empty() {
+            (trust.roots, trust.issuers) = (store([])?, None);
+        }
+        if !foreign.is_empty() {
+            trust.foreign = Some(verifier(&store(foreign)?)?);
+        }
+        Ok(trust)
     }
 
     /// Whether a URI is of our own trust domain, in which another root has no say.
@@ -129,26 +154,6 @@ impl Trust {
     pub fn caller_uri(&self, name: &str) -> String {
         crate::identity::caller_uri(&self.domain, name)
     }
-
-    /// Whom a front's configuration names. Our root among its foreign ones counts as our own.
-    pub fn front(
-        root: &CertificateDer<'static>,
-        domain: &TrustDomain,
-        front: &FrontTrust,
-    ) -> Result<Self, TrustError> {
-        let foreign: Vec<_> = front
-            .client_roots
-            .iter()
-            .filter(|other| *other != root)
-            .collect();
-        let own = front.own || foreign.len() < front.client_roots.len();
-        let mut trust = Self::new(root, domain)?;
-        trust.own = trust.own.filter(|_| own);
-        if !foreign.is_empty() {
-            trust.foreign = Some(verifier(&store(foreign)?, true)?);
-        }
-        Ok(trust)
-    }
 }
 
 fn store<'a>(
@@ -163,18 +168,9 @@ fn store<'a>(
     Ok(Arc::new(store))
 }
 
-/// rustls' verifier of client certificates below `roots`. Where they are not `required`, nobody may come as well.
-fn verifier(
-    roots: &Arc<RootCertStore>,
-    required: bool,
-) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    let builder = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider());
-    let builder = if required {
-        builder
-    } else {
-        builder.allow_unauthenticated()
-    };
-    builder
+/// rustls' verifier of client certificates below `roots`.
+fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
         .build()
         .map_err(|error| TrustError::Root(error.to_string()))
 }

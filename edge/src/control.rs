@@ -16,6 +16,7 @@ pub(crate) mod link;
 pub(crate) mod ask;
 pub(crate) mod enrol;
 pub(crate) mod renew;
+mod roots;
 
 pub(crate) mod admin;
 

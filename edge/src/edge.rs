@@ -319,11 +319,7 @@ impl Bound {
             ..
         } = reloader.parts();
         let node = identity.node.as_str().to_owned();
-        if ports.load().is_empty() {
-            warn!(
-                "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
-            );
-        }
+        warn_of_no_port(&ports.load());
         info!(node, admin = %address, ports = ?ports.load(), "edge runs");
         let held = Held::new(identity, store);
         let links = Arc::new(Links {
@@ -337,11 +333,13 @@ impl Bound {
             state: writer,
             bulk: Bulk::default(),
             anew: watch::Sender::default(),
+            held: held.clone(),
+            renewal: watch::Sender::default(),
             stop,
             config,
         });
-        let shown = admin::run(admin, (reader, metrics.clone(), reloads), done.clone());
-        tasks.spawn(info_span!("admin"), shown);
+        let shown = (reader, metrics.clone(), reloads);
+        tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
         tasks.spawn(info_span!("sweep"), sweep(now.clone()));
         let changes = Changes::listen(tasks);
         tokio::select! {
@@ -350,6 +348,14 @@ impl Bound {
             () = renew::run(links, held).instrument(info_span!("renew")) => {}
         }
         Ok(())
+    }
+}
+
+fn warn_of_no_port(ports: &[u16]) {
+    if ports.is_empty() {
+        warn!(
+            "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
+        );
     }
 }
 

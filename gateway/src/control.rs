@@ -5,6 +5,7 @@
 
 pub mod enrol;
 pub mod expel;
+pub mod rotation;
 
 pub mod admit;
 

@@ -3,6 +3,7 @@
 //! `bind` builds everything that can fail (data directory, certificates, sockets) and names what does; `run` starts
 //! the doors and lives until it is stopped, then drains: ask, wait, end.
 
+mod authority;
 mod build;
 mod fronts;
 mod pulse;

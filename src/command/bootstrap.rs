@@ -28,7 +28,7 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
     }
     let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
-    private::write(&ask.out.join("ca.pem"), &authority.root_pem())?;
+    private::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
     for node in &nodes {
         let file = ask.out.join(format!("{node}.token"));
         println!("{node}: {}", token(&store, node, &file, ask.token_ttl)?);
@@ -136,6 +136,8 @@ mod tests {
             labels: std::collections::BTreeMap::new(),
             enrolled_at: 0,
             serial: "1".into(),
+            root: None,
+            not_after: None,
             revoked: None,
         };
         store.nodes().put(joined).unwrap();

@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 
 use causeway_certs::{Access, Ca as Authority, Leaf, Store, TrustDomain};
 
-use super::{data, private};
+use super::{data, private, rotate};
 use crate::cli::{Ca, CaCaller, CaInit};
 
 /// Makes what was asked for.
-pub(crate) fn run(ca: Ca) -> anyhow::Result<()> {
+pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
         Ca::Init(ask) => init(&ask),
         Ca::Caller(ask) => caller(&ask),
+        Ca::Rotate(order) => rotate::run(order).await,
     }
 }
 
@@ -101,13 +102,13 @@ mod tests {
         let out = folder.path().to_owned();
         let groups = vec!["admins".into()];
         let ttl = Duration::from_hours(1);
-        run(Ca::Caller(CaCaller {
+        caller(&CaCaller {
             name: "curl".into(),
             groups,
             ttl,
             out,
             data: data(),
-        }))
+        })
         .unwrap();
         let key = std::fs::metadata(folder.path().join("curl-key.pem")).unwrap();
         assert_eq!(key.permissions().mode() & 0o777, 0o600);

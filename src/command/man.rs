@@ -66,7 +66,7 @@ const GATEWAY_FILES: &[(&str, &str)] = &[
     ),
     (
         "/var/lib/causeway",
-        "CA, hashes of tokens, nodes, the secret of session tickets. Whoever has ca.key can be any edge and any caller; who has tickets.key, any edge and this gateway.",
+        "CA, hashes of tokens, nodes, the secret of session tickets. Whoever has ca.json can be any edge and any caller; who has tickets.key, any edge and this gateway.",
     ),
     (
         "/var/lib/causeway/ca.pem",

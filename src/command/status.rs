@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::Value;
 
-use super::admin;
+use super::{admin, rotate};
 use crate::cli::{Output, Status};
 
 /// Asks the gateway and prints its edges.
@@ -31,6 +31,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
     );
+    if let Some(remark) = rotate::remark(&address).await {
+        println!("\n{remark}");
+    }
     Ok(())
 }
 

@@ -136,7 +136,9 @@ async fn no_log_holds_a_secret() {
     audited.until_told(&["refused"]).await;
 
     let second_line = |text: &str| text.lines().nth(1).unwrap().to_owned();
-    let key = second_line(&fs::read_to_string(site.data().join("ca.key")).unwrap());
+    let ca: Value =
+        serde_json::from_str(&fs::read_to_string(site.data().join("ca.json")).unwrap()).unwrap();
+    let key = second_line(ca["roots"][0]["key"].as_str().unwrap());
     let identity = fs::read_to_string(site.edge_data("edge-1").join("edge.json")).unwrap();
     let identity: Value = serde_json::from_str(&identity).unwrap();
     let own = second_line(identity["key"].as_str().unwrap());

@@ -370,7 +370,7 @@ async fn a_gateway_whose_ca_was_replaced_is_not_believed_and_both_ends_say_so() 
     let mut edge = site.join("edge-1", 1).await;
     let mut site = site
         .restart(|data| {
-            for name in ["ca.pem", "ca.key", "tokens.json"] {
+            for name in ["ca.pem", "ca.json", "tokens.json"] {
                 fs::remove_file(data.join(name)).unwrap();
             }
             let init = std::process::Command::new(crate::world::process::binary())

@@ -6,15 +6,18 @@ use crate::{
     road::{Road, URL},
     world::{
         app::{App, Script, answer, answer::pattern},
-        caller::{exchange, read, whole},
+        caller::{Caller, Place, exchange, read, whole},
+        process::{Site, causeway},
+        tool::need,
         until,
     },
 };
+use causeway_certs::{Leaf, Store};
 use causeway_edge::config::Scheme;
 use http_body_util::BodyExt;
 use hyper::Request;
 use serde_json::Value;
-use std::{collections::BTreeSet, env, time::Duration};
+use std::{collections::BTreeSet, env, fs, path::Path, sync::Mutex, time::Duration};
 use tokio::{
     io::AsyncWriteExt,
     time::{Instant, sleep},
@@ -60,8 +63,8 @@ async fn app(span: Duration) -> App {
 }
 
 /// A session that answers for as long as `ends` lasts.
-async fn session(road: &Road, ends: Instant) {
-    let mut wire = road.tls().await;
+async fn session(caller: &Caller, ends: Instant) {
+    let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     while Instant::now() < ends {
@@ -73,8 +76,8 @@ async fn session(road: &Road, ends: Instant) {
 }
 
 /// A download that takes as long as the app says, whole.
-async fn download(road: &Road, span: Duration) {
-    let mut connection = road.caller().connect("edge-1").await.unwrap();
+async fn download(caller: &Caller, span: Duration) {
+    let mut connection = caller.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
     let mut body = connection.open(request).await.unwrap().into_body();
     let (piece, mut at) = (pattern(PIECE), 0);
@@ -88,11 +91,11 @@ async fn download(road: &Road, span: Duration) {
 }
 
 /// Requests without a break, on a connection that is kept and on new ones. How many.
-async fn requests(road: &Road, ends: Instant) -> usize {
-    let mut kept = road.caller().connect("edge-1").await.unwrap();
+async fn requests(caller: impl Fn() -> Caller, ends: Instant) -> usize {
+    let mut kept = caller().connect("edge-1").await.unwrap();
     let mut count = 0;
     while Instant::now() < ends {
-        for answer in [kept.get(URL).await.unwrap(), road.caller().get(URL).await] {
+        for answer in [kept.get(URL).await.unwrap(), caller().get(URL).await] {
             assert_eq!((answer.status, answer.text().as_str()), (200, "it"));
             count += 1;
         }
@@ -121,10 +124,11 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
             sleep(PACE).await;
         }
     };
+    let caller = road.caller();
     let (requests, (), (), ()) = tokio::join!(
-        requests(&road, ends),
-        session(&road, ends),
-        download(&road, span),
+        requests(|| caller.clone(), ends),
+        session(&caller, ends),
+        download(&caller, span),
         renewals
     );
     assert!(requests > 100, "{requests}");
@@ -137,4 +141,108 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
         tunnels(&road).await.len() == 1
     })
     .await;
+}
+
+/// What `ca rotate` says, and whether it did what it was told.
+async fn rotate(site: &Site, step: &str) -> (bool, String) {
+    let order = causeway("ca rotate").args(step.split_whitespace());
+    let done = order.flag("--data-dir", site.data()).run().await;
+    let text = format!("{}{}", done.stdout, done.stderr);
+    (done.code == Some(0), text)
+}
+
+/// alice, with a certificate by the root that signs now, who knows that root alone.
+async fn alice(site: &Site) -> Caller {
+    let made = causeway("ca caller --name alice").flag("--out", site.path("."));
+    made.flag("--data-dir", site.data()).run().await.ok();
+    let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
+    let leaf = Leaf::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
+    // The one that signs comes first.
+    let place = Place::Tls(site.front.parse().unwrap());
+    site.nobody_at(place).certificate(&leaf)
+}
+
+fn roots(data: &Path) -> usize {
+    let store = Store::open(data, causeway_certs::Access::Existing);
+    store.unwrap().edge().unwrap().unwrap().roots.len()
+}
+
+/// All three steps, out of order too, and those who come while they are made: `current` calls by the old root until it
+/// is about to go.
+async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<Caller>) {
+    assert!(!rotate(site, "activate").await.0, "nothing is prepared");
+    for _ in 0..2 {
+        let (done, said) = rotate(site, "prepare").await;
+        assert!(done && said.contains("is prepared"), "{said}");
+    }
+    let (done, said) = rotate(site, "retire").await;
+    assert!(!done && said.contains("rotate activate"), "{said}");
+    until("the edge believes both", async || {
+        roots(&site.edge_data("edge-1")) == 2
+    })
+    .await;
+    until("all that are here believe both", async || {
+        rotate(site, "activate").await.0
+    })
+    .await;
+    assert!(rotate(site, "activate").await.0, "it may be repeated");
+    // Who knows the old root alone: a token from before, and whoever calls.
+    let joining = site.edge("edge-2", app.port()).flag("--join", token);
+    let mut joining = joining.start();
+    joining.said("tunnel registered").await;
+    assert_eq!(roots(&site.edge_data("edge-2")), 2);
+    let told = site
+        .curl("edge-1", "")
+        .args(["--cacert".into(), site.path("old.pem")]);
+    assert_eq!(told.run().await.ok().text(), "it");
+    let (done, said) = rotate(site, "retire").await;
+    assert!(!done && said.contains("edge-3"), "{said}");
+    let shown = causeway("status").flag("--data-dir", site.data()).run();
+    assert!(shown.await.ok().stdout.contains("a new root signs"));
+    until("edge-3 alone is in the way", async || {
+        let (done, said) = rotate(site, "retire").await;
+        !done && said.contains("1 enrolled edges") && said.contains("edge-3")
+    })
+    .await;
+    let new = alice(site).await;
+    *current.lock().unwrap() = new;
+    // Time is the subject: what is on its way by the old certificate comes first.
+    sleep(PACE * 10).await;
+    let (done, said) = rotate(site, "retire --force").await;
+    assert!(done && said.contains("trusted no more"), "{said}");
+    until("the old root is gone", async || {
+        roots(&site.edge_data("edge-1")) == 1
+    })
+    .await;
+    let mut gone = site.edge("edge-3", app.port()).start();
+    gone.said("no tunnel").await;
+    joining.stop().await.ok();
+}
+
+#[tokio::test]
+async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
+    need!("curl");
+    let span = span();
+    let app = app(span).await;
+    let site = Site::start().await;
+    fs::copy(site.data().join("ca.pem"), site.path("old.pem")).unwrap();
+    let mut edge = site.join("edge-1", app.port()).await;
+    let token = site.token("--node edge-2").await;
+    site.join("edge-3", app.port()).await.kill().await;
+    let current = Mutex::new(alice(&site).await);
+    let caller = || current.lock().unwrap().clone();
+    let (ends, first) = (Instant::now() + span, caller());
+    let (requests, (), (), ()) = tokio::join!(
+        requests(caller, ends),
+        session(&first, ends),
+        download(&first, span),
+        whole_rotation(&site, &app, &token, &current)
+    );
+    assert!(requests > 100, "{requests}");
+    edge.said("certificate is renewed").await;
+    assert_eq!(alice(&site).await.get(URL).await.status, 200);
+    let late = Request::get(URL).body(whole("")).unwrap();
+    assert!(first.try_send(late).await.is_err());
+    let told = site.curl("edge-1", "").run().await.ok().text();
+    assert_eq!(told, "it", "by the roots that are shown to people");
 }

@@ -47,12 +47,12 @@ const GOOD: Spoilt = Spoilt {
     usage: "clientAuth",
     names: EDGE_1,
     when: "-1 hour",
-    issuer: "own",
+    issuer: "edges",
     said: "registered",
 };
 
 /// One thing is wrong with each.
-const SPOILT: [Spoilt; 10] = [
+const SPOILT: [Spoilt; 12] = [
     Spoilt {
         name: "expired",
         when: "-10 days",
@@ -73,7 +73,19 @@ const SPOILT: [Spoilt; 10] = [
     },
     Spoilt {
         name: "stranger",
-        issuer: "other",
+        issuer: "other-edges",
+        said: "UnknownIssuer",
+        ..GOOD
+    },
+    Spoilt {
+        name: "by-callers",
+        issuer: "callers",
+        said: "cannot have made a certificate to come as edge",
+        ..GOOD
+    },
+    Spoilt {
+        name: "by-root",
+        issuer: "root",
         said: "UnknownIssuer",
         ..GOOD
     },
@@ -119,14 +131,23 @@ impl Forger {
     async fn start() -> Self {
         let site = Site::with("tunnel: { hello_timeout: 1s }").await;
         let store = Store::open(site.data(), Access::Existing).unwrap();
-        let own = store.ca().unwrap().unwrap();
-        let other = Ca::create(own.trust_domain()).unwrap();
-        for (name, ca) in [("own", &own), ("other", &other)] {
-            fs::write(site.path(&format!("{name}.pem")), ca.root_pem()).unwrap();
-            fs::write(site.path(&format!("{name}.key")), ca.key_pem().expose()).unwrap();
+        let domain = store.ca().unwrap().unwrap().trust_domain().clone();
+        let other = Store::open(site.path("elsewhere"), Access::Create).unwrap();
+        other.save_ca(&Ca::create(&domain).unwrap()).unwrap();
+        for (folder, before) in [("gateway", ""), ("elsewhere", "other-")] {
+            let text = fs::read_to_string(site.path(folder).join("ca.json")).unwrap();
+            let ca: Value = serde_json::from_str(&text).unwrap();
+            let root = &ca["roots"][0];
+            let issuers = ["edges", "callers"].map(|name| (name, &root["issuers"][name]));
+            for (name, signer) in issuers.into_iter().chain([("root", root)]) {
+                for (part, kind) in [("certificate", "pem"), ("key", "key")] {
+                    let file = site.path(&format!("{before}{name}.{kind}"));
+                    fs::write(file, signer[part].as_str().unwrap()).unwrap();
+                }
+            }
         }
         Self {
-            domain: own.trust_domain().to_string(),
+            domain: domain.to_string(),
             site,
         }
     }
@@ -156,7 +177,7 @@ impl Forger {
         Tool::new("openssl")
             .args(port)
             .args([&self.site.tunnel])
-            .args(["-CAfile".into(), self.site.path("own.pem")])
+            .args(["-CAfile".into(), self.site.data().join("ca.pem")])
             .args(["-cert".into(), certificate])
             .args(["-key".into(), key])
     }
@@ -185,7 +206,9 @@ async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_
     let at_the_tunnel_port = SPOILT.iter().map(async |spoilt| {
         forger.dial(spoilt.name).run().await;
         let bound = PATIENCE;
-        forger.site.gateway.wrote(spoilt.said, 1, bound).await;
+        let like = SPOILT.iter().filter(|other| other.said == spoilt.said);
+        let times = like.count();
+        forger.site.gateway.wrote(spoilt.said, times, bound).await;
     });
     join_all(at_the_tunnel_port).await;
     for spoilt in SPOILT.iter().filter(|spoilt| spoilt.name != "caller") {
@@ -195,6 +218,7 @@ async fn a_certificate_with_one_thing_wrong_opens_neither_the_tunnel_port_nor_a_
     // The one thing that is wrong is what they are refused for.
     let caller = Spoilt {
         name: "alright",
+        issuer: "callers",
         names: "URI:spiffe://DOMAIN/caller/edge-1",
         ..GOOD
     };

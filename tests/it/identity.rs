@@ -36,7 +36,7 @@ fn identity(world: &World, ca: &Ca, life: Duration) -> EdgeIdentity {
     let issued = ca.issue_edge(&request, &node, life).unwrap();
     let identity = EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap();
     EdgeIdentity {
-        root: world.ca().root().clone(),
+        roots: vec![world.ca().root().clone()],
         ..identity
     }
 }

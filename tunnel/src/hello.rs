@@ -63,6 +63,10 @@ pub struct Welcome {
     /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
     #[serde(default)]
     pub takes_over: bool,
+    /// The SHA-256 of each root that the edge believes, in hexadecimal. An edge that says it takes [`ToEdge::Roots`] and
+    /// [`ToEdge::Renew`]; one that does not would hear nothing more behind them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roots: Option<Vec<String>>,
 }
 
 /// Why a gateway sends a tunnel away.
@@ -109,6 +113,16 @@ pub enum ToEdge {
         /// To this many bytes at most.
         bytes: u32,
     },
+    /// Believe these roots from now on, and no others. The edge answers with [`ToGateway::Roots`].
+    Roots {
+        /// All of them, as PEM.
+        pem: String,
+    },
+    /// Ask for a new certificate.
+    Renew {
+        /// At some moment within this time, in milliseconds.
+        within_ms: u64,
+    },
     /// The gateway stops: connect elsewhere first.
     Drain {
         /// What is open gets this long, in milliseconds.
@@ -123,6 +137,9 @@ pub enum ToEdge {
         /// Do not come back before, in milliseconds.
         retry_after_ms: u64,
     },
+    /// What a later gateway says.
+    #[serde(other)]
+    Unknown,
 }
 
 /// A line from the edge.
@@ -144,6 +161,14 @@ pub enum ToGateway {
         #[serde(default)]
         until_idle: bool,
     },
+    /// What the edge believes now.
+    Roots {
+        /// The SHA-256 of each root, in hexadecimal.
+        roots: Vec<String>,
+    },
+    /// What a later edge says.
+    #[serde(other)]
+    Unknown,
 }
 
 /// Why a control stream failed.

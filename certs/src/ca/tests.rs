@@ -1,7 +1,12 @@
+use super::root::subject;
 use super::*;
 use crate::EdgeKey;
 use crate::identity::Identity;
-use rcgen::PublicKeyData;
+use crate::name::HostName;
+use rcgen::{
+    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose,
+    PublicKeyData, SanType,
+};
 
 const DAY: Duration = Duration::from_hours(24);
 
@@ -54,7 +59,9 @@ fn a_root_is_one_for_ten_years_and_reads_back() {
     let facts = Certificate::read(ca.root()).unwrap();
     assert!(facts.authority && !facts.client_auth && !facts.server_auth);
     assert!(facts.not_after - UnixTime::now().as_secs() > 3649 * 86_400);
-    let again = Ca::load(&ca.root_pem(), ca.key_pem().expose()).unwrap();
+    let text = serde_json::to_string(&CaFile::of(&ca)).unwrap();
+    let file: CaFile = serde_json::from_str(&text).unwrap();
+    let again = file.read().unwrap();
     assert_eq!(
         (again.root(), again.fingerprint()),
         (ca.root(), ca.fingerprint())
@@ -110,7 +117,12 @@ fn each_kind_has_its_purpose_and_its_identity() {
         (usage(&gateway), usage(&front), usage(&caller)),
         ((false, true), (false, true), (true, false))
     );
-    assert_eq!(gateway.chain()[1], *ca.root());
+    assert_eq!(gateway.chain()[2], *ca.root());
+    let signer = |leaf: &Leaf| Certificate::read(&leaf.chain()[1]).unwrap().uris;
+    let signers = [&gateway, &front, &caller].map(signer).concat();
+    let uris =
+        ["replicas", "fronts", "callers"].map(|of| format!("spiffe://td.example/issuer/{of}"));
+    assert_eq!(signers, uris);
 }
 
 #[test]
@@ -153,4 +165,70 @@ fn debug_does_not_show_the_key() {
     let key = ca.key_pem();
     let line = key.expose().lines().nth(1).unwrap();
     assert!(!format!("{ca:?}").contains(line) && format!("{key:?}") == "***");
+}
+
+#[test]
+fn a_root_from_before_purposes_were_kept_apart_signs_as_it_did() {
+    let made = ca();
+    let old = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
+    let leaf = old.issue_caller("ann", &[], DAY).unwrap();
+    assert_eq!(leaf.chain().len(), 1);
+    let gateway = old.issue_gateway(&[], DAY).unwrap();
+    assert_eq!(gateway.chain()[1..], [old.root().clone()]);
+}
+
+#[test]
+fn intermediates_that_were_mixed_up_are_refused() {
+    let text = serde_json::to_string(&CaFile::of(&ca())).unwrap();
+    let mut file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let issuers = file["roots"][0]["issuers"].as_object_mut().unwrap();
+    let (edges, callers) = (issuers["edges"].clone(), issuers["callers"].clone());
+    issuers.insert("edges".into(), callers);
+    issuers.insert("callers".into(), edges);
+    let file: CaFile = serde_json::from_value(file).unwrap();
+    let refused = file.read().unwrap_err().to_string();
+    assert!(refused.contains("signs edges"), "{refused}");
+}
+
+#[test]
+fn the_steps_of_a_rotation_come_in_order_and_each_may_be_repeated() {
+    let first = ca();
+    let old = first.fingerprint();
+    let order = |refused: Result<(Ca, Step), CaError>| match refused {
+        Err(CaError::Order(why)) => why,
+        other => panic!("{other:?}"),
+    };
+    let again = |ca: &Ca| {
+        let text = serde_json::to_string(&CaFile::of(ca)).unwrap();
+        serde_json::from_str::<CaFile>(&text)
+            .unwrap()
+            .read()
+            .unwrap()
+    };
+    assert!(order(again(&first).activate()).contains("rotate prepare"));
+    assert_eq!(again(&first).retire().unwrap().1, Step::Standing);
+
+    let (prepared, step) = first.prepare().unwrap();
+    assert_eq!((step, prepared.fingerprint()), (Step::Made, old));
+    let both = prepared.fingerprints();
+    let (prepared, step) = again(&prepared).prepare().unwrap();
+    assert_eq!(
+        (step, prepared.fingerprints()),
+        (Step::Standing, both.clone())
+    );
+    assert!(order(again(&prepared).retire()).contains("rotate activate"));
+
+    let (active, step) = prepared.activate().unwrap();
+    assert_eq!(
+        (step, active.fingerprints()),
+        (Step::Made, vec![both[1], old])
+    );
+    assert_eq!(again(&active).activate().unwrap().1, Step::Standing);
+    assert!(order(again(&active).prepare()).contains("rotate retire"));
+    assert_eq!(active.other(), Some((Stage::Retiring, old)));
+
+    let (retired, step) = active.retire().unwrap();
+    assert_eq!((step, retired.fingerprints()), (Step::Made, vec![both[1]]));
+    assert_eq!(again(&retired).retire().unwrap().1, Step::Standing);
+    assert_eq!(again(&retired).prepare().unwrap().1, Step::Made);
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{CsrKey, EdgeKey, TrustDomain};
+use crate::{Ca, CsrKey, EdgeKey, Step, TrustDomain};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
@@ -94,8 +94,8 @@ fn an_edge_comes_back_with_the_gateways_it_learned() {
         ("edge-1", &saved.gateways)
     );
     assert_eq!(
-        (found.root, found.leaf.chain()),
-        (saved.root, saved.leaf.chain())
+        (found.roots, found.leaf.chain()),
+        (saved.roots, saved.leaf.chain())
     );
 }
 
@@ -104,11 +104,17 @@ fn a_damaged_file_names_itself_and_stays() {
     let (dir, store) = open();
     store.save_ca(&ca()).unwrap();
     let data = dir.path().join("data");
-    for name in ["ca.key", "ca.pem", "tokens.json", "nodes.json", "edge.json"] {
+    for name in [
+        "ca.json",
+        "ca.pem",
+        "tokens.json",
+        "nodes.json",
+        "edge.json",
+    ] {
         fs::write(data.join(name), "{ \"half\": ").unwrap();
     }
     let root = store.ca().unwrap_err().to_string();
-    assert!(root.contains("ca.pem is damaged"), "{root}");
+    assert!(root.contains("ca.json is damaged"), "{root}");
     assert!(
         store
             .edge()
@@ -136,17 +142,74 @@ fn a_damaged_file_names_itself_and_stays() {
     );
 }
 
+/// A directory as it was before `ca.json`.
+fn from_before(data: &Path, ca: &Ca) {
+    fs::remove_file(data.join("ca.json")).ok();
+    fs::write(data.join("ca.pem"), ca.root_pem()).unwrap();
+    fs::write(data.join("ca.key"), ca.key_pem().expose()).unwrap();
+}
+
 #[test]
 fn a_key_of_another_ca_is_named() {
     let (dir, store) = open();
-    store.save_ca(&ca()).unwrap();
-    fs::write(dir.path().join("data/ca.key"), ca().key_pem().expose()).unwrap();
+    let data = dir.path().join("data");
+    from_before(&data, &ca());
+    fs::write(data.join("ca.key"), ca().key_pem().expose()).unwrap();
+    let refused = store.ca().unwrap_err().to_string();
+    assert!(refused.contains("ca.key is damaged"), "{refused}");
+    fs::remove_file(data.join("ca.key")).unwrap();
+    let refused = store.ca().unwrap_err().to_string();
+    assert!(refused.contains("ca.json is missing"), "{refused}");
+}
+
+#[test]
+fn a_root_from_before_is_read_and_moves_into_the_one_file_when_it_is_rotated() {
+    let (dir, store) = open();
+    let (data, old) = (dir.path().join("data"), ca());
+    from_before(&data, &old);
+    assert_eq!(
+        store.ca().unwrap().unwrap().fingerprint(),
+        old.fingerprint()
+    );
+    assert!(matches!(
+        store.save_ca(&ca()),
+        Err(StoreError::Exists { .. })
+    ));
+    let (prepared, step) = store
+        .change_ca(|ca| {
+            ca.prepare().map_err(|error| StoreError::Corrupt {
+                path: "".into(),
+                why: error.to_string(),
+            })
+        })
+        .unwrap();
+    assert_eq!(step, Step::Made);
+    assert!(data.join("ca.json").exists() && !data.join("ca.key").exists());
+    let again = store.ca().unwrap().unwrap();
+    assert_eq!(again.fingerprints(), prepared.fingerprints());
+    assert_eq!(again.fingerprint(), old.fingerprint());
+    let shown = fs::read_to_string(data.join("ca.pem")).unwrap();
+    assert_eq!(shown, prepared.bundle_pem());
+}
+
+#[test]
+fn the_roots_for_people_follow_the_ca() {
+    let (dir, store) = open();
+    let (data, ca) = (dir.path().join("data"), ca());
+    store.save_ca(&ca).unwrap();
+    for spoiled in ["", "nonsense"] {
+        fs::write(data.join("ca.pem"), spoiled).unwrap();
+        store.ca().unwrap();
+        assert_eq!(
+            fs::read_to_string(data.join("ca.pem")).unwrap(),
+            ca.root_pem()
+        );
+    }
+    fs::write(data.join("ca.json"), "{\"version\": 3, \"roots\": []}").unwrap();
+    let refused = store.ca().unwrap_err().to_string();
     assert!(
-        store
-            .ca()
-            .unwrap_err()
-            .to_string()
-            .contains("ca.key is damaged")
+        refused.contains("ca.json is damaged") && refused.contains("version 3"),
+        "{refused}"
     );
 }
 
@@ -209,6 +272,8 @@ fn nodes_are_kept_by_name() {
         labels: BTreeMap::new(),
         enrolled_at: 1,
         serial: serial.into(),
+        root: None,
+        not_after: None,
         revoked: None,
     };
     let nodes = store.nodes();

@@ -11,6 +11,7 @@ use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
 use super::{Confirmed, JoinToken, Joined, TokenRecord};
+use crate::ca::Ca;
 use crate::certificate::date;
 use crate::name::{NodeName, NodePattern};
 use crate::secret::Fingerprint;
@@ -83,12 +84,19 @@ pub enum Standing {
 #[derive(Debug, Clone)]
 pub struct TokenBook {
     dir: Dir,
-    root: Fingerprint,
+    /// The root that signs: new tokens carry it.
+    signs: Fingerprint,
+    /// The roots that are trusted: tokens of these are good.
+    trusted: Vec<Fingerprint>,
 }
 
 impl TokenBook {
-    pub(crate) fn new(dir: Dir, root: Fingerprint) -> Self {
-        Self { dir, root }
+    pub(crate) fn new(dir: Dir, ca: &Ca) -> Self {
+        Self {
+            dir,
+            signs: ca.fingerprint(),
+            trusted: ca.fingerprints(),
+        }
     }
 
     /// Makes a token for one node, to be used once, and says what joining confirms of it.
@@ -108,7 +116,7 @@ impl TokenBook {
         ttl: Duration,
         confirmed: Confirmed,
     ) -> Result<JoinToken, StoreError> {
-        let token = JoinToken::generate(self.root);
+        let token = JoinToken::generate(self.signs);
         let now = UnixTime::now().as_secs();
         let Confirmed {
             addresses,
@@ -144,7 +152,7 @@ impl TokenBook {
         (requested, standing): (&NodeName, Standing),
         now: UnixTime,
     ) -> Result<TokenRecord, TokenRefused> {
-        if token.root != self.root {
+        if !self.trusted.contains(&token.root) {
             return Err(TokenRefused::WrongCa);
         }
         let (presented, now) = (hash(token), now.as_secs());

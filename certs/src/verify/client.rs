@@ -1,8 +1,8 @@
 //! The dialling ends: an edge's tunnel, its other requests, and joining by a token.
 //!
-//! A gateway is recognised by its certificate alone: signed by our private root, for servers, with
-//! the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: the root gives that
-//! URI to gateways only, and an edge may dial any address, a load balancer's or one learned from
+//! A gateway is recognised by its certificate alone: below one of our private roots, by the one that signs replicas, for
+//! servers, with the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: that URI is given
+//! to gateways only, and an edge may dial any address, a load balancer's or one learned from
 //! the hello, that no certificate lists. While joining, the root is the certificate in the
 //! server's own chain whose SHA-256 the token carries.
 
@@ -96,12 +96,14 @@ pub fn pinned_root(
 }
 
 fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, TrustError> {
-    let anchor = Anchor::Root(Trust::new(&edge.root, &edge.trust_domain)?);
+    // Who has signed it is known where it is shown.
+    let own = edge.leaf.chain().iter().take(1).cloned().collect();
+    let anchor = Anchor::Root(Trust::below(&edge.roots, &edge.trust_domain)?);
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
-        .with_client_auth_cert(edge.leaf.chain().to_vec(), edge.leaf.key())?;
+        .with_client_auth_cert(own, edge.leaf.key())?;
     config.alpn_protocols = owned(alpn);
     Ok(Arc::new(config))
 }
@@ -199,7 +201,7 @@ fn pin(
     };
     let facts = Certificate::read(&root).map_err(other)?;
     let domain = identity::domain_of_root(&facts).map_err(other)?;
-    Trust::new(&root, &domain).map_err(other)
+    Trust::below([&root], &domain).map_err(other)
 }
 
 /// The words of a refusal, with the TLS alert that fits.

@@ -1,15 +1,20 @@
-//! Certificates that our root was seen to have signed: the signature is verified once, not at every handshake.
+//! Who signs in our name, and the certificates that they were seen to have signed: a signature is verified once, not at
+//! every handshake.
 //!
-//! A fleet comes back with the certificates that it had. Over the same bytes by the same root a signature does not
-//! change, so a [`Seen`] belongs to one set of roots and holds digests; what does change is looked at each
-//! time: the dates here, revocation in `check_peer`. Only what the root itself has signed is kept, since
-//! an intermediate has dates of its own.
+//! Each of our intermediates is an anchor of its own, for one purpose: what was signed by another than the one that is
+//! asked for is ours, and not good for this. A fleet comes back with the certificates that it had. Over the same bytes by
+//! the same signer a signature does not change, so [`Seen`] holds digests; what does change is looked at each time: the
+//! dates here, revocation in `check_peer`. What comes between a leaf and us counts for nothing.
 
-use super::{TrustError, verifier};
+use super::{TrustError, provider, store, verifier};
+use crate::ca::Ca;
 use crate::certificate::Certificate;
+use crate::identity::Issuing;
+use crate::secret::Fingerprint;
 use rustls::{
-    DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme,
     client::danger::HandshakeSignatureValid,
+    crypto::{verify_tls12_signature, verify_tls13_signature},
     server::danger::{ClientCertVerified, ClientCertVerifier},
 };
 use rustls_pki_types::{CertificateDer, UnixTime};
@@ -24,29 +29,27 @@ use std::{
 /// Certificates of one generation; two are kept, 4 MiB at most.
 const GENERATION: usize = 16_384;
 
-/// First and last second of a certificate, by the digest of its bytes.
-type Generation = HashMap<[u8; 32], RangeInclusive<u64>>;
+/// First and last second of a certificate and the place of its signer, by the digest of its bytes.
+type Generation = HashMap<[u8; 32], (RangeInclusive<u64>, usize)>;
 
 /// What was verified: the newer generation, and the one before it.
 #[derive(Debug, Default)]
-pub(super) struct Seen(Mutex<(Generation, Generation)>);
+struct Seen(Mutex<(Generation, Generation)>);
 
 impl Seen {
-    /// Whether this one was verified, and is within its dates.
-    fn has(&self, digest: &[u8; 32], now: UnixTime) -> bool {
+    /// Who has signed this one, if that was verified and it is within its dates.
+    fn by(&self, digest: &[u8; 32], now: UnixTime) -> Option<usize> {
         let mut generations = self.generations();
         let (newer, older) = &mut *generations;
-        let Some(dates) = newer.get(digest).or_else(|| older.get(digest)).cloned() else {
-            return false;
-        };
+        let (dates, by) = newer.get(digest).or_else(|| older.get(digest)).cloned()?;
         if !newer.contains_key(digest) {
-            keep(&mut generations, *digest, dates.clone());
+            keep(&mut generations, *digest, (dates.clone(), by));
         }
-        dates.contains(&now.as_secs())
+        dates.contains(&now.as_secs()).then_some(by)
     }
 
-    fn keep(&self, digest: [u8; 32], dates: RangeInclusive<u64>) {
-        keep(&mut self.generations(), digest, dates);
+    fn keep(&self, digest: [u8; 32], dates: RangeInclusive<u64>, by: usize) {
+        keep(&mut self.generations(), digest, (dates, by));
     }
 
     fn generations(&self) -> MutexGuard<'_, (Generation, Generation)> {
@@ -57,66 +60,146 @@ impl Seen {
 fn keep(
     (newer, older): &mut (Generation, Generation),
     digest: [u8; 32],
-    dates: RangeInclusive<u64>,
+    facts: (RangeInclusive<u64>, usize),
 ) {
     if newer.len() >= GENERATION {
         *older = mem::take(newer);
     }
-    newer.insert(digest, dates);
+    newer.insert(digest, facts);
 }
 
-/// rustls' verifier of client certificates, with a memory.
+/// One that signs in our name.
 #[derive(Debug)]
-struct Remembering {
-    inner: Arc<dyn ClientCertVerifier>,
-    seen: Arc<Seen>,
+pub(super) struct Issuer {
+    /// What; a root from before purposes were kept apart signs everything.
+    pub(super) purpose: Option<Issuing>,
+    /// The root on which it hangs.
+    pub(super) root: Fingerprint,
+    verifier: Arc<dyn ClientCertVerifier>,
 }
 
-/// [`verifier`] below `roots`, of which `seen` remembers what they have signed.
-pub(super) fn remembering(
-    roots: &Arc<RootCertStore>,
-    seen: &Arc<Seen>,
+/// All that sign in our name, and what they were seen to have signed.
+#[derive(Debug)]
+pub(super) struct Issuers {
+    all: Vec<Issuer>,
+    seen: Seen,
+}
+
+impl Issuers {
+    pub(super) fn of(ca: &Ca) -> Result<Self, TrustError> {
+        let issuer = |anchor: crate::ca::Anchor<'_>| {
+            Ok(Issuer {
+                purpose: anchor.purpose,
+                root: anchor.root,
+                verifier: verifier(&store([anchor.certificate])?)?,
+            })
+        };
+        Ok(Self {
+            all: ca
+                .anchors()
+                .into_iter()
+                .map(issuer)
+                .collect::<Result<_, TrustError>>()?,
+            seen: Seen::default(),
+        })
+    }
+
+    /// Who of us has signed this client's certificate, which is good now.
+    pub(super) fn find(&self, leaf: &CertificateDer<'_>, now: UnixTime) -> Result<&Issuer, Error> {
+        let digest = Sha256::digest(leaf).into();
+        if let Some(issuer) = self.seen.by(&digest, now).and_then(|by| self.all.get(by)) {
+            return Ok(issuer);
+        }
+        for (by, issuer) in self.all.iter().enumerate() {
+            match issuer.verifier.verify_client_cert(leaf, &[], now) {
+                Ok(_) => {
+                    if let Ok(facts) = Certificate::read(leaf) {
+                        let dates = facts.not_before..=facts.not_after;
+                        self.seen.keep(digest, dates, by);
+                    }
+                    return Ok(issuer);
+                }
+                Err(error) if is_anothers(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(CertificateError::UnknownIssuer.into())
+    }
+
+    fn hints(&self, asked: Issuing) -> impl Iterator<Item = DistinguishedName> {
+        let all = self.all.iter();
+        let asked = all.filter(move |issuer| issuer.purpose.is_none_or(|purpose| purpose == asked));
+        asked.flat_map(|issuer| issuer.verifier.root_hint_subjects().to_vec())
+    }
+}
+
+/// Whether somebody else has signed. A bad signature under one's name is no other case: another root may bear the same name.
+pub(super) fn is_anothers(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::InvalidCertificate(
+            CertificateError::UnknownIssuer
+                | CertificateError::BadSignature
+                | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. }
+        )
+    )
+}
+
+/// rustls' verifier of client certificates: of ours, of others, or of both.
+#[derive(Debug)]
+pub(super) struct Clients {
+    own: Option<Arc<Issuers>>,
+    foreign: Option<Arc<dyn ClientCertVerifier>>,
     required: bool,
-) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
-    Ok(Arc::new(Remembering {
-        inner: verifier(roots, required)?,
-        seen: Arc::clone(seen),
-    }))
+    hints: Vec<DistinguishedName>,
 }
 
-impl ClientCertVerifier for Remembering {
+impl Clients {
+    pub(super) fn new(
+        own: Option<Arc<Issuers>>,
+        foreign: Option<Arc<dyn ClientCertVerifier>>,
+        (asked, required): (Issuing, bool),
+    ) -> Arc<Self> {
+        let ours = own.iter().flat_map(|own| own.hints(asked));
+        let theirs = foreign
+            .iter()
+            .flat_map(|foreign| foreign.root_hint_subjects().to_vec());
+        Arc::new(Self {
+            hints: ours.chain(theirs).collect(),
+            own,
+            foreign,
+            required,
+        })
+    }
+}
+
+impl ClientCertVerifier for Clients {
     fn verify_client_cert(
         &self,
         leaf: &CertificateDer<'_>,
         issuers: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let digest = Sha256::digest(leaf).into();
-        if self.seen.has(&digest, now) {
-            return Ok(ClientCertVerified::assertion());
+        let ours = self.own.as_ref().map(|own| own.find(leaf, now));
+        match (ours, &self.foreign) {
+            (Some(Ok(_)), _) => Ok(ClientCertVerified::assertion()),
+            (Some(Err(error)), None) => Err(error),
+            (Some(Err(error)), Some(_)) if !is_anothers(&error) => Err(error),
+            (_, Some(foreign)) => foreign.verify_client_cert(leaf, issuers, now),
+            (None, None) => Err(CertificateError::UnknownIssuer.into()),
         }
-        let by_the_root = self.inner.verify_client_cert(leaf, &[], now);
-        if by_the_root.is_err() && !issuers.is_empty() {
-            return self.inner.verify_client_cert(leaf, issuers, now);
-        }
-        if by_the_root.is_ok()
-            && let Ok(facts) = Certificate::read(leaf)
-        {
-            self.seen.keep(digest, facts.not_before..=facts.not_after);
-        }
-        by_the_root
     }
 
     fn offer_client_auth(&self) -> bool {
-        self.inner.offer_client_auth()
+        true
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        self.inner.client_auth_mandatory()
+        self.required
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.inner.root_hint_subjects()
+        &self.hints
     }
 
     fn verify_tls12_signature(
@@ -125,7 +208,8 @@ impl ClientCertVerifier for Remembering {
         leaf: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls12_signature(message, leaf, signed)
+        let algorithms = &provider().signature_verification_algorithms;
+        verify_tls12_signature(message, leaf, signed, algorithms)
     }
 
     fn verify_tls13_signature(
@@ -134,41 +218,49 @@ impl ClientCertVerifier for Remembering {
         leaf: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls13_signature(message, leaf, signed)
+        let algorithms = &provider().signature_verification_algorithms;
+        verify_tls13_signature(message, leaf, signed, algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
+        provider()
+            .signature_verification_algorithms
+            .supported_schemes()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Ca, Leaf, TrustDomain, verify::store};
+    use crate::{Leaf, TrustDomain};
     use std::time::Duration;
 
-    /// What was verified passes even where the roots would not have it; nothing else does.
+    /// What was verified passes even where the signers would not have it; nothing else does.
     #[test]
     fn a_certificate_is_verified_once_and_each_for_itself() {
         let ca = || Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let (ours, other) = (ca(), ca());
-        let seen = Arc::default();
-        let below = |ca: &Ca| remembering(&store([ca.root()]).unwrap(), &seen, true).unwrap();
         let leaf = |name| {
             ours.issue_caller(name, &[], Duration::from_hours(1))
                 .unwrap()
         };
         let (ann, bob) = (leaf("ann"), leaf("bob"));
-        let passes = |verifier: &dyn ClientCertVerifier, leaf: &Leaf| {
-            let verified = verifier.verify_client_cert(&leaf.chain()[0], &[], UnixTime::now());
-            verified.is_ok()
+        let passes = |issuers: &Issuers, leaf: &Leaf| {
+            issuers
+                .find(&leaf.chain()[0], UnixTime::now())
+                .ok()
+                .map(|issuer| issuer.purpose)
         };
-        let (knows, stranger) = (below(&ours), below(&other));
-        assert!(!passes(&*stranger, &ann));
-        assert!(passes(&*knows, &ann));
-        assert!(passes(&*stranger, &ann), "it was not asked again");
-        assert!(!passes(&*stranger, &bob));
+        let (knows, mut stranger) = (Issuers::of(&ours).unwrap(), Issuers::of(&other).unwrap());
+        assert_eq!(passes(&stranger, &ann), None);
+        assert_eq!(passes(&knows, &ann), Some(Some(Issuing::Callers)));
+        stranger.seen = knows.seen;
+        assert_eq!(
+            passes(&stranger, &ann),
+            Some(Some(Issuing::Callers)),
+            "it was not asked again"
+        );
+        assert_eq!(passes(&stranger, &bob), None);
     }
 
     #[test]
@@ -182,11 +274,11 @@ mod tests {
         };
         let most = u64::try_from(GENERATION).unwrap();
         for number in 0..5 * most {
-            seen.keep(digest(number), 0..=100);
+            seen.keep(digest(number), 0..=100, 3);
             // Comes all the time, and so is never forgotten.
-            assert!(seen.has(&digest(0), now));
+            assert_eq!(seen.by(&digest(0), now), Some(3));
         }
-        assert!(!seen.has(&digest(1), now));
+        assert!(seen.by(&digest(1), now).is_none());
         let generations = seen.generations();
         assert!(generations.0.len() <= GENERATION && generations.1.len() <= GENERATION);
     }
@@ -194,12 +286,13 @@ mod tests {
     #[test]
     fn dates_are_looked_at_each_time() {
         let seen = Seen::default();
-        seen.keep([1; 32], 10..=20);
+        seen.keep([1; 32], 10..=20, 0);
         let at = |seconds| {
-            seen.has(
+            seen.by(
                 &[1; 32],
                 UnixTime::since_unix_epoch(Duration::from_secs(seconds)),
             )
+            .is_some()
         };
         assert_eq!([9, 10, 20, 21].map(at), [false, true, true, false]);
     }

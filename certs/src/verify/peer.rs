@@ -1,23 +1,25 @@
 //! The check that every acceptor makes after every handshake, resumed or not.
 //!
 //! 1. A certificate is there, and valid now: a resumed session carries that of the first one.
-//! 2. Our own root has signed it, or else a foreign root that this acceptor trusts.
-//! 3. Its purpose and its kind are those of this port, and it is not revoked.
+//! 2. One of ours has signed it, or else a foreign root that this acceptor trusts.
+//! 3. Its purpose, its kind and what its signer signs are those of this port, and it is not revoked.
 //!
-//! Costs one signature to verify, where our root's is not remembered: a resumed handshake has verified none.
+//! Costs one signature to verify, where ours is not remembered: a resumed handshake has verified none. An edge that
+//! looks at a gateway follows the chain to its root, which is one signature more.
 
 use std::fmt;
 
-use rustls::client::verify_server_cert_signed_by_trust_anchor;
-use rustls::server::ParsedCertificate;
 use rustls::{CertificateError as TlsCertificateError, Error as TlsError};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
+use webpki::{EndEntityCert, KeyUsage};
 
+use super::known::is_anothers;
 use super::{Trust, provider};
 use crate::certificate::{Certificate, CertificateError, date};
-use crate::identity::Identity;
+use crate::identity::{Identity, Issuing, issuing_of};
 use crate::name::NameError;
+use crate::secret::Fingerprint;
 
 /// As what a peer comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +85,14 @@ pub enum PeerRefused {
         /// Of which kind the certificate is.
         found: &'static str,
     },
+    /// Genuine by its signature, but whoever made it signs for another purpose.
+    #[error("what signs {found} cannot have made a certificate to come as {wanted}")]
+    WrongIssuer {
+        /// As what the peer came.
+        wanted: Purpose,
+        /// What its signer signs.
+        found: Issuing,
+    },
     /// Genuine, but no longer welcome.
     #[error("the certificate of {0} is revoked")]
     Revoked(String),
@@ -105,6 +115,8 @@ pub struct Proven {
     pub issued_at: u64,
     /// The certificate's last second.
     pub not_after: u64,
+    /// The root of ours on which it hangs, where who signs in our name is known.
+    pub root: Option<Fingerprint>,
 }
 
 /// Says who the peer of a finished handshake is, or why it may not stay.
@@ -148,9 +160,15 @@ pub fn prove_peer(
     };
     let (serial, serial_hex) = (facts.serial.clone(), facts.serial_hex());
     let (issued_at, not_after) = (facts.issued_at(), facts.not_after);
-    let identity = if signed.by_us(trust)? {
+    let mut root = None;
+    let identity = if let Some(signer) = signed.by_us(trust)? {
         let identity = Identity::ours(&facts, &trust.domain)?;
         check_kind(&identity, &facts, purpose)?;
+        if let Some(found) = signer.purpose.filter(|found| *found != purpose.issuing()) {
+            let wanted = purpose;
+            return Err(PeerRefused::WrongIssuer { wanted, found });
+        }
+        root = signer.root;
         identity
     } else if signed.by_a_foreign_root(trust)? {
         Identity::foreign(facts)
@@ -165,6 +183,7 @@ pub fn prove_peer(
         serial: serial_hex,
         issued_at,
         not_after,
+        root,
     })
 }
 
@@ -176,52 +195,90 @@ struct Signed<'a> {
     purpose: Purpose,
 }
 
+/// Who of us has signed: for which purpose that one is, and below which root.
+struct Signer {
+    purpose: Option<Issuing>,
+    root: Option<Fingerprint>,
+}
+
 impl Signed<'_> {
-    fn by_us(&self, trust: &Trust) -> Result<bool, PeerRefused> {
-        let Some(own) = &trust.own else {
-            return Ok(false);
-        };
-        let outcome = match self.purpose {
-            Purpose::Gateway => self.as_server(trust),
-            Purpose::Edge | Purpose::Caller => own
-                .verify_client_cert(self.leaf, self.issuers, self.now)
-                .map(|_| ()),
-        };
-        self.judge(outcome)
+    fn by_us(&self, trust: &Trust) -> Result<Option<Signer>, PeerRefused> {
+        match (&trust.issuers, self.purpose) {
+            (Some(issuers), Purpose::Edge | Purpose::Caller) => {
+                let found = issuers.find(self.leaf, self.now);
+                self.judge(found).map(|found| {
+                    found.map(|issuer| Signer {
+                        purpose: issuer.purpose,
+                        root: Some(issuer.root),
+                    })
+                })
+            }
+            _ => self.below_a_root(trust),
+        }
     }
 
     /// Only callers may come with a foreign certificate.
     fn by_a_foreign_root(&self, trust: &Trust) -> Result<bool, PeerRefused> {
         match (&trust.foreign, self.purpose) {
-            (Some(foreign), Purpose::Caller) => self.judge(
-                foreign
-                    .verify_client_cert(self.leaf, self.issuers, self.now)
-                    .map(|_| ()),
-            ),
+            (Some(foreign), Purpose::Caller) => {
+                let verified = foreign.verify_client_cert(self.leaf, self.issuers, self.now);
+                self.judge(verified).map(|verified| verified.is_some())
+            }
             _ => Ok(false),
         }
     }
 
-    fn as_server(&self, trust: &Trust) -> Result<(), TlsError> {
-        verify_server_cert_signed_by_trust_anchor(
-            &ParsedCertificate::try_from(self.leaf)?,
-            &trust.roots,
+    /// Follows the chain to one of our roots. What counts is who has signed the leaf, and no other in the chain.
+    fn below_a_root(&self, trust: &Trust) -> Result<Option<Signer>, PeerRefused> {
+        use webpki::Error;
+        let usage = match self.purpose {
+            Purpose::Gateway => KeyUsage::server_auth(),
+            Purpose::Edge | Purpose::Caller => KeyUsage::client_auth(),
+        };
+        let invalid = |error: Error| PeerRefused::Invalid(error.to_string());
+        let leaf = EndEntityCert::try_from(self.leaf).map_err(invalid)?;
+        let algorithms = provider().signature_verification_algorithms.all;
+        let anchors = &trust.roots.roots;
+        let found = leaf.verify_for_usage(
+            algorithms,
+            anchors,
             self.issuers,
             self.now,
-            provider().signature_verification_algorithms.all,
-        )
+            usage,
+            None,
+            None,
+        );
+        match found {
+            Ok(path) => {
+                let signer = path.intermediate_certificates().next();
+                let facts = signer.map(|signer| Certificate::read(&signer.der()));
+                let purpose = match facts.transpose().map_err(unreadable)? {
+                    // A root that signs leaves itself.
+                    None => None,
+                    Some(facts) => {
+                        Some(issuing_of(&facts, &trust.domain).ok_or(PeerRefused::UnknownIssuer)?)
+                    }
+                };
+                let root = None;
+                Ok(Some(Signer { purpose, root }))
+            }
+            Err(
+                Error::UnknownIssuer
+                | Error::InvalidSignatureForPublicKey
+                | Error::UnsupportedSignatureAlgorithmForPublicKeyContext(_),
+            ) => Ok(None),
+            Err(Error::RequiredEkuNotFoundContext(_)) => Err(PeerRefused::WrongPurpose {
+                wanted: self.purpose,
+            }),
+            Err(error) => Err(invalid(error)),
+        }
     }
 
-    /// Whether these roots have signed. A bad signature under a root's name is "no": another root
-    /// may bear the same name.
-    fn judge(&self, outcome: Result<(), TlsError>) -> Result<bool, PeerRefused> {
+    /// Whether these have signed.
+    fn judge<T>(&self, outcome: Result<T, TlsError>) -> Result<Option<T>, PeerRefused> {
         match outcome {
-            Ok(()) => Ok(true),
-            Err(TlsError::InvalidCertificate(
-                TlsCertificateError::UnknownIssuer
-                | TlsCertificateError::BadSignature
-                | TlsCertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. },
-            )) => Ok(false),
+            Ok(found) => Ok(Some(found)),
+            Err(error) if is_anothers(&error) => Ok(None),
             Err(TlsError::InvalidCertificate(
                 TlsCertificateError::InvalidPurpose
                 | TlsCertificateError::InvalidPurposeContext { .. },
@@ -229,6 +286,17 @@ impl Signed<'_> {
                 wanted: self.purpose,
             }),
             Err(error) => Err(PeerRefused::Invalid(error.to_string())),
+        }
+    }
+}
+
+impl Purpose {
+    /// Who signs what comes so.
+    pub(super) fn issuing(self) -> Issuing {
+        match self {
+            Self::Edge => Issuing::Edges,
+            Self::Caller => Issuing::Callers,
+            Self::Gateway => Issuing::Replicas,
         }
     }
 }

@@ -12,31 +12,31 @@ use rustls::server::{
     NoServerSessionStorage, ProducesTickets, ResolvesServerCert, ServerConfig, WebPkiClientVerifier,
 };
 use rustls::{SupportedProtocolVersion, version};
-use rustls_pki_types::CertificateDer;
 
-use super::known::remembering;
+use super::known::Clients;
 use super::tickets::{TicketSecret, Tickets};
-use super::{ALPN_CONTROL, ALPN_TUNNEL, FrontTrust, Trust, TrustError, provider, verifier};
+use super::{ALPN_CONTROL, ALPN_TUNNEL, Trust, TrustError, provider};
+use crate::identity::Issuing;
 
-/// The tunnel: TLS 1.3, `rh2`, a client certificate of our own root required.
+/// The tunnel: TLS 1.3, `rh2`, a client certificate of ours required.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = remembering(&trust.roots, &trust.seen, true)?;
+    let clients = Clients::new(trust.issuers.clone(), None, (Issuing::Edges, true));
     let tickets = Some(Arc::new(Tickets::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
     Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
 
-/// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, a client certificate of our
-/// own root optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
+/// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, a client certificate of
+/// ours optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = remembering(&trust.roots, &trust.seen, false)?;
+    let clients = Clients::new(trust.issuers.clone(), None, (Issuing::Edges, false));
     Ok(config(
         &[&version::TLS13],
         clients,
@@ -46,19 +46,22 @@ pub fn join_server(
     )?)
 }
 
-/// A front: TLS 1.2 and 1.3, client certificates as `front` says. `root` is our own.
+/// A front: TLS 1.2 and 1.3, client certificates of those whom `trust` names, `required` or not.
 pub fn front_server(
     leaves: Arc<dyn ResolvesServerCert>,
-    root: &CertificateDer<'static>,
-    front: &FrontTrust,
+    trust: &Trust,
+    required: bool,
     alpn: &[&[u8]],
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let own = front.own.then_some(root);
-    let roots = super::store(front.client_roots.iter().chain(own))?;
-    let clients = match (roots.is_empty(), front.require) {
+    let nobody = trust.issuers.is_none() && trust.foreign.is_none();
+    let clients = match (nobody, required) {
         (true, true) => return Err(TrustError::NobodyTrusted),
         (true, false) => WebPkiClientVerifier::no_client_auth(),
-        (false, required) => verifier(&roots, required)?,
+        (false, required) => Clients::new(
+            trust.issuers.clone(),
+            trust.foreign.clone(),
+            (Issuing::Callers, required),
+        ),
     };
     let versions = [&version::TLS13, &version::TLS12];
     let tickets = Ticketer::new()?;

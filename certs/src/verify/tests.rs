@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
-    Ca, Certificate, CsrKey, EdgeIdentity, EdgeKey, Fingerprint, FrontName, Identity, Leaf,
-    NodeName, PeerRefused,
+    Ca, Certificate, CsrKey, EdgeIdentity, EdgeKey, Fingerprint, FrontName, Identity, Issuing,
+    Leaf, NodeName, PeerRefused,
 };
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
 use rustls::client::ClientConfig;
@@ -23,8 +23,11 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
-        let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
+        Self::with(Ca::create(&TrustDomain::parse("td").unwrap()).unwrap())
+    }
+
+    fn with(ca: Ca) -> Self {
+        let trust = Trust::of(&ca).unwrap();
         Self {
             ca,
             trust,
@@ -45,7 +48,7 @@ impl World {
             .ca
             .issue_edge(&csr, &NodeName::parse("edge-1").unwrap(), HOUR)
             .unwrap();
-        EdgeIdentity::new(&self.ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+        EdgeIdentity::new(&self.ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
     }
 
     fn caller(&self) -> Leaf {
@@ -89,7 +92,7 @@ impl World {
             client_roots,
             require: true,
         };
-        let trust = Trust::front(self.ca.root(), self.ca.trust_domain(), &front).unwrap();
+        let trust = Trust::front(&self.ca, &front).unwrap();
         (front, trust)
     }
 }
@@ -189,7 +192,7 @@ fn an_edge_and_a_gateway_meet_under_any_name() {
 fn an_edge_of_another_root_does_not_get_in() {
     let (world, other) = (World::new(), World::new());
     let mut edge = other.edge();
-    edge.root = world.ca.root().clone();
+    edge.roots = vec![world.ca.root().clone()];
     assert!(dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").is_err());
     let chain = other.edge();
     let refused = world.check(chain.leaf.chain(), Purpose::Edge);
@@ -451,7 +454,7 @@ fn a_front_knows_our_callers_and_foreign_ones_apart() {
         .ca
         .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
-    let server = front_server(leaf.resolver(), world.ca.root(), &front, &[b"http/1.1"]).unwrap();
+    let server = front_server(leaf.resolver(), &trust, front.require, &[b"http/1.1"]).unwrap();
     let identity = |caller: &Leaf| {
         let client = curl(&world.ca, Some(caller), &[b"http/1.1"]);
         let (_client, server) = dial(&client, &server, "edge-1").unwrap();
@@ -538,7 +541,7 @@ fn a_front_that_does_not_trust_our_ca_takes_no_callers_of_it() {
         client_roots: vec![other.ca.root().clone()],
         ..FrontTrust::default()
     };
-    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let trust = Trust::front(&world.ca, &front).unwrap();
     let check = |leaf: &Leaf| {
         check_peer(
             Some(leaf.chain()),
@@ -559,7 +562,7 @@ fn our_root_among_a_fronts_foreign_ones_is_still_ours() {
         client_roots: vec![world.ca.root().clone()],
         ..FrontTrust::default()
     };
-    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let trust = Trust::front(&world.ca, &front).unwrap();
     let now = UnixTime::now();
     let check = |leaf: &Leaf| {
         check_peer(
@@ -585,7 +588,8 @@ fn a_front_without_trust_asks_for_no_certificate_and_cannot_require_one() {
         .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
         .unwrap();
     let front = FrontTrust::default();
-    let server = front_server(leaf.resolver(), world.ca.root(), &front, &[]).unwrap();
+    let trust = |front: &FrontTrust| Trust::front(&world.ca, front).unwrap();
+    let server = front_server(leaf.resolver(), &trust(&front), front.require, &[]).unwrap();
     let client = curl(&world.ca, Some(&world.caller()), &[]);
     let (_client, server) = dial(&client, &server, "edge-1").unwrap();
     assert!(server.peer_certificates().is_none());
@@ -593,7 +597,7 @@ fn a_front_without_trust_asks_for_no_certificate_and_cannot_require_one() {
         require: true,
         ..front
     };
-    let refused = front_server(leaf.resolver(), world.ca.root(), &required, &[]);
+    let refused = front_server(leaf.resolver(), &trust(&required), required.require, &[]);
     assert!(matches!(refused, Err(TrustError::NobodyTrusted)));
 }
 
@@ -613,7 +617,7 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
         client_roots: vec![root],
         require: true,
     };
-    let trust = Trust::front(world.ca.root(), world.ca.trust_domain(), &front).unwrap();
+    let trust = Trust::front(&world.ca, &front).unwrap();
     let caller = twin.issue_caller("ann", &[], HOUR).unwrap();
     let now = UnixTime::now();
     let found = check_peer(
@@ -626,33 +630,220 @@ fn a_foreign_root_of_the_same_name_stays_foreign() {
     assert_eq!(found.unwrap().kind(), "foreign");
 }
 
+/// Who signs for this purpose below the CA's first root, with the key.
+fn signer(ca: &Ca, purpose: Issuing) -> (CertificateDer<'static>, Issuer<'static, KeyPair>) {
+    let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
+    let pair = &file["roots"][0]["issuers"][purpose.to_string()];
+    let text = |part: &str| pair[part].as_str().unwrap().to_owned();
+    let certificate = crate::pem::certificates(&text("certificate"))
+        .unwrap()
+        .remove(0);
+    let key = KeyPair::from_pem(&text("key")).unwrap();
+    let issuer = Issuer::from_ca_cert_der(&certificate, key).unwrap();
+    (certificate, issuer)
+}
+
+fn params(uris: &[&str], usages: &[ExtendedKeyUsagePurpose]) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    let uri = |text: &&str| SanType::URI((*text).try_into().unwrap());
+    params.subject_alt_names = uris.iter().map(uri).collect();
+    params.extended_key_usages = usages.to_vec();
+    params
+}
+
 #[test]
 fn a_certificate_of_ours_without_a_purpose_or_with_two_identities_is_refused() {
     let world = World::new();
-    let key = KeyPair::from_pem(world.ca.key_pem().expose()).unwrap();
-    let issuer = Issuer::from_ca_cert_der(world.ca.root(), key).unwrap();
-    let uri = |text: &str| SanType::URI(text.try_into().unwrap());
-    let signed = |params: CertificateParams| {
+    let (_, issuer) = signer(&world.ca, Issuing::Edges);
+    let check = |uris: &[&str], usages: &[ExtendedKeyUsagePurpose]| {
         let own = KeyPair::generate().unwrap();
-        vec![params.signed_by(&own, &issuer).unwrap().der().clone()]
+        let leaf = params(uris, usages).signed_by(&own, &issuer).unwrap();
+        world.check(&[leaf.der().clone()], Purpose::Edge)
     };
-    let mut params = CertificateParams::default();
-    params.subject_alt_names = vec![uri("spiffe://td/edge/edge-1")];
-    let refused = world.check(&signed(params.clone()), Purpose::Edge);
-    assert_eq!(
-        refused,
-        Err(PeerRefused::WrongPurpose {
-            wanted: Purpose::Edge
-        })
+    let (edge, client) = (
+        "spiffe://td/edge/edge-1",
+        ExtendedKeyUsagePurpose::ClientAuth,
     );
-    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let wanted = Purpose::Edge;
     assert_eq!(
-        world.check(&signed(params.clone()), Purpose::Edge),
-        Ok(edge_1())
+        check(&[edge], &[]),
+        Err(PeerRefused::WrongPurpose { wanted })
     );
-    params.subject_alt_names.push(uri("spiffe://td/gateway"));
-    let refused = world.check(&signed(params), Purpose::Edge);
+    assert_eq!(check(&[edge], std::slice::from_ref(&client)), Ok(edge_1()));
+    let refused = check(&[edge, "spiffe://td/gateway"], &[client]);
     assert!(matches!(refused, Err(PeerRefused::Identity(_))));
+}
+
+#[test]
+fn what_signs_for_one_purpose_signs_for_no_other() {
+    use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+    let world = World::new();
+    let below = Trust::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    for (uri, purpose) in [
+        ("spiffe://td/edge/edge-1", Purpose::Edge),
+        ("spiffe://td/caller/ann", Purpose::Caller),
+        ("spiffe://td/gateway", Purpose::Gateway),
+    ] {
+        for signs in Issuing::ALL {
+            let (certificate, issuer) = signer(&world.ca, signs);
+            let own = KeyPair::generate().unwrap();
+            let leaf = params(&[uri], &[ClientAuth, ServerAuth]);
+            let leaf = leaf.signed_by(&own, &issuer).unwrap().der().clone();
+            // One for the right purpose stands in the chain as well, and has signed nothing in it.
+            let decoy = signer(&world.ca, purpose.issuing()).0;
+            let chain = [leaf, decoy, certificate];
+            for trust in [&world.trust, &below] {
+                let now = UnixTime::now();
+                let found = check_peer(Some(&chain), purpose, now, trust, &none_revoked);
+                if signs == purpose.issuing() {
+                    found.unwrap();
+                    continue;
+                }
+                let (wanted, found) = (purpose, found.unwrap_err());
+                let wrong = PeerRefused::WrongIssuer {
+                    wanted,
+                    found: signs,
+                };
+                assert!(
+                    found == wrong || found == PeerRefused::WrongPurpose { wanted },
+                    "{signs} as {purpose}: {found}"
+                );
+                if signs == Issuing::Replicas {
+                    assert_eq!(found, wrong, "it permits both usages");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_intermediate_makes_no_further_ones() {
+    let world = World::new();
+    let (above, issuer) = signer(&world.ca, Issuing::Callers);
+    let mut forged = params(&["spiffe://td/issuer/edges"], &[]);
+    forged.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
+    forged.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+    let key = KeyPair::generate().unwrap();
+    let forged = forged.signed_by(&key, &issuer).unwrap().der().clone();
+    let issuer = Issuer::from_ca_cert_der(&forged, key).unwrap();
+    let leaf = params(
+        &["spiffe://td/edge/edge-1"],
+        &[ExtendedKeyUsagePurpose::ClientAuth],
+    );
+    let leaf = leaf
+        .signed_by(&KeyPair::generate().unwrap(), &issuer)
+        .unwrap();
+    let chain = [leaf.der().clone(), forged, above];
+    assert_eq!(
+        world.check(&chain, Purpose::Edge),
+        Err(PeerRefused::UnknownIssuer)
+    );
+    let below = Trust::below([world.ca.root()], world.ca.trust_domain()).unwrap();
+    let now = UnixTime::now();
+    assert!(check_peer(Some(&chain), Purpose::Edge, now, &below, &none_revoked).is_err());
+}
+
+#[test]
+fn a_root_from_before_purposes_were_kept_apart_is_believed_for_all_kinds() {
+    let made = World::new().ca;
+    let ca = Ca::load(&made.root_pem(), made.key_pem().expose()).unwrap();
+    let world = World::with(ca);
+    let (edge, caller) = (world.edge(), world.caller());
+    let (client, server) = dial(&tunnel_client(&edge).unwrap(), &world.tunnel(), "gw").unwrap();
+    let chain = server.peer_certificates().unwrap();
+    assert_eq!(world.check(chain, Purpose::Edge).unwrap(), edge_1());
+    let chain = client.peer_certificates().unwrap();
+    assert_eq!(
+        world.check(chain, Purpose::Gateway).unwrap(),
+        Identity::Gateway
+    );
+    assert_eq!(
+        world.check(caller.chain(), Purpose::Caller).unwrap().kind(),
+        "caller"
+    );
+    let refused = world.check(caller.chain(), Purpose::Edge);
+    assert!(matches!(refused, Err(PeerRefused::Kind { .. })));
+}
+
+/// The root before, with purposes kept apart or not; then a rotation of it, step by step.
+fn rotated(kept_apart: bool) -> [Ca; 4] {
+    let first = World::new().ca;
+    let old = || {
+        if kept_apart {
+            let file = serde_json::to_value(crate::ca::CaFile::of(&first)).unwrap();
+            let file: crate::ca::CaFile = serde_json::from_value(file).unwrap();
+            file.read().unwrap()
+        } else {
+            Ca::load(&first.root_pem(), first.key_pem().expose()).unwrap()
+        }
+    };
+    let again = |ca: &Ca| {
+        let file = serde_json::to_value(crate::ca::CaFile::of(ca)).unwrap();
+        let file: crate::ca::CaFile = serde_json::from_value(file).unwrap();
+        file.read().unwrap()
+    };
+    let prepared = old().prepare().unwrap().0;
+    let active = again(&prepared).activate().unwrap().0;
+    let retired = again(&active).retire().unwrap().0;
+    [old(), prepared, active, retired]
+}
+
+#[test]
+fn through_a_rotation_edges_gateways_and_tokens_of_both_roots_know_each_other_until_one_is_retired()
+{
+    for kept_apart in [true, false] {
+        let worlds = rotated(kept_apart).map(World::with);
+        let [old, prepared, active, retired] = &worlds;
+        let (first, last) = (old.ca.fingerprint(), retired.ca.fingerprint());
+        // An edge that has heard of nothing, one that has, and one that has a certificate by the new root.
+        let edges = [old.edge(), prepared.edge(), active.edge()];
+        assert_eq!(edges[1].fingerprints(), [first, last]);
+        let known = |edge: &EdgeIdentity, world: &World| {
+            let shaken = dial(&tunnel_client(edge).unwrap(), &world.tunnel(), "gw");
+            shaken.is_ok_and(|(_, server)| {
+                let chain = server.peer_certificates().unwrap();
+                world.check(chain, Purpose::Edge).is_ok()
+            })
+        };
+        let joins = |root: Fingerprint, world: &World| {
+            dial(&join_client(root).unwrap(), &world.join(), "gw").is_ok()
+        };
+        for (world, by_edges, by_tokens) in [
+            (old, [true, true, false], [true, false]),
+            (prepared, [true, true, true], [true, false]),
+            (active, [true, true, true], [true, true]),
+            (retired, [false, false, true], [false, true]),
+        ] {
+            let edges = edges.each_ref().map(|edge| known(edge, world));
+            assert_eq!(edges, by_edges, "{:?}", world.ca);
+            assert_eq!(
+                [first, last].map(|root| joins(root, world)),
+                by_tokens,
+                "{:?}",
+                world.ca
+            );
+        }
+        // By which root somebody comes is known, and callers of either find the fronts.
+        let chain = edges[0].leaf.chain();
+        let now = UnixTime::now();
+        let proven = prove_peer(
+            Some(chain),
+            Purpose::Edge,
+            now,
+            &active.trust,
+            &none_revoked,
+        );
+        assert_eq!(proven.unwrap().root, Some(first));
+        let leaf = active
+            .ca
+            .mint_front(&[FrontName::parse("edge-1").unwrap()], HOUR)
+            .unwrap();
+        let server = front_server(leaf.resolver(), &active.trust, true, &[]).unwrap();
+        for ca in [&old.ca, &retired.ca] {
+            let caller = ca.issue_caller("ann", &[], HOUR).unwrap();
+            dial(&curl(ca, Some(&caller), &[]), &server, "edge-1").unwrap();
+        }
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
 
 mod bulk;
+mod greeting;
 mod heard;
 mod session;
 
@@ -17,6 +18,7 @@ use super::{
     changes::Changes,
     dial::{Dialler, Place},
     gateways::Gateways,
+    held::Held,
     trouble::Trouble,
 };
 use crate::{config::Config, metrics::Metrics, state::Writer};
@@ -51,6 +53,10 @@ pub(crate) struct Links {
     pub(crate) bulk: Bulk,
     /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
     pub(crate) anew: watch::Sender<()>,
+    /// The identity by which tunnels are dialled.
+    pub(crate) held: Held,
+    /// A gateway asks for a new certificate to be had within this time.
+    pub(crate) renewal: watch::Sender<Duration>,
     /// The edge stops.
     pub(crate) stop: CancellationToken,
 }

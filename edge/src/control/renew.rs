@@ -1,7 +1,7 @@
 //! Renewal: before this node's certificate ends, a new one for a new key.
 //!
 //! 1. wait until two thirds of the certificate's life are over, by the wall clock, which is looked at anew each
-//!    hour: a machine may sleep, or get its time late;
+//!    hour: a machine may sleep, or get its time late; or until a gateway asks, since another root signs now;
 //! 2. ask a gateway over a connection of its own, on which the certificate before says who asks;
 //! 3. check the answer, store it, and only then dial with it: whenever this process is killed, what is
 //!    on the disk is good;
@@ -26,7 +26,7 @@ use std::{
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::time::sleep;
+use tokio::{sync::watch, time::sleep};
 use tracing::{info, warn};
 
 /// The wall clock is looked at this often: timers stand still while a machine is suspended.
@@ -45,8 +45,12 @@ struct Schedule {
 pub(crate) async fn run(links: Arc<Links>, held: Held) {
     let mut schedule = Schedule::of(&held.identity(), UNIX_EPOCH, rand::random());
     schedule.tell(&links);
+    let mut asked = links.renewal.subscribe();
     loop {
-        schedule.wait(SystemTime::now).await;
+        tokio::select! {
+            () = schedule.wait(SystemTime::now) => {}
+            () = asked_for(&mut asked) => {}
+        }
         until_renewed(&links, &held, &schedule).await;
         schedule = Schedule::of(&held.identity(), SystemTime::now(), rand::random());
         schedule.tell(&links);
@@ -54,8 +58,18 @@ pub(crate) async fn run(links: Arc<Links>, held: Held) {
             not_after = %humantime::format_rfc3339_seconds(schedule.not_after),
             "this node's certificate is renewed"
         );
+        // Whoever asked before the new certificate was there has it now.
+        asked.mark_unchanged();
         sleep(APART).await;
     }
+}
+
+/// Returns at some moment within the time in which a gateway wants a new certificate to be had.
+async fn asked_for(asked: &mut watch::Receiver<Duration>) {
+    // The sender lives as long as the tunnels.
+    let _ = asked.changed().await;
+    let within = *asked.borrow_and_update();
+    sleep(within.min(LOOK).mul_f64(rand::random())).await;
 }
 
 impl Schedule {
@@ -143,8 +157,9 @@ async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
     let old = held.identity();
     let new = ask(links, &old).await?;
     let tls = tunnel_client(&new).map_err(local)?;
-    let leaf = new.leaf;
-    held.change(|identity| identity.leaf = leaf)
+    // Told by a gateway that hangs on a root which was known before.
+    let (leaf, roots) = (new.leaf, new.roots);
+    held.change(|identity| (identity.leaf, identity.roots) = (leaf, roots))
         .await
         .map_err(local)?;
     links.dialler.identify(tls);
@@ -174,7 +189,8 @@ async fn ask(links: &Links, old: &EdgeIdentity) -> Result<EdgeIdentity, Trouble>
     if new.node != old.node {
         return Err(unsound(&format_args!("it is for node {}", new.node)));
     }
-    if new.root != old.root {
+    // What takes a root's place is trusted beside it first.
+    if !new.roots.iter().any(|root| old.roots.contains(root)) {
         return Err(unsound(&"it is of another CA"));
     }
     Ok(new)

@@ -6,7 +6,7 @@ mod shared;
 use super::*;
 use crate::config::Config;
 use bytes::Bytes;
-use causeway_certs::{Ca, FrontName, FrontTrust, TrustDomain, verify::front_server};
+use causeway_certs::{Ca, FrontName, Trust, TrustDomain, verify::front_server};
 use causeway_tunnel::{
     StreamError, Tunnel,
     client::{self, Ask},
@@ -639,12 +639,8 @@ async fn tls_to_an_app_is_verified_by_the_named_ca_and_offers_a_client_certifica
     let names = [FrontName::parse("localhost").unwrap()];
     let leaf = ca.mint_front(&names, hour).unwrap();
     let caller = ca.issue_caller("edge", &[], hour).unwrap();
-    let front = FrontTrust {
-        own: true,
-        client_roots: Vec::new(),
-        require: true,
-    };
-    let server = front_server(leaf.resolver(), ca.root(), &front, &[b"h2", b"http/1.1"]).unwrap();
+    let (trust, alpn): (_, [&[u8]; 2]) = (Trust::of(&ca).unwrap(), [b"h2", b"http/1.1"]);
+    let server = front_server(leaf.resolver(), &trust, true, &alpn).unwrap();
     let files = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = files.path().join(name);

@@ -13,7 +13,12 @@ mod tests;
 
 use crate::{
     config::Reloads,
-    control::{drain::Readiness, expel::Roll, http::Problem},
+    control::{
+        drain::Readiness,
+        expel::Roll,
+        http::Problem,
+        rotation::{self, Progress, TakeUp},
+    },
     metrics::{self, Metrics},
     state::{Nodes, Registry},
 };
@@ -25,7 +30,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use causeway_certs::NodeName;
+use causeway_certs::{LiveCa, NodeName};
 use causeway_tunnel::{target, unread::Pressure};
 use edges::{Detail, Row};
 use std::{
@@ -33,6 +38,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+use tokio::task::spawn_blocking;
 use tower_http::{compression::CompressionLayer, timeout::TimeoutLayer, trace::TraceLayer};
 
 /// Everything here is in memory; a reader that is slower than this is stuck.
@@ -57,6 +63,10 @@ pub struct App {
     pub reloads: Reloads,
     /// Who is welcome.
     pub roll: Roll,
+    /// Who signs.
+    pub ca: LiveCa,
+    /// By which a CA that has changed is taken up.
+    pub take_up: TakeUp,
 }
 
 /// The admin listener's pages.
@@ -70,6 +80,7 @@ pub fn router(app: App) -> Router {
         .route("/api/v1/edges/{node}", get(one))
         .route("/api/v1/reload", post(reload))
         .route("/api/v1/refresh", post(refresh))
+        .route("/api/v1/ca", get(rotation).post(take_up))
         .fallback(|| async {
             Problem::new(
                 StatusCode::NOT_FOUND,
@@ -165,6 +176,27 @@ async fn refresh(
         Some(Err(error)) => Err(failed(error.to_string())),
         None => Err(failed("the gateway is ending".to_owned())),
     }
+}
+
+/// The roots, and how far edges are with them.
+async fn rotation(State(app): State<App>) -> Json<Progress> {
+    Json(rotation::progress(&app.ca, &app.registry))
+}
+
+/// Takes up the CA that the data directory has now.
+async fn take_up(State(app): State<App>, fields: HeaderMap) -> Result<Json<Progress>, Problem> {
+    if fields.contains_key(header::ORIGIN) {
+        let detail = "a page in a browser may not ask for this";
+        return Err(Problem::new(StatusCode::FORBIDDEN, "origin", detail));
+    }
+    let TakeUp(take_up) = app.take_up.clone();
+    let taken = spawn_blocking(move || take_up()).await;
+    let taken = taken.unwrap_or_else(|failed| Err(failed.to_string()));
+    taken.map_err(|error| {
+        let detail = format!("the CA of the data directory cannot be taken up: {error}");
+        Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "gateway_failed", detail)
+    })?;
+    Ok(rotation(State(app)).await)
 }
 
 async fn one(State(app): State<App>, Path(node): Path<String>) -> Result<Json<Detail>, Problem> {

@@ -19,9 +19,10 @@ use crate::{
     metrics::Metrics,
     state::{Advertised, Nodes, Registry, registry::Shown},
 };
+use arc_swap::ArcSwap;
 use axum::Router;
 use causeway_certs::{
-    Identity, NodeName, PeerRefused, Purpose, Trust, TrustDomain,
+    Ca, Identity, LiveCa, NodeName, PeerRefused, Purpose, Trust,
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
@@ -33,7 +34,7 @@ use causeway_tunnel::{
 };
 use rustls::{
     ServerConfig,
-    pki_types::{CertificateDer, UnixTime},
+    pki_types::UnixTime,
     server::{ClientHello, ResolvesServerCert},
 };
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
@@ -64,18 +65,20 @@ pub struct Tls {
     trust: Trust,
 }
 
+/// The tunnel port's TLS as it is now.
+pub type LiveTls = Arc<ArcSwap<Tls>>;
+
 impl Tls {
-    /// For a gateway that shows `leaf`, believes `root` and seals sessions by `tickets`.
+    /// For a gateway that shows `leaf`, believes what `ca` signs and seals sessions by `tickets`.
     ///
     /// # Errors
-    /// If the root is unusable.
+    /// If the CA is unusable.
     pub fn new(
         leaf: Arc<dyn ResolvesServerCert>,
-        root: &CertificateDer<'static>,
-        domain: &TrustDomain,
+        ca: &Ca,
         tickets: &TicketSecret,
     ) -> Result<Self, TrustError> {
-        let trust = Trust::new(root, domain)?;
+        let trust = Trust::of(ca)?;
         Ok(Self {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
             join: verify::join_server(leaf, &trust)?,
@@ -124,7 +127,9 @@ pub struct Admission {
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// The tunnel port's certificates.
-    pub tls: Tls,
+    pub tls: LiveTls,
+    /// Who signs.
+    pub ca: LiveCa,
     /// Bounds.
     pub settings: config::Tunnel,
     /// What callers leave unread, in all tunnels.
@@ -288,7 +293,8 @@ impl Desk {
         from: SocketAddr,
     ) {
         let bound = self.admission.settings.handshake_timeout;
-        let shaken = match timeout(bound, self.admission.tls.handshake(socket)).await {
+        let tls = self.admission.tls.load_full();
+        let shaken = match timeout(bound, tls.handshake(socket)).await {
             Ok(shaken) => shaken,
             Err(_) => Err(Failed::TooSlow(bound)),
         };
@@ -317,17 +323,19 @@ impl Desk {
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), Failed> {
-        let (node, certificate) = match self.admission.tls.check(&io) {
+        let (node, certificate) = match self.admission.tls.load().check(&io) {
             Ok(Proven {
                 identity: Identity::Edge(node),
                 serial,
                 issued_at,
                 not_after,
+                root,
             }) => {
                 let shown = Shown {
                     serial,
                     issued_at,
                     not_after,
+                    root,
                 };
                 (Ok(node), Some(shown))
             }
@@ -353,7 +361,7 @@ impl Desk {
     }
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
-        let (identity, issued) = match self.admission.tls.check(&io) {
+        let (identity, issued) = match self.admission.tls.load().check(&io) {
             Ok(proven) => (Some(proven.identity), proven.issued_at),
             Err(PeerRefused::Missing) => (None, 0),
             Err(refused) => return Err(refused.into()),

@@ -27,14 +27,13 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    Ca, CsrKey, Identity, Issued, JoinToken, NodeName, NodeRecord, Standing, Store, StoreError,
-    TokenBook, TokenRecord, TokenRefused,
+    CsrKey, Identity, Issued, JoinToken, LiveCa, NodeName, NodeRecord, Standing, Store, TokenBook,
+    TokenRecord, TokenRefused,
 };
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
-    fmt::Write,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -52,7 +51,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Enrolment {
     /// Who signs.
-    pub ca: Arc<Ca>,
+    pub ca: LiveCa,
     /// Where tokens and enrolled nodes are kept.
     pub store: Store,
     /// The nodes that are welcome from now on.
@@ -99,24 +98,19 @@ struct Enrolled {
 /// What requests share.
 struct Desk {
     enrolment: Enrolment,
-    tokens: TokenBook,
     /// One joins after the other.
     joining: Mutex<()>,
     strangers: Strangers,
 }
 
 /// The edges' own requests: `POST /v1/enrol` and `POST /v1/renew`.
-///
-/// # Errors
-/// If the data directory holds no CA.
-pub fn router(enrolment: Enrolment) -> Result<Router, StoreError> {
+pub fn router(enrolment: Enrolment) -> Router {
     let desk = Desk {
-        tokens: enrolment.store.tokens()?,
         enrolment,
         joining: Mutex::default(),
         strangers: Strangers::default(),
     };
-    Ok(Router::new()
+    Router::new()
         .route("/v1/enrol", post(enrol))
         .route("/v1/renew", post(renew))
         .layer(RequestBodyLimitLayer::new(MAX_BODY))
@@ -125,7 +119,7 @@ pub fn router(enrolment: Enrolment) -> Result<Router, StoreError> {
             WITHIN,
         ))
         .layer(TraceLayer::new_for_http())
-        .with_state(Arc::new(desk)))
+        .with_state(Arc::new(desk))
 }
 
 async fn enrol(
@@ -247,15 +241,20 @@ impl Desk {
             return Err(revoked(&node, &reason));
         }
         let redeemed = self
-            .tokens
+            .tokens()
             .redeem(token, (&node, standing), UnixTime::now());
         let record = redeemed.map_err(|why| refused(&why))?;
         Ok((node, record))
     }
 
+    /// Tokens of all roots that are trusted.
+    fn tokens(&self) -> TokenBook {
+        self.enrolment.store.tokens_of(&self.enrolment.ca.get())
+    }
+
     /// The node for which a token was made.
     fn meant(&self, token: &JoinToken) -> Result<NodeName, Problem> {
-        let nodes = self.tokens.meant(token).map_err(|why| refused(&why))?;
+        let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
         nodes.node().ok_or_else(|| {
             let detail = format!(
                 "the join token is for nodes {nodes}: the edge has to say which it is (node)"
@@ -293,7 +292,9 @@ impl Desk {
             pool: confirmed.pool.clone(),
             labels: confirmed.labels.clone(),
             enrolled_at: now,
-            serial: hex(&issued.serial),
+            serial: issued.serial_hex(),
+            root: Some(issued.root),
+            not_after: Some(issued.not_after.as_secs()),
             // What was noted of that stays.
             revoked: None,
         };
@@ -308,7 +309,7 @@ impl Desk {
     fn reissue(&self, key: &CsrKey, node: NodeName) -> Result<Enrolled, Problem> {
         let issued = self.sign(key, &node)?;
         let nodes = self.enrolment.store.nodes();
-        let noted = nodes.renewed(&node, &hex(&issued.serial));
+        let noted = nodes.renewed(&node, &issued);
         match noted.map_err(|error| broken(&error))? {
             None => Err(unknown(&node)),
             Some(NodeRecord {
@@ -320,15 +321,16 @@ impl Desk {
 
     fn sign(&self, key: &CsrKey, node: &NodeName) -> Result<Issued, Problem> {
         let Enrolment { ca, lifetime, .. } = &self.enrolment;
-        let issued = ca.issue_edge(key, node, *lifetime);
+        let issued = ca.get().issue_edge(key, node, *lifetime);
         issued.map_err(|error| broken(&error))
     }
 
     fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
         let Enrolment { ca, advertised, .. } = &self.enrolment;
+        let ca = ca.get();
         Enrolled {
             certificate: issued.pem(),
-            root: ca.root_pem(),
+            root: ca.bundle_pem(),
             trust_domain: ca.trust_domain().to_string(),
             node,
             gateways: advertised.all(),
@@ -373,14 +375,6 @@ impl Desk {
             }
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // A String takes all that is written.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 fn key(csr: &str) -> Result<CsrKey, Problem> {

@@ -11,8 +11,9 @@ use crate::{
     metrics::Metrics,
     state::{Advertised, Node, Nodes, NodesWriter, Registry},
 };
+use arc_swap::ArcSwap;
 use causeway_certs::{
-    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
+    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, LiveCa, NodeName, Store, TrustDomain,
     install_provider,
     verify::{self, TicketSecret},
 };
@@ -60,6 +61,8 @@ pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
 /// The tunnel port of a gateway.
 pub(super) struct World {
     pub(super) ca: Arc<Ca>,
+    /// The same as the gateway has it.
+    pub(super) live: LiveCa,
     pub(super) store: Store,
     pub(super) nodes: NodesWriter,
     pub(super) registry: Registry,
@@ -88,8 +91,10 @@ impl World {
             .unwrap();
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
+        let live = LiveCa::new(store.ca().unwrap().unwrap());
+        let tls = Tls::new(leaf.resolver(), &ca, &tickets).unwrap();
         let enrolment = Enrolment {
-            ca: ca.clone(),
+            ca: live.clone(),
             store: store.clone(),
             nodes: nodes.clone(),
             metrics: metrics.clone(),
@@ -101,7 +106,8 @@ impl World {
             registry: registry.clone(),
             nodes: nodes.reader(),
             metrics: metrics.clone(),
-            tls: Tls::new(leaf.resolver(), ca.root(), ca.trust_domain(), &tickets).unwrap(),
+            tls: Arc::new(ArcSwap::from_pointee(tls)),
+            ca: live.clone(),
             settings: config::Tunnel {
                 handshake_timeout: SHORT,
                 hello_timeout: SHORT,
@@ -113,7 +119,7 @@ impl World {
                 "gw.example:10262".to_owned(),
                 "gw2.example:10262".to_owned(),
             ]),
-            enrol: enrol::router(enrolment).unwrap(),
+            enrol: enrol::router(enrolment),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let (address, stop, tasks) = (
@@ -124,6 +130,7 @@ impl World {
         tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
         Self {
             ca,
+            live,
             store,
             nodes,
             registry,

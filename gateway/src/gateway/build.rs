@@ -6,6 +6,7 @@ pub(super) mod front;
 
 use super::{
     BindError, Bound, Deciding, Gateway, Threads,
+    authority::Authority,
     fronts::Fronts,
     reload::{Parts, Reloader},
 };
@@ -17,6 +18,7 @@ use crate::{
         drain::Readiness,
         enrol,
         expel::{self, Roll},
+        rotation::TakeUp,
     },
     core::Cores,
     metrics::Metrics,
@@ -28,8 +30,9 @@ use crate::{
     state::{Advertised, NodesWriter, Registry},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::{Access, Ca, HostName, Leaf, LiveLeaf, Store, StoreError};
+use causeway_certs::{Access, Ca, CaError, HostName, Leaf, LiveCa, LiveLeaf, Store, StoreError};
 use causeway_tunnel::{listener, target, task::Tasks};
+use rustls::server::ResolvesServerCert;
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{Arc, Mutex},
@@ -43,15 +46,15 @@ const LIFETIME: Duration = Duration::from_hours(7 * 24);
 /// The certificate that edges see, and what renews it.
 #[derive(Clone, Debug)]
 pub(super) struct Identity {
-    ca: Arc<Ca>,
+    ca: LiveCa,
     names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<LiveLeaf>,
 }
 
 impl Identity {
-    fn new(ca: &Arc<Ca>, config: &config::Tunnel) -> Result<Self, BindError> {
+    fn new(ca: &LiveCa, config: &config::Tunnel) -> Result<Self, BindError> {
         let names = names(&config.advertise, config.listen.ip())?;
-        let leaf = Arc::new(LiveLeaf::new(ca.issue_gateway(&names, LIFETIME)?));
+        let leaf = Arc::new(LiveLeaf::new(ca.get().issue_gateway(&names, LIFETIME)?));
         Ok(Self {
             ca: ca.clone(),
             names: Arc::new(ArcSwap::from_pointee(names)),
@@ -68,7 +71,7 @@ impl Identity {
         let leaf = if **self.names.load() == names {
             None
         } else {
-            Some(self.ca.issue_gateway(&names, LIFETIME)?)
+            Some(self.ca.get().issue_gateway(&names, LIFETIME)?)
         };
         Ok((names, leaf))
     }
@@ -79,11 +82,26 @@ impl Identity {
         self.leaf.swap(leaf);
     }
 
+    /// A certificate by another CA.
+    pub(super) fn leaf_of(&self, ca: &Ca) -> Result<Leaf, CaError> {
+        ca.issue_gateway(&self.names.load(), LIFETIME)
+    }
+
+    /// Shows this one from now on.
+    pub(super) fn show(&self, leaf: Leaf) {
+        self.leaf.swap(leaf);
+    }
+
+    /// What shows the certificate, whichever it is.
+    pub(super) fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
+        self.leaf.clone()
+    }
+
     /// Issues a new certificate whenever half of the old one's life is over. Never ends.
     pub(super) async fn renew(self) {
         loop {
             tokio::time::sleep(LIFETIME / 2).await;
-            match self.ca.issue_gateway(&self.names.load(), LIFETIME) {
+            match self.leaf_of(&self.ca.get()) {
                 Ok(leaf) => self.leaf.swap(leaf),
                 Err(error) => {
                     tracing::error!(%error, "the gateway's certificate cannot be renewed");
@@ -120,7 +138,7 @@ fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
 /// What a data directory holds: the CA, and the nodes that have joined.
 struct Base {
     store: Store,
-    ca: Arc<Ca>,
+    ca: LiveCa,
     nodes: NodesWriter,
 }
 
@@ -136,7 +154,7 @@ impl Base {
         let ca = ca.ok_or_else(|| BindError::NoCa(config.data_dir.clone()))?;
         Ok(Self {
             nodes: known(&store)?,
-            ca: Arc::new(ca),
+            ca: LiveCa::new(ca),
             store,
         })
     }
@@ -162,21 +180,17 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let identity = Identity::new(&base.ca, &config.tunnel)?;
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
-    let fronts = Fronts {
-        ca: base.ca.clone(),
-        shared: shared.clone(),
-        cores: cores.clone(),
-        tasks: tasks.clone(),
-        ending: ending.clone(),
-        standing: Mutex::default(),
-    };
+    let running = (&cores, &tasks, &ending);
+    let fronts = Arc::new(fronts(&base, &shared, running));
     fronts.plan(&config.fronts)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
     let address = tunnel.local_addr();
     let advertised = Advertised::new(advertised(&config.tunnel, address));
     let admission = admission(&config, &base, &shared, (&cores, &identity), &advertised)?;
+    let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
     let reloader = Reloader::new(Parts {
+        authority,
         began: config.clone(),
         tunnel: address,
         fronts,
@@ -187,7 +201,8 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     });
     let readiness = Readiness::default();
     let address = admin.local_addr().unwrap_or(config.admin.listen);
-    let admin_app = admin_app(&base, &shared, (&readiness, address, reloads));
+    let told = (&readiness, address, reloads);
+    let admin_app = admin_app(&base, &shared, (told, &reloader));
     Ok(Bound {
         config,
         claim,
@@ -206,11 +221,47 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     })
 }
 
+fn fronts(
+    base: &Base,
+    shared: &Arc<Shared>,
+    (cores, tasks, ending): (&Cores, &Arc<Tasks>, &CancellationToken),
+) -> Fronts {
+    Fronts {
+        ca: base.ca.clone(),
+        shared: shared.clone(),
+        cores: cores.clone(),
+        tasks: tasks.clone(),
+        ending: ending.clone(),
+        standing: Mutex::default(),
+    }
+}
+
+fn authority(
+    base: &Base,
+    admission: &Admission,
+    (identity, fronts): (&Identity, &Arc<Fronts>),
+) -> Authority {
+    Authority {
+        store: base.store.clone(),
+        ca: base.ca.clone(),
+        tls: admission.tls.clone(),
+        identity: identity.clone(),
+        fronts: fronts.clone(),
+        registry: admission.registry.clone(),
+        changing: Mutex::default(),
+    }
+}
+
 fn admin_app(
     base: &Base,
     shared: &Shared,
-    (readiness, address, reloads): (&Readiness, SocketAddr, Reloads),
+    ((readiness, address, reloads), reloader): ((&Readiness, SocketAddr, Reloads), &Reloader),
 ) -> admin::App {
+    let reloader = reloader.clone();
+    let take_up = move || {
+        let authority = &reloader.parts().authority;
+        authority.take_up().map_err(|error| error.to_string())
+    };
     admin::App {
         nodes: shared.nodes.clone(),
         registry: shared.registry.clone(),
@@ -219,6 +270,8 @@ fn admin_app(
         readiness: readiness.clone(),
         address,
         reloads,
+        ca: base.ca.clone(),
+        take_up: TakeUp(Arc::new(take_up)),
         roll: Roll {
             store: base.store.clone(),
             nodes: base.nodes.clone(),
@@ -311,22 +364,19 @@ fn admission(
         what: "the tunnel port".to_owned(),
         cause,
     };
+    let secret = base.store.ticket_secret()?;
+    let tls = Tls::new(identity.resolver(), &base.ca.get(), &secret);
     Ok(Admission {
         cores: cores.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),
         metrics: shared.metrics.clone(),
-        tls: Tls::new(
-            identity.leaf.clone(),
-            base.ca.root(),
-            base.ca.trust_domain(),
-            &base.store.ticket_secret()?,
-        )
-        .map_err(trust)?,
+        tls: Arc::new(ArcSwap::from_pointee(tls.map_err(trust)?)),
+        ca: base.ca.clone(),
         settings,
         pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),
-        enrol: enrol::router(enrolment)?,
+        enrol: enrol::router(enrolment),
     })
 }

@@ -13,9 +13,12 @@ use super::{
 use crate::{
     config,
     core::Cores,
-    proxy::{Proxy, Shared, front::Entrance},
+    proxy::{
+        Proxy, Shared,
+        front::{Entrance, Front, Tls},
+    },
 };
-use causeway_certs::Ca;
+use causeway_certs::{Ca, LiveCa};
 use causeway_tunnel::{listener::Bound, task::Tasks};
 use std::{
     net::SocketAddr,
@@ -26,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 /// All fronts of a gateway.
 #[derive(Debug)]
 pub(super) struct Fronts {
-    pub(super) ca: Arc<Ca>,
+    pub(super) ca: LiveCa,
     pub(super) shared: Arc<Shared>,
     pub(super) cores: Cores,
     pub(super) tasks: Arc<Tasks>,
@@ -70,6 +73,7 @@ impl Standing {
 #[derive(Debug)]
 struct Stand {
     material: Material,
+    front: Arc<Front>,
     entrance: Arc<Entrance>,
     listener: Bound,
 }
@@ -102,7 +106,7 @@ enum Step {
     /// It stays, at this place of the old list.
     Keep(usize),
     /// It stays on the socket of the one at this place, and is another now.
-    Replace(usize, Material, Vec<Proxy>),
+    Replace(usize, Material, (Arc<Front>, Vec<Proxy>)),
     /// It is new.
     Open(Stand),
 }
@@ -112,6 +116,22 @@ enum Step {
 pub(super) struct Plan<'a> {
     standing: MutexGuard<'a, Standing>,
     steps: Vec<Step>,
+}
+
+/// The TLS of all fronts for another CA, built.
+#[derive(Debug)]
+pub(super) struct Turn<'a> {
+    _standing: MutexGuard<'a, Standing>,
+    turned: Vec<(Arc<Front>, Tls)>,
+}
+
+impl Turn<'_> {
+    /// Makes it so, for connections that come from now on.
+    pub(super) fn apply(self) {
+        for (front, tls) in self.turned {
+            front.turn_to(tls);
+        }
+    }
 }
 
 /// The names of fronts to which something happened.
@@ -179,20 +199,39 @@ impl Fronts {
         Ok(Plan { standing, steps })
     }
 
+    /// Builds what another CA is shown and believed by. Holds everybody else off who would plan.
+    pub(super) fn turn_to(&self, ca: &Ca) -> Result<Turn<'_>, BindError> {
+        let standing = self.standing();
+        let mut turned = Vec::new();
+        for stand in &standing.fronts {
+            let tls = stand.material.tls(ca, (&self.ca, &self.shared.nodes))?;
+            turned.extend(tls.map(|tls| (stand.front.clone(), tls)));
+        }
+        Ok(Turn {
+            _standing: standing,
+            turned,
+        })
+    }
+
     fn stand(&self, material: Material) -> Result<Stand, BindError> {
         let front = &material.front;
         let listener = bind(&format!("front {:?}", front.name), &front.listen)?;
-        let proxies = self.proxies(&material, &listener)?;
+        let (built, proxies) = self.proxies(&material, &listener)?;
         let entrance = Entrance::new(&self.cores, proxies, self.ending.child_token());
         Ok(Stand {
             material,
+            front: built,
             entrance,
             listener,
         })
     }
 
     /// The front's proxy on each core.
-    fn proxies(&self, material: &Material, listener: &Bound) -> Result<Vec<Proxy>, BindError> {
+    fn proxies(
+        &self,
+        material: &Material,
+        listener: &Bound,
+    ) -> Result<(Arc<Front>, Vec<Proxy>), BindError> {
         let listens = listener.local_addr().map(|address| address.port());
         let built = Arc::new(material.build(&self.ca, &self.shared, listens)?);
         let proxy = |core| Proxy {
@@ -201,7 +240,8 @@ impl Fronts {
             core,
             tasks: self.tasks.clone(),
         };
-        Ok(self.cores.all().map(proxy).collect())
+        let proxies = self.cores.all().map(proxy).collect();
+        Ok((built, proxies))
     }
 
     fn standing(&self) -> MutexGuard<'_, Standing> {
@@ -230,11 +270,15 @@ impl Plan<'_> {
             let name = |stand: &Stand| stand.material.front.name.clone();
             let stand = match step {
                 Step::Keep(place) => before[place].take(),
-                Step::Replace(place, material, proxies) => before[place]
+                Step::Replace(place, material, (front, proxies)) => before[place]
                     .take()
                     .map(|stand| {
                         stand.entrance.replace(proxies);
-                        Stand { material, ..stand }
+                        Stand {
+                            material,
+                            front,
+                            ..stand
+                        }
                     })
                     .inspect(|stand| done.replaced.push(name(stand))),
                 Step::Open(stand) => {

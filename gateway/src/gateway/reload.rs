@@ -5,6 +5,7 @@
 
 use super::{
     BindError,
+    authority::Authority,
     build::{Identity, advertised},
     fronts::{Fronts, Plan, Turnover},
 };
@@ -24,11 +25,12 @@ pub struct Reloader(Arc<Parts>);
 /// What a reload touches.
 #[derive(Debug)]
 pub(super) struct Parts {
+    pub(super) authority: Arc<Authority>,
     /// What the gateway began with.
     pub(super) began: Config,
     /// Where the tunnel port is.
     pub(super) tunnel: Option<SocketAddr>,
-    pub(super) fronts: Fronts,
+    pub(super) fronts: Arc<Fronts>,
     pub(super) identity: Identity,
     pub(super) advertised: Advertised,
     pub(super) registry: Registry,
@@ -68,6 +70,8 @@ impl Reloader {
     /// Whatever is missing, malformed or taken, by name; everything is as it was then.
     pub fn prepare(&self, config: &Config) -> Result<Prepared<'_>, BindError> {
         let parts = &self.0;
+        // Whatever becomes of the configuration: what hangs on the CA is built of the one that there is.
+        parts.authority.take_up()?;
         Ok(Prepared {
             fronts: parts.fronts.plan(&config.fronts)?,
             identity: parts.identity.prepare(&config::Tunnel {

@@ -25,6 +25,7 @@ use crate::{
     },
 };
 use ::http::HeaderValue;
+use arc_swap::ArcSwap;
 use causeway_certs::{NodeName, verify::Trust};
 use causeway_tunnel::listener::Peer;
 use door::Door;
@@ -57,8 +58,8 @@ pub struct Front {
     pub port: Option<u16>,
     /// The port that it listens on, which stands for nothing.
     pub listens: Option<u16>,
-    /// TLS, if it speaks it, and whom it trusts.
-    pub tls: Option<(Arc<ServerConfig>, Trust)>,
+    /// TLS, if it speaks it.
+    pub tls: Option<ArcSwap<Tls>>,
     /// Who is let in.
     pub authentication: Authentication,
     /// Whether the caller's Authorization goes to the app.
@@ -71,6 +72,15 @@ pub struct Front {
     pub metrics: Arc<FrontMetrics>,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
+}
+
+/// What a front shows, and whom it trusts.
+#[derive(Debug)]
+pub struct Tls {
+    /// What it shows.
+    pub config: Arc<ServerConfig>,
+    /// Whom it trusts.
+    pub trust: Trust,
 }
 
 impl Front {
@@ -88,6 +98,13 @@ impl Front {
     /// Whether nothing begins here any more.
     pub(crate) fn is_over(&self) -> bool {
         self.retired.get().is_some_and(|end| Instant::now() >= *end)
+    }
+
+    /// Shows and trusts otherwise from now on, if it speaks TLS.
+    pub fn turn_to(&self, tls: Tls) {
+        if let Some(own) = &self.tls {
+            own.store(Arc::new(tls));
+        }
     }
 
     /// What a stream's connection, this front and the head's `authority` say about where it goes.

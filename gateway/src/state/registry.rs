@@ -9,7 +9,8 @@
 //! another core's requests hold.
 
 use crate::core::{CoreId, Cores};
-use causeway_certs::NodeName;
+use arc_swap::ArcSwapOption;
+use causeway_certs::{Fingerprint, NodeName};
 use causeway_tunnel::{
     Tunnel,
     hello::{ToEdge, Welcome},
@@ -43,6 +44,8 @@ pub struct Admitted {
     pub from: SocketAddr,
     /// The certificate by which it came.
     pub certificate: Shown,
+    /// The roots that the edge believes, if it is one that says so.
+    pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<ToEdge>>,
     /// Cancelled when another tunnel of the same process has taken over: this one goes with its last stream.
@@ -58,6 +61,8 @@ pub struct Shown {
     pub issued_at: u64,
     /// Its last second, in Unix time.
     pub not_after: u64,
+    /// The root on which it hangs.
+    pub root: Option<Fingerprint>,
 }
 
 /// A registered tunnel, as seen from outside.
@@ -71,6 +76,13 @@ pub struct Edge {
     pub since: SystemTime,
     /// Another tunnel has taken over from it.
     taken_over: bool,
+}
+
+impl Edge {
+    /// Whether another tunnel of the same process has taken over from it.
+    pub fn is_taken_over(&self) -> bool {
+        self.taken_over
+    }
 }
 
 /// Why a node has no tunnel to choose.

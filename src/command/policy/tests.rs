@@ -87,6 +87,8 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
         labels: [("tier".to_owned(), "gold".to_owned())].into(),
         enrolled_at: 0,
         serial: "1".into(),
+        root: None,
+        not_after: None,
         revoked: None,
     };
     store.nodes().put(record).unwrap();

@@ -37,6 +37,8 @@ pub(crate) fn enrol(data: &Path) {
         labels: std::collections::BTreeMap::new(),
         enrolled_at: 0,
         serial: String::new(),
+        root: None,
+        not_after: None,
         revoked: None,
     };
     nodes.put(record).unwrap();

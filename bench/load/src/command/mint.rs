@@ -75,6 +75,8 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             labels: BTreeMap::new(),
             enrolled_at,
             serial: Certificate::read(&issued.certificate)?.serial_hex(),
+            root: Some(issued.root),
+            not_after: Some(issued.not_after.as_secs()),
             revoked: None,
         });
     }

@@ -1,4 +1,4 @@
-//! One tunnel: its hello, its streams, its end.
+//! One tunnel: its streams and its end, after its hello (`greeting`).
 //!
 //! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are
 //! tasks of the session: when the tunnel is lost each ends by itself, and passes the reset on to its app.
@@ -7,23 +7,24 @@
 use super::{
     super::{
         dial::{Dialled, Place},
+        roots,
         trouble::Trouble,
     },
     Links,
+    greeting::{Greeting, unexpected},
     heard::Fault,
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
-    Ended, Refusal,
-    hello::{Control, ControlError, Hello, ToEdge, ToGateway, Welcome},
+    Ended,
+    hello::{Control, ControlError, ToEdge, ToGateway},
     load::Load,
     server::{self, Asked, Incoming, Server, Settings},
     socket::Counted,
     tap::Tap,
     task::Tasks,
-    wire,
 };
-use std::{future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{pin::pin, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
     sync::oneshot,
@@ -41,7 +42,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// How often a leaving tunnel looks whether its streams are over.
 const LOOK: Duration = Duration::from_millis(50);
 
-type Io = Tap<TlsStream<Counted<TcpStream>>, Fault>;
+pub(super) type Io = Tap<TlsStream<Counted<TcpStream>>, Fault>;
 
 /// A registered tunnel.
 pub(super) struct Session {
@@ -63,89 +64,6 @@ pub(super) enum Finish {
     Ended(Trouble),
     /// The gateway wants this edge to connect elsewhere; the session goes on.
     Draining,
-}
-
-/// A tunnel before it is registered.
-struct Greeting {
-    server: Server<Io>,
-    /// Streams that came with the registration, before it was read.
-    early: Vec<Asked>,
-    fault: Fault,
-}
-
-impl Greeting {
-    /// Waits for `future`, while the tunnel moves.
-    async fn drive<T>(
-        &mut self,
-        future: impl Future<Output = Result<T, ControlError>>,
-    ) -> Result<T, Trouble> {
-        let mut future = pin!(future);
-        loop {
-            tokio::select! {
-                done = &mut future => return done.map_err(|error| self.trouble(&error)),
-                next = self.server.next() => match next {
-                    Ok(Incoming::Stream(asked)) => self.early.push(*asked),
-                    Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
-                    Err(ended) => return Err(self.fault.trouble(&ended)),
-                },
-            }
-        }
-    }
-
-    async fn control(&mut self) -> Result<Control, Trouble> {
-        loop {
-            match self.server.next().await {
-                Ok(Incoming::Control(control)) => return Ok(*control),
-                Ok(Incoming::Stream(asked)) => {
-                    let refused = Refusal::Malformed.because("a stream before the hello");
-                    asked.reply.refuse(&refused);
-                }
-                Err(ended) => return Err(self.fault.trouble(&ended)),
-            }
-        }
-    }
-
-    fn trouble(&self, error: &ControlError) -> Trouble {
-        match error {
-            // The tunnel's own end says more than the stream's.
-            ControlError::Stream(_) | ControlError::Closed => self.fault.trouble(&Ended::Failed(
-                format!("the tunnel ended during the hello: {error}"),
-            )),
-            _ => Trouble::refused(error.to_string()),
-        }
-    }
-
-    async fn greet(
-        &mut self,
-        links: &Links,
-        (slot, takes_over): (u32, bool),
-    ) -> Result<Control, Trouble> {
-        let mut control = self.control().await?;
-        let hello = match self.drive(control.hear()).await? {
-            ToEdge::Hello(hello) => hello,
-            other => return Err(unexpected(&other)),
-        };
-        check(&hello, links)?;
-        info!(
-            gateway = hello.gateway,
-            version = hello.version,
-            "the gateway said hello"
-        );
-        let welcome = ToGateway::Welcome(Welcome {
-            takes_over,
-            ..welcome(links, slot, &hello.gateways)
-        });
-        self.drive(control.tell(&welcome)).await?;
-        loop {
-            match self.drive(control.hear()).await? {
-                ToEdge::Registered => break,
-                ToEdge::Gateways { gateways } => links.gateways.learn(gateways).await,
-                other => return Err(unexpected(&other)),
-            }
-        }
-        links.gateways.learn(hello.gateways).await;
-        Ok(control)
-    }
 }
 
 impl Session {
@@ -252,9 +170,8 @@ impl Session {
                     Err(ended) => return self.fault.trouble(&ended),
                 },
                 line = self.control.hear(), if heard => {
-                    if let Ok(ToEdge::Window { bytes }) = line {
-                        let bytes = self.server.resize(bytes);
-                        if let Err(ended) = self.tell(ToGateway::Window { bytes }, streams).await {
+                    if let Some(answer) = self.answer(&line).await {
+                        if let Err(ended) = self.tell(answer, streams).await {
                             return self.fault.trouble(&ended);
                         }
                         continue;
@@ -292,6 +209,19 @@ impl Session {
         take(&self.links, asked, streams);
     }
 
+    /// What is answered at once.
+    async fn answer(&mut self, line: &Result<ToEdge, ControlError>) -> Option<ToGateway> {
+        match line {
+            Ok(ToEdge::Window { bytes }) => Some(ToGateway::Window {
+                bytes: self.server.resize(*bytes),
+            }),
+            Ok(ToEdge::Roots { pem }) => Some(ToGateway::Roots {
+                roots: roots::learn(&self.links, pem).await,
+            }),
+            _ => None,
+        }
+    }
+
     /// What the gateway says while the tunnel stands. False when it will say no more.
     async fn hear(
         &mut self,
@@ -308,7 +238,11 @@ impl Session {
             }
             Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
-            Ok(ToEdge::Hello(_) | ToEdge::Registered | ToEdge::Window { .. }) => {}
+            Ok(ToEdge::Renew { within_ms }) => {
+                let within = Duration::from_millis(within_ms);
+                self.links.renewal.send_replace(within);
+            }
+            Ok(_) => {}
             Err(error) => {
                 debug!(%error, "the control stream ended");
                 return Ok(false);
@@ -335,59 +269,4 @@ impl Session {
 fn take(links: &Links, asked: Asked, streams: &Tasks) {
     let span = info_span!("stream", target = %asked.target);
     streams.spawn(span, (links.serve)(asked));
-}
-
-fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {
-    if hello.protocol != wire::VERSION {
-        return Err(Trouble::unwelcome(format!(
-            "the gateway {} (version {}) speaks protocol {}, this edge {}",
-            hello.gateway,
-            hello.version,
-            hello.protocol,
-            wire::VERSION,
-        )));
-    }
-    if hello.node != links.node {
-        return Err(Trouble::unwelcome(format!(
-            "the gateway takes this edge for {}, its certificate is for {}",
-            hello.node, links.node,
-        )));
-    }
-    Ok(())
-}
-
-fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
-    let config = &links.config;
-    // What the hello tells is learnt with the registration, and counts from there on.
-    let mut known = links.gateways.all();
-    known.extend_from_slice(told);
-    known.sort_unstable();
-    known.dedup();
-    Welcome {
-        protocol: wire::VERSION,
-        version: env!("CARGO_PKG_VERSION").into(),
-        instance: links.instance.clone(),
-        started: links.state.started(),
-        slot,
-        addresses: config.addresses.clone(),
-        labels: config.labels.clone(),
-        pool: config.pool.clone(),
-        ports: links.ports.load().to_vec(),
-        turns: true,
-        elsewhere: known.len() > 1,
-        takes_over: false,
-    }
-}
-
-/// A dismissal, or what has no place here.
-fn unexpected(line: &ToEdge) -> Trouble {
-    match line {
-        ToEdge::Dismiss {
-            why,
-            detail,
-            retry_after_ms,
-        } => Trouble::dismissed(*why, detail, Duration::from_millis(*retry_after_ms)),
-        ToEdge::Drain { .. } => Trouble::silent("the gateway drains"),
-        _ => Trouble::refused("the gateway said something that has no place in a hello"),
-    }
 }

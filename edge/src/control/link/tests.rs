@@ -66,7 +66,7 @@ fn acceptor(ca: &Ca, trusted: &Ca) -> TlsAcceptor {
     let leaf = ca
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
-    let trust = Trust::new(trusted.root(), trusted.trust_domain()).unwrap();
+    let trust = Trust::of(trusted).unwrap();
     TlsAcceptor::from(tunnel_server(leaf.resolver(), &trust, &TicketSecret::random()).unwrap())
 }
 
@@ -604,7 +604,7 @@ async fn enrolling(
     let leaf = ca
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
-    let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
+    let trust = Trust::of(ca).unwrap();
     let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust).unwrap());
     tasks.spawn(info_span!("enrol"), async move {
         while let Ok((tcp, _)) = listener.accept().await {

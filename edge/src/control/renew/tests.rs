@@ -130,7 +130,7 @@ impl Gateway {
         let address = listener.local_addr().unwrap();
         let name = GatewayName::parse("localhost").unwrap();
         let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
-        let trust = Trust::new(ca.root(), ca.trust_domain()).unwrap();
+        let trust = Trust::of(ca).unwrap();
         let config = join_server(leaf.resolver(), &trust).unwrap();
         let mut config = rustls::ServerConfig::clone(&config);
         config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
@@ -290,8 +290,8 @@ async fn a_renewal_is_stored_with_a_new_key_and_shown_by_the_next_dial() {
     let before = &edge.before;
     assert_ne!(after.leaf.key_pem(), before.leaf.key_pem());
     assert_eq!(
-        (&after.node, &after.root, &after.trust_domain),
-        (&before.node, &before.root, &before.trust_domain)
+        (&after.node, &after.roots, &after.trust_domain),
+        (&before.node, &before.roots, &before.trust_domain)
     );
     assert_eq!(after.gateways, before.gateways);
     let ends = after.leaf.not_after().as_secs();

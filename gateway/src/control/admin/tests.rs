@@ -20,6 +20,8 @@ fn app(world: &World) -> App {
             nodes: world.nodes.clone(),
             registry: world.registry.clone(),
         },
+        ca: world.live.clone(),
+        take_up: TakeUp(Arc::new(|| Ok(false))),
     }
 }
 

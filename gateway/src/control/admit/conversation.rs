@@ -11,12 +11,16 @@ use super::{
     link::{Link, Registered, idle},
 };
 use crate::audit;
-use crate::control::expel::{dismissal, unwelcome};
+use crate::control::{
+    expel::{dismissal, unwelcome},
+    rotation,
+};
 use crate::state::{
     Admitted,
     registry::{Fate, Replaced, Shown, Unregistered},
 };
-use causeway_certs::{NodeName, PeerRefused};
+use arc_swap::ArcSwapOption;
+use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
     Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
@@ -32,6 +36,8 @@ use tracing::{debug, info, warn};
 
 /// Lines that wait for an edge; one that does not read them is about to end.
 const LINES: usize = 8;
+/// Most roots of an edge that are remembered.
+const MOST_ROOTS: usize = 8;
 /// Longest name that an edge may give its process.
 const MAX_INSTANCE: usize = 64;
 
@@ -127,6 +133,8 @@ struct Conversation {
     lines: mpsc::Receiver<Box<ToEdge>>,
     /// Another tunnel has taken over.
     taken_over: CancellationToken,
+    /// What the edge believes.
+    roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
     _registered: Registered,
 }
@@ -204,7 +212,7 @@ impl Admission {
         control.tell(&ToEdge::Hello(hello)).await?;
         let heard = match control.hear().await {
             Ok(ToGateway::Welcome(welcome)) => Ok(welcome),
-            Ok(ToGateway::Leave { .. } | ToGateway::Window { .. }) => Err(ControlError::Closed),
+            Ok(_) => Err(ControlError::Closed),
             Err(error) => Err(error),
         };
         Ok((control, heard))
@@ -247,15 +255,18 @@ impl Admission {
         if welcome.turns {
             link.tunnel.give_turns();
         }
+        let roots = welcome.roots.as_deref().map(fingerprints);
+        let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
         let admitted = Admitted {
             tunnel: link.tunnel.clone(),
             welcome: Arc::new(welcome),
             from,
             certificate,
+            roots: roots.clone(),
             control: tell,
             taken_over: taken_over.clone(),
         };
-        let (id, replaced) = match self.registry.register(node, admitted) {
+        let (id, replaced) = match self.registry.register(node, admitted.clone()) {
             Ok(entered) => entered,
             Err(refused) => {
                 let (why, detail) = explain(node, &refused);
@@ -270,12 +281,17 @@ impl Admission {
             return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
         }
         link.tell(&mut control, &ToEdge::Registered).await?;
+        // What changed before it was registered is told here, and what changes now to all that are.
+        for line in rotation::missing(&self.ca.get(), &admitted, 0) {
+            link.tell(&mut control, &line).await?;
+        }
         self.metrics.registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(Conversation {
             control,
             lines,
             taken_over,
+            roots,
             drain: self.drain,
             _registered: registered,
         })
@@ -314,6 +330,12 @@ fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
             }
         }
     }
+}
+
+/// The roots that an edge names: what is none says that it has others, and more than a few say nothing more.
+fn fingerprints(roots: &[String]) -> Vec<Fingerprint> {
+    let roots = roots.iter().take(MOST_ROOTS);
+    roots.filter_map(|root| root.parse().ok()).collect()
 }
 
 /// A tunnel takes no new streams and goes when the open ones have ended.
@@ -361,7 +383,11 @@ impl Conversation {
                         let until = (!until_idle).then(|| Instant::now() + self.drain);
                         leaving = Some(Leaving { until, end: End::Left(detail) });
                     }
+                    Ok(ToGateway::Roots { roots }) => {
+                        self.roots.store(Some(Arc::new(fingerprints(&roots))));
+                    }
                     Ok(ToGateway::Welcome(_)) => debug!("the edge says a second welcome"),
+                    Ok(ToGateway::Unknown) => debug!("the edge says something that is not known here"),
                     Err(error) => return error.into(),
                 },
             }

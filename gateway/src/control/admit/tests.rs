@@ -2,12 +2,13 @@ use crate::{
     control::{
         drain::{Fronts, drain},
         expel::Roll,
+        rotation,
         world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
     },
     core::Cores,
     state::Away,
 };
-use causeway_certs::{EdgeIdentity, verify};
+use causeway_certs::{Ca, CaError, EdgeIdentity, Step, StoreError, verify};
 use causeway_tunnel::{
     Target,
     client::Ask,
@@ -377,6 +378,64 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
         .await;
     assert!(began.elapsed() < Duration::from_secs(1));
     drop(open);
+}
+
+#[tokio::test]
+async fn edges_hear_of_other_roots_when_they_come_and_when_these_change_but_none_that_does_not_ask()
+{
+    let world = World::start();
+    let asks = |roots: &[causeway_certs::Fingerprint]| causeway_tunnel::hello::Welcome {
+        roots: Some(roots.iter().map(ToString::to_string).collect()),
+        ..welcome("a", 0)
+    };
+    let step = |step: fn(Ca) -> Result<(Ca, Step), CaError>| {
+        let next = world.store.change_ca(|ca| {
+            let stepped = step(ca).unwrap();
+            Ok::<_, StoreError>(stepped)
+        });
+        world.live.swap(next.unwrap().0);
+        rotation::tell(&world.live.get(), &world.registry);
+    };
+    let before = world.live.get().fingerprints();
+    let (mut here, heard) = world.says(&world.enrolled("edge-1"), asks(&before)).await;
+    assert_eq!(heard, ToEdge::Registered);
+    let (mut silent, heard) = world.says(&world.enrolled("edge-2"), welcome("b", 0)).await;
+    assert_eq!(heard, ToEdge::Registered);
+
+    step(Ca::prepare);
+    let told = |ca: &Ca| ToEdge::Roots {
+        pem: ca.bundle_pem(),
+    };
+    assert_eq!(here.hear().await, told(&world.live.get()));
+    let roots = world.live.get().fingerprints();
+    let roots: Vec<_> = roots.iter().map(ToString::to_string).collect();
+    here.control
+        .tell(&ToGateway::Roots { roots })
+        .await
+        .unwrap();
+    let believes = |world: &World| {
+        let edges = world.registry.of(&name("edge-1")).0;
+        let roots = edges[0].admitted.roots.load();
+        roots.as_ref().is_some_and(|roots| roots.len() == 2)
+    };
+    world.until(believes).await;
+    step(Ca::activate);
+    // The same roots, in another order: the one that signs comes first.
+    assert_eq!(here.hear().await, told(&world.live.get()));
+    assert!(matches!(here.hear().await, ToEdge::Renew { .. }));
+    let (mut late, heard) = world.says(&world.enrolled("edge-3"), asks(&before)).await;
+    assert_eq!(heard, ToEdge::Registered);
+    assert_eq!(late.hear().await, told(&world.live.get()));
+    assert!(matches!(late.hear().await, ToEdge::Renew { .. }));
+
+    let drain = ToEdge::Drain { grace_ms: 1 };
+    let edges = world.registry.of(&name("edge-2")).0;
+    edges[0]
+        .admitted
+        .control
+        .try_send(Box::new(drain.clone()))
+        .unwrap();
+    assert_eq!(silent.hear().await, drain, "and nothing before it");
 }
 
 #[tokio::test]

@@ -21,7 +21,7 @@ impl Counter {
     fn open() -> Self {
         let world = World::start();
         let router = router(Enrolment {
-            ca: world.ca.clone(),
+            ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
             metrics: world.metrics.clone(),
@@ -30,7 +30,7 @@ impl Counter {
         });
         Self {
             world,
-            router: router.unwrap(),
+            router,
             key: EdgeKey::generate().unwrap(),
         }
     }

@@ -6,13 +6,19 @@ use super::names;
 use crate::{
     config::{self, Kind, Listen},
     gateway::BindError,
-    proxy::{Shared, caller::Authentication, front::Front},
+    proxy::{
+        Shared,
+        caller::Authentication,
+        front::{Front, Tls},
+    },
     state::Nodes,
 };
-use causeway_certs::{Ca, CallerTokens, FrontResolver, FrontTrust, Leaf, NodeName, Trust, verify};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Ca, CallerTokens, FrontResolver, FrontTrust, Leaf, LiveCa, NodeName, Trust, verify,
+};
 use causeway_tunnel::wire;
 use rustls::{
-    ServerConfig,
     pki_types::{CertificateDer, pem::PemObject},
     server::ResolvesServerCert,
 };
@@ -48,7 +54,7 @@ impl Material {
     /// The front, of which the socket listens on the port `listens`.
     pub(crate) fn build(
         &self,
-        ca: &Arc<Ca>,
+        ca: &LiveCa,
         shared: &Shared,
         listens: Option<u16>,
     ) -> Result<Front, BindError> {
@@ -60,17 +66,8 @@ impl Material {
             ),
             None => None,
         };
-        // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
-        let trust = FrontTrust {
-            own: front.callers.own_ca,
-            client_roots: self.client_roots.clone(),
-            require: false,
-        };
-        let tls = if front.has_tls() {
-            Some(self.tls(ca, &shared.nodes, &trust)?)
-        } else {
-            None
-        };
+        let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
+        let shown = front.callers.own_ca || !self.client_roots.is_empty();
         Ok(Front {
             name: front.name.clone(),
             kind: front.kind,
@@ -79,12 +76,12 @@ impl Material {
             listens,
             authentication: Authentication {
                 tokens: self.tokens()?,
-                certificates: tls.is_some() && (trust.own || !trust.client_roots.is_empty()),
+                certificates: tls.is_some() && shown,
                 anonymous: front.anonymous,
                 anonymous_from: front.anonymous_from.clone(),
                 anonymous_ports: front.anonymous_ports.clone(),
             },
-            tls,
+            tls: tls.map(ArcSwap::from_pointee),
             forward_authorization: front.forward_authorization,
             errors: front.errors,
             original_destination: front.original_destination,
@@ -102,34 +99,40 @@ impl Material {
         Ok(Some(tokens))
     }
 
-    fn tls(
+    /// What is shown and believed where `ca` signs, if TLS is spoken.
+    pub(crate) fn tls(
         &self,
-        ca: &Arc<Ca>,
-        nodes: &Nodes,
-        trust: &FrontTrust,
-    ) -> Result<(Arc<ServerConfig>, Trust), BindError> {
+        ca: &Ca,
+        (live, nodes): (&LiveCa, &Nodes),
+    ) -> Result<Option<Tls>, BindError> {
+        if !self.front.has_tls() {
+            return Ok(None);
+        }
+        // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
+        let trust = FrontTrust {
+            own: self.front.callers.own_ca,
+            client_roots: self.client_roots.clone(),
+            require: false,
+        };
         let fault = |cause| BindError::Trust {
             what: format!("front {:?}", self.front.name),
             cause,
         };
-        let leaves = self.leaves(ca, nodes)?;
+        let leaves = self.leaves(live, nodes)?;
         // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
         let alpn: &[&[u8]] = match self.front.kind {
             Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11],
             Kind::Connect | Kind::Http => &[wire::ALPN_HTTP11],
             Kind::Tcp => &[],
         };
-        let config = verify::front_server(leaves, ca.root(), trust, alpn).map_err(fault)?;
-        let trust = Trust::front(ca.root(), ca.trust_domain(), trust).map_err(fault)?;
-        Ok((config, trust))
+        let required = trust.require;
+        let trust = Trust::front(ca, &trust).map_err(fault)?;
+        let config = verify::front_server(leaves, &trust, required, alpn).map_err(fault)?;
+        Ok(Some(Tls { config, trust }))
     }
 
     /// What the front shows: the configured leaf, or one for each node from our own CA.
-    fn leaves(
-        &self,
-        ca: &Arc<Ca>,
-        nodes: &Nodes,
-    ) -> Result<Arc<dyn ResolvesServerCert>, BindError> {
+    fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<dyn ResolvesServerCert>, BindError> {
         if let Some(leaf) = &self.leaf {
             return Ok(leaf.resolver());
         }

@@ -54,7 +54,7 @@ async fn finish(
     (socket, peer): (Socket, Peer),
     deadline: Instant,
 ) -> Option<TlsStream<Socket>> {
-    let (config, _) = proxy.front.tls.as_ref()?;
+    let config = proxy.front.tls.as_ref()?.load().config.clone();
     let start = StartHandshake::from_parts(accepted, socket);
     match timeout_at(deadline, start.into_stream(config.clone())).await {
         Ok(Ok(mut stream)) => {
@@ -101,9 +101,11 @@ fn caller(
     proxy: &Proxy,
     session: &rustls::ServerConnection,
 ) -> Result<Option<Caller>, PeerRefused> {
-    let (Some((_, trust)), Some(chain)) = (&proxy.front.tls, session.peer_certificates()) else {
+    let (Some(tls), Some(chain)) = (&proxy.front.tls, session.peer_certificates()) else {
         return Ok(None);
     };
+    let tls = tls.load();
+    let trust = &tls.trust;
     let identity = check_peer(
         Some(chain),
         Purpose::Caller,

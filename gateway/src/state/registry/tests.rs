@@ -69,6 +69,7 @@ impl World {
             welcome: Arc::new(welcome),
             from: FROM.into(),
             certificate: Shown::default(),
+            roots: Arc::default(),
             control: mpsc::channel(1).0,
             taken_over: CancellationToken::new(),
         }

@@ -1,0 +1,139 @@
+//! The form of a CA in the data directory: one file, so that every change of it is one rename.
+
+use serde::{Deserialize, Serialize};
+
+use super::root::{Root, Signer};
+use super::{Ca, CaError, Stage};
+use crate::pem;
+
+/// The version of this form. The first was a certificate and a key in two files.
+const VERSION: u32 = 2;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CaFile {
+    version: u32,
+    /// The one that signs comes first.
+    roots: Vec<RootFile>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RootFile {
+    stage: Stage,
+    certificate: String,
+    key: String,
+    /// This root, signed by the one before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    crossed: Option<String>,
+    /// Who signs for which purpose. Without them it signs leaves itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    issuers: Option<Issuers>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Issuers {
+    edges: Pair,
+    fronts: Pair,
+    replicas: Pair,
+    callers: Pair,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Pair {
+    certificate: String,
+    key: String,
+}
+
+impl CaFile {
+    pub(crate) fn of(ca: &Ca) -> Self {
+        let roots = ca.all().map(|(stage, root)| RootFile::of(stage, root));
+        Self {
+            version: VERSION,
+            roots: roots.collect(),
+        }
+    }
+
+    pub(crate) fn read(self) -> Result<Ca, CaError> {
+        let bad = |why: &str| CaError::Unusable {
+            part: "file",
+            why: why.to_owned(),
+        };
+        if self.version != VERSION {
+            let found = self.version;
+            return Err(bad(&format!(
+                "it says version {found} and this program reads {VERSION}"
+            )));
+        }
+        let mut roots = Vec::new();
+        for file in self.roots {
+            roots.push((file.stage, file.read()?));
+        }
+        let mut roots = roots.into_iter();
+        let (Some((Stage::Active, active)), other, None) =
+            (roots.next(), roots.next(), roots.next())
+        else {
+            return Err(bad("it wants an active root first, and one other at most"));
+        };
+        if let Some((stage, other)) = &other
+            && (*stage == Stage::Active || other.domain != active.domain)
+        {
+            return Err(bad(
+                "its second root is active too, or of another trust domain",
+            ));
+        }
+        Ok(Ca { active, other })
+    }
+}
+
+impl RootFile {
+    fn of(stage: Stage, root: &Root) -> Self {
+        let crossed = root.crossed.as_ref();
+        Self {
+            stage,
+            certificate: root.own.certificate_pem(),
+            key: root.own.key_pem().expose().to_owned(),
+            crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
+            issuers: root.issuers().and_then(Issuers::of),
+        }
+    }
+
+    fn read(self) -> Result<Root, CaError> {
+        let root = Root::load(&self.certificate, &self.key)?;
+        let read = |pair: Pair| Signer::load(&pair.certificate, &pair.key);
+        let issuers = self.issuers.map(|issuers| {
+            let pairs = [
+                issuers.edges,
+                issuers.fronts,
+                issuers.replicas,
+                issuers.callers,
+            ];
+            pairs.map(read).into_iter().collect::<Result<Vec<_>, _>>()
+        });
+        let crossed = self.crossed.map(|text| pem::certificates(&text));
+        let crossed = crossed.transpose().map_err(|why| CaError::Unusable {
+            part: "certificate",
+            why,
+        })?;
+        let crossed = crossed.map(|mut found| found.swap_remove(0));
+        root.with(issuers.transpose()?, crossed)
+    }
+}
+
+impl Issuers {
+    /// In the order of [`crate::identity::Issuing::ALL`].
+    fn of(signers: &[Signer]) -> Option<Self> {
+        let mut pairs = signers.iter().map(|signer| Pair {
+            certificate: signer.certificate_pem(),
+            key: signer.key_pem().expose().to_owned(),
+        });
+        Some(Self {
+            edges: pairs.next()?,
+            fronts: pairs.next()?,
+            replicas: pairs.next()?,
+            callers: pairs.next()?,
+        })
+    }
+}

@@ -1,0 +1,283 @@
+//! One root: its key, and the intermediates that sign in its name, each for one purpose.
+//!
+//! A leaf is signed by the intermediate of its purpose, so that whoever gets hold of one of these keys is confined to
+//! that purpose: it says so itself, by its extended key usage and by `spiffe://<trust domain>/issuer/<purpose>`.
+//! A root from before purposes were kept apart has none, and signs leaves itself.
+
+use std::time::Duration;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use time::OffsetDateTime;
+
+use super::CaError;
+use crate::certificate::{CLOCK_SKEW, Certificate};
+use crate::identity::{self, Issuing};
+use crate::name::{HostName, TrustDomain};
+use crate::pem;
+use crate::secret::{self, Fingerprint, Secret};
+
+/// How long a root lives, and its intermediates with it.
+const LIFETIME: Duration = Duration::from_hours(24 * 3650);
+
+/// Longest common name (RFC 5280, ub-common-name).
+const MAX_COMMON_NAME: usize = 64;
+/// A root signs its intermediates, and the certificate by which its successor's are recognised.
+const DEPTH: u8 = 2;
+
+/// What tells one kind of leaf from another.
+pub(super) struct Kind<'a> {
+    pub(super) common_name: &'a str,
+    pub(super) groups: Option<String>,
+    pub(super) uri: Option<String>,
+    pub(super) names: &'a [HostName],
+    pub(super) lifetime: Duration,
+}
+
+/// A certificate that signs, with its key.
+pub(super) struct Signer {
+    pub(super) certificate: CertificateDer<'static>,
+    issuer: Issuer<'static, KeyPair>,
+    pub(super) facts: Certificate,
+}
+
+/// A root.
+pub(super) struct Root {
+    pub(super) own: Signer,
+    /// In the order of [`Issuing::ALL`].
+    issuers: Option<Vec<Signer>>,
+    /// The same name and key, signed by the root before: who knows that one alone recognises this one by it.
+    pub(super) crossed: Option<CertificateDer<'static>>,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) domain: TrustDomain,
+}
+
+impl Signer {
+    /// Reads a certificate that may sign, and its key, and checks that they are one.
+    pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
+        let bad_certificate = |why| CaError::Unusable {
+            part: "certificate",
+            why,
+        };
+        let bad_key = |why| CaError::Unusable { part: "key", why };
+        let certificate = pem::certificates(certificate_pem)
+            .map_err(bad_certificate)?
+            .swap_remove(0);
+        let facts =
+            Certificate::read(&certificate).map_err(|error| bad_certificate(error.to_string()))?;
+        if !facts.authority {
+            return Err(bad_certificate("it may not sign certificates".into()));
+        }
+        let key = KeyPair::from_pem(key_pem).map_err(|error| bad_key(error.to_string()))?;
+        if key.subject_public_key_info() != facts.public_key {
+            return Err(bad_key("it is not the key of the CA's certificate".into()));
+        }
+        Ok(Self {
+            issuer: Issuer::from_ca_cert_der(&certificate, key)?,
+            certificate,
+            facts,
+        })
+    }
+
+    pub(super) fn certificate_pem(&self) -> String {
+        pem::encode_chain(std::slice::from_ref(&self.certificate))
+    }
+
+    pub(super) fn key_pem(&self) -> Secret {
+        Secret::new(self.issuer.key().serialize_pem())
+    }
+}
+
+impl Root {
+    /// A new root with new intermediates.
+    pub(super) fn create(domain: &TrustDomain) -> Result<Self, CaError> {
+        let key = KeyPair::generate()?;
+        let now = UnixTime::now().as_secs();
+        let ends = now.saturating_add(LIFETIME.as_secs());
+        // Roots of one name would differ in their signatures only: a certificate of another gateway
+        // would be called badly signed instead of unknown.
+        let id = u32::from_be_bytes(secret::random::<4>());
+        let mut params = authority(ends, DEPTH);
+        params.distinguished_name = subject(&format!("Causeway {id:08x} {domain}"), None);
+        params.subject_alt_names = vec![SanType::URI(identity::root_uri(domain).try_into()?)];
+        let root = params.self_signed(&key)?;
+        let mut root = Self::load(&root.pem(), &key.serialize_pem())?;
+        let make = |purpose| root.intermediate(purpose, id);
+        root.issuers = Some(
+            Issuing::ALL
+                .map(make)
+                .into_iter()
+                .collect::<Result<_, _>>()?,
+        );
+        Ok(root)
+    }
+
+    /// Reads a root that signs leaves itself.
+    pub(super) fn load(certificate_pem: &str, key_pem: &str) -> Result<Self, CaError> {
+        let own = Signer::load(certificate_pem, key_pem)?;
+        let domain = identity::domain_of_root(&own.facts).map_err(|error| CaError::Unusable {
+            part: "certificate",
+            why: error.to_string(),
+        })?;
+        Ok(Self {
+            fingerprint: Fingerprint::of(&own.certificate),
+            own,
+            issuers: None,
+            crossed: None,
+            domain,
+        })
+    }
+
+    /// Puts a root together with what was kept beside it, in the order of [`Issuing::ALL`].
+    pub(super) fn with(
+        mut self,
+        issuers: Option<Vec<Signer>>,
+        crossed: Option<CertificateDer<'static>>,
+    ) -> Result<Self, CaError> {
+        let bad = |why: String| CaError::Unusable {
+            part: "certificate",
+            why,
+        };
+        for (purpose, signer) in Issuing::ALL.iter().zip(issuers.iter().flatten()) {
+            if identity::issuing_of(&signer.facts, &self.domain) != Some(*purpose) {
+                return Err(bad(format!("it is not the one that signs {purpose}")));
+            }
+        }
+        if let Some(crossed) = &crossed {
+            let facts = Certificate::read(crossed)?;
+            if facts.public_key != self.own.facts.public_key {
+                return Err(bad("the root before has signed another one".into()));
+            }
+        }
+        (self.issuers, self.crossed) = (issuers, crossed);
+        Ok(self)
+    }
+
+    pub(super) fn issuers(&self) -> Option<&[Signer]> {
+        self.issuers.as_deref()
+    }
+
+    fn intermediate(&self, purpose: Issuing, id: u32) -> Result<Signer, CaError> {
+        let (key, domain) = (KeyPair::generate()?, &self.domain);
+        let mut params = authority(self.own.facts.not_after, 0);
+        params.distinguished_name = subject(&format!("Causeway {id:08x} {purpose} {domain}"), None);
+        let uri = identity::issuer_uri(domain, purpose);
+        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
+        params.extended_key_usages = usages(purpose);
+        params.use_authority_key_identifier_extension = true;
+        let signed = params.signed_by(&key, &self.own.issuer)?;
+        Signer::load(&signed.pem(), &key.serialize_pem())
+    }
+
+    /// Signs the root that comes after this one.
+    pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
+        let ends = self.own.facts.not_after.min(next.own.facts.not_after);
+        let mut params = authority(ends, 1);
+        let name = next.own.facts.common_name.as_deref().unwrap_or_default();
+        params.distinguished_name = subject(name, None);
+        let uri = identity::root_uri(&self.domain);
+        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
+        params.use_authority_key_identifier_extension = true;
+        let signed = params.signed_by(next.own.issuer.key(), &self.own.issuer)?;
+        Ok(signed.der().clone())
+    }
+
+    /// Signs a leaf; then come the certificates by which it hangs on this root.
+    pub(super) fn sign(
+        &self,
+        purpose: Issuing,
+        key: &impl PublicKeyData,
+        kind: Kind<'_>,
+    ) -> Result<Vec<CertificateDer<'static>>, CaError> {
+        let issuers = self.issuers.as_deref().into_iter().flatten();
+        let mut issuers = Issuing::ALL.iter().zip(issuers);
+        let intermediate = issuers.find(|(of, _)| **of == purpose);
+        let intermediate = intermediate.map(|(_, signer)| signer);
+        let signer = intermediate.unwrap_or(&self.own);
+        let now = UnixTime::now().as_secs();
+        if now > signer.facts.not_after {
+            return Err(CaError::Expired);
+        }
+        let ends = now
+            .saturating_add(kind.lifetime.as_secs())
+            .min(signer.facts.not_after);
+        let mut names = Vec::with_capacity(kind.names.len() + 1);
+        for name in kind.names {
+            names.push(match name {
+                HostName::Dns(name) => SanType::DnsName(name.as_ref().try_into()?),
+                HostName::Ip(address) => SanType::IpAddress(*address),
+            });
+        }
+        if let Some(uri) = kind.uri {
+            names.push(SanType::URI(uri.try_into()?));
+        }
+        let mut params = dated(ends);
+        params.distinguished_name = subject(kind.common_name, kind.groups);
+        params.subject_alt_names = names;
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = usages(purpose).into_iter().take(1).collect();
+        // Strict verifiers (Python from 3.13 on) refuse a leaf without it.
+        params.use_authority_key_identifier_extension = true;
+        let leaf = params.signed_by(key, &signer.issuer)?.der().clone();
+        let behind = intermediate.map(|signer| signer.certificate.clone());
+        Ok([leaf].into_iter().chain(behind).collect())
+    }
+}
+
+/// What an intermediate permits. Its leaves are for the first: a gateway that is another's client will be for both.
+fn usages(purpose: Issuing) -> Vec<ExtendedKeyUsagePurpose> {
+    use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+    match purpose {
+        Issuing::Edges | Issuing::Callers => vec![ClientAuth],
+        Issuing::Fronts => vec![ServerAuth],
+        Issuing::Replicas => vec![ServerAuth, ClientAuth],
+    }
+}
+
+fn authority(ends: u64, depth: u8) -> CertificateParams {
+    let mut params = dated(ends);
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(depth));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params
+}
+
+fn dated(ends: u64) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    let now = UnixTime::now().as_secs();
+    params.serial_number = Some(serial());
+    params.not_before = moment(now.saturating_sub(CLOCK_SKEW.as_secs()));
+    params.not_after = moment(ends);
+    params
+}
+
+pub(super) fn subject(common_name: &str, groups: Option<String>) -> DistinguishedName {
+    let mut subject = DistinguishedName::new();
+    if let Some(groups) = groups {
+        subject.push(DnType::OrganizationName, groups);
+    }
+    let short: String = common_name.chars().take(MAX_COMMON_NAME).collect();
+    subject.push(DnType::CommonName, short);
+    subject
+}
+
+/// Random, because rcgen otherwise derives it from the key: a renewal with the same key would
+/// repeat it, and revoking one certificate would revoke both.
+fn serial() -> SerialNumber {
+    let mut bytes = secret::random::<16>();
+    // Positive and without a leading zero, so that it reads back as it was written.
+    bytes[0] = bytes[0] & 0x7f | 0x40;
+    SerialNumber::from_slice(&bytes)
+}
+
+/// A moment that no certificate can name (after the year 9999) becomes 1970, which expires at once:
+/// it cannot arise, since every end is cut to the root's.
+fn moment(seconds: u64) -> OffsetDateTime {
+    i64::try_from(seconds)
+        .ok()
+        .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())
+        .unwrap_or(OffsetDateTime::UNIX_EPOCH)
+}

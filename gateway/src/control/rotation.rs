@@ -1,0 +1,105 @@
+//! What edges are told while the root of all certificates is being replaced, and how far they are.
+//!
+//! Each edge is told the roots that are trusted when these change, and when it comes; and to renew, where its certificate
+//! hangs on another root than the one that signs. It says in turn which roots it believes. Nothing is decided here:
+//! `causeway ca rotate` asks, and goes on or waits.
+
+use crate::state::{Edge, Registry, registry::Admitted};
+use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, Stage};
+use causeway_tunnel::hello::ToEdge;
+use serde::Serialize;
+use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
+
+/// Renewals are spread over this at least.
+const SPREAD: Duration = Duration::from_secs(5);
+/// And over so much for each tunnel: a renewal costs a gateway a signature and two writes.
+const EACH: Duration = Duration::from_millis(10);
+
+/// Takes up the CA that the data directory has; whether it is another than before. Blocks on the disk.
+#[derive(Clone)]
+pub struct TakeUp(pub Arc<dyn Fn() -> Result<bool, String> + Send + Sync>);
+
+impl fmt::Debug for TakeUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TakeUp")
+    }
+}
+
+/// What an edge with this tunnel has not done yet. `tunnels` says how many might have to do it at once.
+pub(crate) fn missing(ca: &Ca, admitted: &Admitted, tunnels: usize) -> Vec<ToEdge> {
+    let Some(believes) = admitted.roots.load_full() else {
+        return Vec::new();
+    };
+    let mut lines = Vec::new();
+    if *believes != ca.fingerprints() {
+        lines.push(ToEdge::Roots {
+            pem: ca.bundle_pem(),
+        });
+    }
+    let hangs = admitted.certificate.root;
+    if hangs.is_some_and(|root| root != ca.fingerprint()) {
+        let within = SPREAD + EACH * u32::try_from(tunnels).unwrap_or(u32::MAX);
+        let within_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
+        lines.push(ToEdge::Renew { within_ms });
+    }
+    lines
+}
+
+/// Tells every edge that is here what it has not done yet.
+pub(crate) fn tell(ca: &Ca, registry: &Registry) {
+    let edges = registry.all();
+    let tunnels = edges.len();
+    for (_, edge) in edges.iter().filter(|(_, edge)| !edge.is_taken_over()) {
+        for line in missing(ca, &edge.admitted, tunnels) {
+            // One that does not take it is about to end, and hears it when it comes back.
+            let _ = edge.admitted.control.try_send(Box::new(line));
+        }
+    }
+}
+
+/// The roots, and how far the edges are that are here.
+#[derive(Debug, Serialize)]
+pub(super) struct Progress {
+    roots: Vec<Root>,
+    /// Nodes that are connected.
+    connected: usize,
+    /// Those of them that do not believe all of these roots.
+    without_roots: BTreeSet<NodeName>,
+    /// Those of them whose certificate hangs on another root than the one that signs.
+    on_another_root: BTreeSet<NodeName>,
+}
+
+#[derive(Debug, Serialize)]
+struct Root {
+    stage: Stage,
+    fingerprint: Fingerprint,
+}
+
+/// How far a rotation is.
+pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> Progress {
+    let ca = ca.get();
+    let edges = registry.all();
+    let current = || edges.iter().filter(|(_, edge)| !edge.is_taken_over());
+    let those = |is: &dyn Fn(&Edge) -> bool| {
+        let found = current().filter(|(_, edge)| is(edge));
+        found.map(|(node, _)| node.clone()).collect()
+    };
+    let stages = ca.roots().into_iter().map(|(stage, _)| stage);
+    let trusted = ca.fingerprints();
+    let believes = |edge: &Edge| {
+        let roots = edge.admitted.roots.load();
+        let roots = roots.as_deref().map(Vec::as_slice).unwrap_or_default();
+        trusted.iter().all(|root| roots.contains(root))
+    };
+    let all: BTreeSet<_> = current().map(|(node, _)| node).collect();
+    let hangs = |edge: &Edge| edge.admitted.certificate.root == Some(ca.fingerprint());
+    Progress {
+        connected: all.len(),
+        without_roots: those(&|edge| !believes(edge)),
+        on_another_root: those(&|edge| !hangs(edge)),
+        roots: stages
+            .zip(ca.fingerprints())
+            .map(|(stage, fingerprint)| Root { stage, fingerprint })
+            .collect(),
+    }
+}

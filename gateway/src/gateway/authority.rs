@@ -1,0 +1,70 @@
+//! What hangs on the CA in a gateway that runs, and how another CA takes its place.
+//!
+//! 1. read what the data directory has; nothing to do where that is what there is;
+//! 2. build all that shows a certificate or believes one: the tunnel port, its leaf, the fronts;
+//! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
+//! 4. tell the edges.
+
+use super::{BindError, build::Identity, fronts::Fronts};
+use crate::{
+    control::{
+        admit::{LiveTls, Tls},
+        rotation,
+    },
+    state::Registry,
+};
+use causeway_certs::{Ca, LiveCa, Store};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// All that a change of the CA touches.
+#[derive(Debug)]
+pub(super) struct Authority {
+    pub(super) store: Store,
+    pub(super) ca: LiveCa,
+    pub(super) tls: LiveTls,
+    pub(super) identity: Identity,
+    pub(super) fronts: Arc<Fronts>,
+    pub(super) registry: Registry,
+    /// One after the other.
+    pub(super) changing: Mutex<()>,
+}
+
+impl Authority {
+    /// Takes up the CA that the data directory has; whether it is another than before. Blocks on the disk.
+    ///
+    /// # Errors
+    /// If it cannot be read or used; then all is as it was.
+    pub(super) fn take_up(&self) -> Result<bool, BindError> {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing = || BindError::NoCa(self.store.root_path());
+        let next = self.store.ca()?.ok_or_else(missing)?;
+        let stages = |ca: &Ca| (ca.fingerprints(), ca.other());
+        if stages(&next) == stages(&self.ca.get()) {
+            return Ok(false);
+        }
+        if next.trust_domain() != self.ca.get().trust_domain() {
+            let why = "the CA in the data directory is of another trust domain; it counts from the next start";
+            return Err(BindError::Name(why.to_owned()));
+        }
+        let trust = |cause| BindError::Trust {
+            what: "the tunnel port".to_owned(),
+            cause,
+        };
+        let tls = Tls::new(
+            self.identity.resolver(),
+            &next,
+            &self.store.ticket_secret()?,
+        );
+        let tls = tls.map_err(trust)?;
+        let leaf = self.identity.leaf_of(&next)?;
+        let fronts = self.fronts.turn_to(&next)?;
+        let (first, other) = (next.fingerprint(), next.other());
+        self.ca.swap(next);
+        self.tls.store(Arc::new(tls));
+        self.identity.show(leaf);
+        fronts.apply();
+        tracing::info!(signs = %first, ?other, "another CA is in force");
+        rotation::tell(&self.ca.get(), &self.registry);
+        Ok(true)
+    }
+}

@@ -1,0 +1,238 @@
+//! `causeway ca rotate prepare|activate|retire`: another root takes the place of the one that signs.
+//!
+//! Each step changes the data directory in one go, and then tells the gateway that runs on it; made again it changes
+//! nothing and tells again. A step that would leave edges behind is refused with their names, unless it is forced.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use causeway_certs::{Ca, Fingerprint, NodeName, Stage, Step, Store};
+use hyper::Method;
+use rustls::pki_types::UnixTime;
+use serde::Deserialize;
+
+use super::{admin, data};
+use crate::cli::{Rotate, RotateStep};
+
+/// Where a gateway says how far edges are.
+const PROGRESS: &str = "/api/v1/ca";
+/// Nodes that are named before the rest is counted.
+const NAMED: usize = 5;
+
+/// What a gateway says.
+#[derive(Debug, Deserialize)]
+pub(super) struct Progress {
+    roots: Vec<Root>,
+    connected: usize,
+    without_roots: BTreeSet<NodeName>,
+    on_another_root: BTreeSet<NodeName>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Root {
+    stage: Stage,
+}
+
+/// Makes a step.
+pub(crate) async fn run(order: Rotate) -> anyhow::Result<()> {
+    match order {
+        Rotate::Prepare(ask) => prepare(&ask).await,
+        Rotate::Activate(ask) => activate(&ask).await,
+        Rotate::Retire(ask) => retire(&ask).await,
+    }
+}
+
+async fn prepare(ask: &RotateStep) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, _) = data::with_ca(directory)?;
+    let (ca, step) = change(&store, Ca::prepare)?;
+    say(
+        step,
+        "a new root is prepared, and trusted beside the one that signs",
+        "a new root is prepared already",
+    );
+    if let Some((_, next)) = ca.other() {
+        println!("signs     {}\nprepared  {next}", ca.fingerprint());
+    }
+    let heard = tell(directory).await?.map_or_else(String::new, |progress| {
+        let (all, left) = (progress.connected, progress.without_roots.len());
+        format!(
+            "{} of {all} connected edges believe it; ",
+            all - left.min(all)
+        )
+    });
+    println!(
+        "{heard}callers that name {} want its new text by the time that the old root is retired; next: causeway ca rotate activate",
+        store.root_path().display()
+    );
+    Ok(())
+}
+
+async fn activate(ask: &RotateStep) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, ca) = data::with_ca(directory)?;
+    let prepared = matches!(ca.other(), Some((Stage::Prepared, _)));
+    if prepared
+        && !ask.force
+        && let Some(progress) = tell(directory).await?
+        && !progress.without_roots.is_empty()
+    {
+        bail!(
+            "{} of {} connected edges do not believe the prepared root yet: {}; wait for them (causeway status), or leave them to hear of it later by --force",
+            progress.without_roots.len(),
+            progress.connected,
+            names(&progress.without_roots)
+        );
+    }
+    let (ca, step) = change(&store, Ca::activate)?;
+    say(
+        step,
+        "the new root signs from now on",
+        "the new root signs already",
+    );
+    println!("signs     {}", ca.fingerprint());
+    tell(directory).await?;
+    println!(
+        "the old one is trusted still, and edges renew by the new one; next: causeway ca rotate retire"
+    );
+    Ok(())
+}
+
+async fn retire(ask: &RotateStep) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let (store, ca) = data::with_ca(directory)?;
+    let retiring = matches!(ca.other(), Some((Stage::Retiring, _)));
+    if retiring && !ask.force {
+        let mut left = on_another_root(&store, ca.fingerprint())?;
+        if let Some(progress) = tell(directory).await? {
+            left.extend(progress.on_another_root);
+        }
+        if !left.is_empty() {
+            bail!(
+                "{} enrolled edges have certificates of the old root still, and would be shut out: {}; wait until they have renewed (causeway status), remove those that are gone for good (causeway edge remove NODE), or shut them out by --force",
+                left.len(),
+                names(&left)
+            );
+        }
+    }
+    let (ca, step) = change(&store, Ca::retire)?;
+    say(
+        step,
+        "the old root is trusted no more",
+        "there is one root, and nothing to retire",
+    );
+    println!("signs     {}", ca.fingerprint());
+    tell(directory).await?;
+    if step == Step::Made {
+        println!(
+            "join tokens and callers' certificates of the old root are good no more; make new ones where that matters"
+        );
+    }
+    Ok(())
+}
+
+fn change(
+    store: &Store,
+    step: impl FnOnce(Ca) -> Result<(Ca, Step), causeway_certs::CaError>,
+) -> anyhow::Result<(Ca, Step)> {
+    store.change_ca(|ca| Ok(step(ca)?))
+}
+
+/// Has the gateway take up what the directory says, if one runs there, and asks how far the edges are.
+async fn tell(directory: &Path) -> anyhow::Result<Option<Progress>> {
+    let Some(address) = admin::noted(directory)? else {
+        return Ok(None);
+    };
+    let told = admin::ask(Method::POST, &address, PROGRESS).await;
+    let (status, body) = told.with_context(|| {
+        format!(
+            "the gateway that should run in {} was not told; what the directory says holds from its next start",
+            directory.display()
+        )
+    })?;
+    if !status.is_success() {
+        let said = String::from_utf8_lossy(&body);
+        bail!(
+            "the gateway at {address} did not take up its CA: {status} {}",
+            said.trim()
+        );
+    }
+    serde_json::from_slice(&body)
+        .map(Some)
+        .with_context(|| format!("{address} does not say how far edges are"))
+}
+
+/// Nodes whose certificate is good and does not hang on this root, as far as the directory knows.
+fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<NodeName>> {
+    let now = UnixTime::now().as_secs();
+    let records = store.nodes().all()?.into_iter();
+    let left = records.filter(|record| {
+        let ended = record.not_after.is_some_and(|ends| ends < now);
+        record.root != Some(root) && !ended && record.revoked.is_none()
+    });
+    Ok(left.map(|record| record.node).collect())
+}
+
+fn say(step: Step, made: &str, standing: &str) {
+    println!("{}", if step == Step::Made { made } else { standing });
+}
+
+/// The first few of them.
+fn names(nodes: &BTreeSet<NodeName>) -> String {
+    let mut text = String::new();
+    for node in nodes.iter().take(NAMED) {
+        let comma = if text.is_empty() { "" } else { ", " };
+        // A String takes all that is written.
+        let _ = write!(text, "{comma}{node}");
+    }
+    if nodes.len() > NAMED {
+        let _ = write!(text, " and {} more", nodes.len() - NAMED);
+    }
+    text
+}
+
+/// How far a rotation is, for whoever looks at the edges; nothing where none is under way.
+pub(super) async fn remark(address: &str) -> Option<String> {
+    let (status, body) = admin::get(address, PROGRESS).await.ok()?;
+    // An edge, or a gateway from before, says nothing of this.
+    let progress: Progress = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| status.is_success())?;
+    let all = progress.connected;
+    let of = |stage| progress.roots.iter().any(|root: &Root| root.stage == stage);
+    let (what, left) = if of(Stage::Prepared) {
+        (
+            "a new root is prepared; it is believed by",
+            &progress.without_roots,
+        )
+    } else if of(Stage::Retiring) {
+        (
+            "a new root signs; a certificate of it is held by",
+            &progress.on_another_root,
+        )
+    } else {
+        return None;
+    };
+    let mut text = format!(
+        "{what} {} of {all} connected edges",
+        all - left.len().min(all)
+    );
+    if !left.is_empty() {
+        let _ = write!(text, ", and not by {}", names(left));
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_nodes_are_named_and_the_rest_is_counted() {
+        let nodes = |count: u32| (1..=count).map(|n| NodeName::parse(&format!("n{n}")).unwrap());
+        assert_eq!(names(&nodes(2).collect()), "n1, n2");
+        assert_eq!(names(&nodes(7).collect()), "n1, n2, n3, n4, n5 and 2 more");
+    }
+}
