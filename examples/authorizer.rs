@@ -79,8 +79,8 @@ async fn road(
     let mut front = Front::new("http", Kind::Http, Listen::Tcp(loopback));
     front.callers = Callers {
         own_ca: false,
-        client_ca: Vec::new(),
         tokens: Some(folder.join("callers")),
+        ..Callers::default()
     };
     let mut config = causeway_gateway::Config {
         data_dir: folder.join("gateway"),

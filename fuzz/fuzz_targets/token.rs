@@ -1,8 +1,9 @@
-//! Join tokens, and files of callers' tokens.
+//! Join tokens, files of callers' tokens, and sets of keys that prove JWTs.
 
 #![no_main]
 
 use causeway_certs::{CallerTokens, JoinToken};
+use causeway_gateway::{proxy::caller::jwt, state::KeySet};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
@@ -17,5 +18,9 @@ fuzz_target!(|text: &str| {
     if let Ok(tokens) = CallerTokens::parse(text) {
         assert!(tokens.len() <= text.lines().count());
         assert!(tokens.lookup(text).is_none(), "a hash is no token");
+    }
+    if let Ok(keys) = KeySet::parse(text.as_bytes()) {
+        assert!(!jwt::is_one(text), "keys are no token");
+        assert_eq!(KeySet::parse(text.as_bytes()), Ok(keys));
     }
 });

@@ -10,8 +10,9 @@ use causeway_tunnel::listener::Peer;
 /// The target of lines for the audit log.
 pub const AUDIT: &str = "audit";
 
-/// A caller whom a front did not let in: nothing is known of it but why.
+/// A caller whose certificate has ended its handshake: nothing is known of it but why.
 pub(crate) fn refused_caller(front: &str, peer: Peer, why: &dyn Display) {
+    tracing::info!(front, %peer, %why, "a caller's certificate is refused");
     tracing::info!(target: AUDIT, event = "refused", front, %peer, reason = "certificate", detail = %why);
 }
 

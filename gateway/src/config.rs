@@ -5,6 +5,8 @@
 //! does that); `validate` finds what no type can express, all of it at once.
 
 mod front;
+pub(crate) mod identity_headers;
+mod jwt;
 pub mod policy;
 mod validate;
 
@@ -19,6 +21,8 @@ pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
+pub use identity_headers::IdentityHeaders;
+pub use jwt::{Algorithm, Jwks, Jwt};
 
 /// The configuration of `causeway gateway`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -76,7 +80,12 @@ impl Config {
             let shown = front.certificate.iter();
             let shown = shown.flat_map(|files| [&files.chain, &files.key]);
             let callers = front.callers.client_ca.iter().chain(&front.callers.tokens);
-            shown.chain(callers).cloned().collect::<Vec<_>>()
+            let issuers = front.callers.jwt.iter().flat_map(Jwt::files);
+            shown
+                .chain(callers)
+                .chain(issuers)
+                .cloned()
+                .collect::<Vec<_>>()
         };
         let fronts = self.fronts.iter().flat_map(of_front);
         self.policy.0.iter().cloned().chain(fronts).collect()
@@ -232,7 +241,7 @@ pub struct Timeouts {
     /// What open streams get to end when the gateway stops.
     #[serde(with = "HumanDuration")]
     pub drain: Duration,
-    /// An authorization asked of somebody else.
+    /// An authorization asked of somebody else, and keys of an issuer of JWTs.
     #[serde(with = "HumanDuration")]
     pub authorize: Duration,
 }

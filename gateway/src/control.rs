@@ -1,13 +1,16 @@
 //! The control path: admits and enrols edges, shows the gateway's state, ends it in order.
 //!
 //! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
-//! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere.
+//! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere. Beside it, `jwks`
+//! fetches the keys by which callers prove who they are.
 
 pub mod enrol;
 pub mod expel;
 pub mod rotation;
 
 pub mod admit;
+
+pub mod jwks;
 
 pub mod admin;
 

@@ -176,6 +176,7 @@ impl Reason {
             reason: self,
             detail: detail.into(),
             cause: None,
+            of_token: false,
         }
     }
 
@@ -189,6 +190,7 @@ impl Reason {
             reason: self,
             detail: detail.into(),
             cause: Some(cause.into()),
+            of_token: false,
         }
     }
 }
@@ -215,9 +217,20 @@ pub struct Error {
     pub detail: Cow<'static, str>,
     /// What lies below, for the log.
     pub cause: Option<BoxError>,
+    /// Whether it is a bearer token that does not count (RFC 6750 §3.1, `invalid_token`).
+    pub of_token: bool,
 }
 
 impl Error {
+    /// The same, because of a bearer token that does not count.
+    #[must_use]
+    pub fn of_token(self) -> Self {
+        Self {
+            of_token: true,
+            ..self
+        }
+    }
+
     /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
     pub fn of_stream(node: &str, error: &StreamError) -> Self {
         match error {

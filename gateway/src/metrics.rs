@@ -92,6 +92,8 @@ declare! {
     unread_bytes: Gauge,
     /// Whether the gateway drains.
     draining: Gauge,
+    /// Fetches of the keys of issuers of JWTs, by outcome.
+    jwks_fetches: Family<[Label; 1], Counter>,
     /// Configurations that were read anew, by outcome.
     reloads: Family<[Label; 1], Counter>,
     /// Whether the newest configuration that was read is the one in force.
@@ -192,6 +194,12 @@ impl Metrics {
     pub fn enrolment(&self, operation: &'static str, outcome: &'static str) {
         let labels = [("operation", operation), ("outcome", outcome)];
         self.declared.enrolments.get_or_create(&labels).inc();
+    }
+
+    /// Keys of an issuer of JWTs were fetched, or could not be.
+    pub fn jwks_fetched(&self, well: bool) {
+        let labels = [("outcome", if well { "ok" } else { "failed" })];
+        self.declared.jwks_fetches.get_or_create(&labels).inc();
     }
 
     /// What waits unread now, in bytes.

@@ -3,7 +3,8 @@
 //! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
 //! and target; (4) `authorize` decides; (5) `limits` admits; then the registry picks a tunnel, and
 //! (6) `forward`, `upgrade` or `relay` opens the stream; (7) `reply` alone turns failures into bytes;
-//! (8) `access` keeps one record per stream. Nothing here writes a table or waits for control.
+//! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
+//! decision that is somebody else's, or a key that is not here.
 
 pub mod front;
 
@@ -15,6 +16,7 @@ pub mod authorize;
 pub mod limits;
 
 pub mod forward;
+pub mod told;
 mod upload;
 
 mod held;
@@ -111,7 +113,7 @@ impl Proxy {
         request::check(&request, self.shared.header_bytes, self.shared.max_headers)?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);
-        let (caller, route) = self.meet(connection, request.headers(), &asked)?;
+        let (caller, route) = self.meet(connection, request.headers(), &asked).await?;
         record.caller(&caller);
         record.route(&route);
         let act = match kind {
@@ -134,6 +136,7 @@ impl Proxy {
         let way = Way {
             proxy: self,
             connection,
+            caller: &caller,
             route: &route,
             tunnel: &picked.tunnel,
             record,
@@ -147,7 +150,7 @@ impl Proxy {
 
     /// Who calls, and where to. The route is looked up first, because who may come as nobody depends on the
     /// port that is really reached; but that a route is wrong is told to a known caller only.
-    pub(crate) fn meet(
+    pub(crate) async fn meet(
         &self,
         connection: &Connection,
         fields: &HeaderMap,
@@ -156,7 +159,9 @@ impl Proxy {
         let routed = route::of(asked, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
         let authentication = &self.front.authentication;
-        let caller = authentication.identify(connection, fields, port, &self.shared)?;
+        let caller = authentication
+            .identify(connection, fields, port, &self.shared)
+            .await?;
         Ok((caller, routed?))
     }
 
@@ -189,6 +194,8 @@ pub struct Way<'a> {
     pub proxy: &'a Proxy,
     /// The caller's connection.
     pub connection: &'a Arc<Connection>,
+    /// Who calls.
+    pub caller: &'a Caller,
     /// Where to.
     pub route: &'a Route,
     /// The tunnel that was picked.

@@ -1,11 +1,13 @@
 //! Tables: what control writes and the way of a request reads, without waiting.
 
 pub mod advertised;
+pub mod keys;
 pub mod nodes;
 pub mod policy;
 pub mod registry;
 
 pub use advertised::Advertised;
+pub use keys::{KeySet, Keys, KeysWriter};
 pub use nodes::{Node, Nodes, NodesWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
 pub use registry::{Admitted, Away, Edge, Registry, TunnelId};

@@ -11,7 +11,7 @@ use tokio::{
 };
 
 /// Takes one request with a chunked body and answers it; all that came.
-async fn one_chunked_request(listener: TcpListener) -> String {
+pub(crate) async fn one_chunked_request(listener: TcpListener) -> String {
     let (mut socket, _) = listener.accept().await.unwrap();
     let mut seen = Vec::new();
     while !(seen.windows(5).any(|bytes| bytes == b"\r\n0\r\n") && seen.ends_with(b"\r\n\r\n")) {

@@ -185,11 +185,11 @@ async fn an_edges_certificate_is_no_callers_and_a_callers_is_no_edges() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let edge = identity(&world, world.ca(), LIFE);
     let caller = world.caller().certificate(&edge.leaf);
-    let request = Request::get("https://edge-1:9100/")
-        .body(whole(""))
-        .unwrap();
-    assert!(caller.try_send(request).await.is_err());
+    let answer = caller.get("https://edge-1:9100/").await;
+    let says = "certificate: a certificate of kind edge cannot come as caller";
+    assert_problem(&answer, 401, "unauthenticated", says);
     assert_eq!(app.requests(), 0);
+    until_counted(&world, "https").await;
 
     // The way of joining and renewing; `control::admit` tests the tunnel's, where words are exchanged first.
     let leaf = world.caller_leaf("tester");
@@ -221,6 +221,13 @@ async fn a_caller_of_another_ca_gets_no_connection() {
         .unwrap();
     assert!(caller.try_send(request).await.is_err());
     until_counted(&world, "https").await;
+    // The caller has an alert; both logs have the reason.
+    let log = world.log().text();
+    let said = log
+        .lines()
+        .filter(|line| line.contains("invalid peer certificate"));
+    let targets = said.map(|line| line.contains("\"target\":\"audit\""));
+    assert_eq!(targets.collect::<Vec<_>>(), [false, true], "{log}");
 }
 
 #[tokio::test]
@@ -233,7 +240,7 @@ async fn a_front_may_trust_another_ca_instead_of_our_own() {
         callers: Callers {
             own_ca: false,
             client_ca: vec![file],
-            tokens: None,
+            ..Callers::default()
         },
         ..front("theirs", Kind::Https)
     };
@@ -427,7 +434,7 @@ async fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_name
         &answer,
         401,
         "unauthenticated",
-        "no client certificate was sent",
+        "nothing presented; this front takes a client certificate",
     );
     let answer = open.from("127.0.0.3").get("https://edge-1:9101/").await;
     assert_eq!(
@@ -472,8 +479,8 @@ async fn a_bearer_token_names_its_caller_and_stays_at_the_gateway() {
     let token = build.token("prometheus");
     let callers = Callers {
         own_ca: false,
-        client_ca: Vec::new(),
         tokens: Some(build.tokens()),
+        ..Callers::default()
     };
     let keeping = Front {
         callers,
@@ -512,8 +519,8 @@ async fn a_wrong_token_is_never_nobody() {
     let front = Front {
         callers: Callers {
             own_ca: false,
-            client_ca: Vec::new(),
             tokens: Some(build.tokens()),
+            ..Callers::default()
         },
         ..anonymous("plain", Kind::Http)
     };
@@ -524,7 +531,12 @@ async fn a_wrong_token_is_never_nobody() {
         .bearer("cwc1.wrong")
         .get("http://edge-1:9100/")
         .await;
-    assert_problem(&answer, 401, "unauthenticated", "not known here");
+    assert_problem(
+        &answer,
+        401,
+        "unauthenticated",
+        "token: not one that this front knows",
+    );
     let answer = caller.get("http://edge-1:9100/").await;
     assert_problem(&answer, 404, "node_unknown", "edge-1");
 }

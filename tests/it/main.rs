@@ -12,6 +12,8 @@ mod errors;
 
 mod identity;
 
+mod jwt;
+
 mod policy;
 
 mod certificates;

@@ -10,6 +10,7 @@ pub(crate) mod edge;
 pub(crate) mod evil;
 pub(crate) mod frames;
 pub(crate) mod gateway;
+pub(crate) mod issuer;
 pub(crate) mod link;
 pub(crate) mod log;
 pub(crate) mod netns;

@@ -11,6 +11,8 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::{IdentityHeaders, Jwt};
+
 /// A listener for callers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -43,6 +45,9 @@ pub struct Front {
     /// Pass the caller's `Authorization` on to the app instead of keeping it here.
     #[serde(default)]
     pub forward_authorization: bool,
+    /// Tell the app who calls, in fields that callers cannot set.
+    #[serde(default)]
+    pub identity_headers: IdentityHeaders,
     /// Serve callers that cannot be known. A `tcp` front that does is plain TCP, without TLS.
     #[serde(default)]
     pub anonymous: bool,
@@ -82,6 +87,7 @@ impl Front {
             names: Vec::new(),
             callers: Callers::default(),
             forward_authorization: false,
+            identity_headers: IdentityHeaders::default(),
             anonymous: false,
             anonymous_from: Vec::new(),
             anonymous_ports: Vec::new(),
@@ -152,6 +158,8 @@ pub struct Callers {
     pub client_ca: Vec<PathBuf>,
     /// By a bearer token of this file (`causeway caller token`), which keeps hashes only.
     pub tokens: Option<PathBuf>,
+    /// By a JWT of these issuers.
+    pub jwt: Vec<Jwt>,
 }
 
 impl Default for Callers {
@@ -161,6 +169,7 @@ impl Default for Callers {
             own_ca: true,
             client_ca: Vec::new(),
             tokens: None,
+            jwt: Vec::new(),
         }
     }
 }

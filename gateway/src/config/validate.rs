@@ -125,6 +125,8 @@ impl FrontCheck<'_> {
         self.target();
         self.files();
         self.callers();
+        self.issuers();
+        self.identity_headers();
         self.anonymous();
     }
 
@@ -208,7 +210,7 @@ impl FrontCheck<'_> {
         let by_certificate = front.callers.own_ca || !front.callers.client_ca.is_empty();
         if !front.has_tls() && !front.callers.client_ca.is_empty() {
             let message = format!(
-                "{} is served without TLS, so nobody shows a certificate; use callers.tokens",
+                "{} is served without TLS, so nobody shows a certificate; use callers.tokens or callers.jwt",
                 self.place()
             );
             self.add("callers.client_ca", message);
@@ -219,16 +221,17 @@ impl FrontCheck<'_> {
                 "plain bytes have no place for a token; use callers.client_ca",
             );
         }
+        let by_token = front.callers.tokens.is_some() || !front.callers.jwt.is_empty();
         let known = (front.has_tls() && by_certificate)
-            || (front.kind != Kind::Tcp && front.callers.tokens.is_some())
+            || (front.kind != Kind::Tcp && by_token)
             // The socket's mode (0600) lets in its owner only.
             || matches!(front.listen, Listen::Unix(_));
         if !known && !front.anonymous {
             let remedy = match front.kind {
-                Kind::Http => "set callers.tokens",
+                Kind::Http => "set callers.tokens or callers.jwt",
                 Kind::Tcp => "set callers.own_ca: true or callers.client_ca",
                 Kind::Https | Kind::Connect => {
-                    "set callers.own_ca: true, callers.client_ca or callers.tokens"
+                    "set callers.own_ca: true, callers.client_ca, callers.tokens or callers.jwt"
                 }
             };
             self.missing(format!(
@@ -263,6 +266,8 @@ impl FrontCheck<'_> {
         }
     }
 }
+
+mod jwt;
 
 #[cfg(test)]
 mod tests;

@@ -180,8 +180,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let identity = Identity::new(&base.ca, &config.tunnel)?;
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
-    let running = (&cores, &tasks, &ending);
-    let fronts = Arc::new(fronts(&base, &shared, running));
+    let fronts = Arc::new(Fronts::new(&base.ca, &shared, &cores, (&tasks, &ending)));
     fronts.plan(&config.fronts)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
@@ -219,21 +218,6 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         readiness,
         ending,
     })
-}
-
-fn fronts(
-    base: &Base,
-    shared: &Arc<Shared>,
-    (cores, tasks, ending): (&Cores, &Arc<Tasks>, &CancellationToken),
-) -> Fronts {
-    Fronts {
-        ca: base.ca.clone(),
-        shared: shared.clone(),
-        cores: cores.clone(),
-        tasks: tasks.clone(),
-        ending: ending.clone(),
-        standing: Mutex::default(),
-    }
 }
 
 fn authority(

@@ -12,7 +12,8 @@ use super::{
 };
 use crate::{
     config,
-    core::Cores,
+    control::jwks::Issuers,
+    core::{CoreId, Cores},
     proxy::{
         Proxy, Shared,
         front::{Entrance, Front, Tls},
@@ -29,18 +30,19 @@ use tokio_util::sync::CancellationToken;
 /// All fronts of a gateway.
 #[derive(Debug)]
 pub(super) struct Fronts {
-    pub(super) ca: LiveCa,
-    pub(super) shared: Arc<Shared>,
-    pub(super) cores: Cores,
-    pub(super) tasks: Arc<Tasks>,
+    ca: LiveCa,
+    shared: Arc<Shared>,
+    issuers: Issuers,
+    cores: Cores,
+    tasks: Arc<Tasks>,
     /// Asks all of them, and their connections, to finish.
-    pub(super) ending: CancellationToken,
-    pub(super) standing: Mutex<Standing>,
+    ending: CancellationToken,
+    standing: Mutex<Standing>,
 }
 
 /// What there is now.
 #[derive(Debug, Default)]
-pub(super) struct Standing {
+struct Standing {
     /// Whether callers are let in: what is new is opened at once from then on.
     open: bool,
     /// The gateway is leaving: nothing is opened any more.
@@ -146,6 +148,26 @@ pub struct Turnover {
 }
 
 impl Fronts {
+    /// None yet, with the owner of their tasks and what asks them to finish.
+    pub(super) fn new(
+        ca: &LiveCa,
+        shared: &Arc<Shared>,
+        cores: &Cores,
+        (tasks, ending): (&Arc<Tasks>, &CancellationToken),
+    ) -> Self {
+        let (fetching, runtime) = (Tasks::new(ending), cores.runtime(CoreId(0)).clone());
+        let (bound, metrics) = (shared.timeouts.authorize, shared.metrics.clone());
+        Self {
+            issuers: Issuers::new(fetching, runtime, bound, metrics),
+            ca: ca.clone(),
+            shared: shared.clone(),
+            cores: cores.clone(),
+            tasks: tasks.clone(),
+            ending: ending.clone(),
+            standing: Mutex::default(),
+        }
+    }
+
     /// Names and addresses; unix sockets have no address.
     pub(super) fn addresses(&self) -> Vec<(String, Option<SocketAddr>)> {
         let address = |stand: &Stand| {
@@ -233,7 +255,7 @@ impl Fronts {
         listener: &Bound,
     ) -> Result<(Arc<Front>, Vec<Proxy>), BindError> {
         let listens = listener.local_addr().map(|address| address.port());
-        let built = Arc::new(material.build(&self.ca, &self.shared, listens)?);
+        let built = Arc::new(material.build((&self.ca, &self.issuers), &self.shared, listens)?);
         let proxy = |core| Proxy {
             shared: self.shared.clone(),
             front: built.clone(),

@@ -1,21 +1,25 @@
-//! Who calls: by certificate, by bearer token, by the mode of a unix socket, or nobody in so many words.
+//! Who calls: by certificate, by bearer token or JWT, by the mode of a unix socket, or nobody in so many words.
 //!
 //! A front takes only what its configuration names. A certificate and a unix peer are known once a
 //! connection, a token at each request. Nobody is served only where the front says `anonymous: true`, and
-//! then only from the networks and for the ports that it names. A wrong credential is never "nobody".
+//! then only from the networks and for the ports that it names. A wrong credential is never "nobody". A refusal
+//! begins with the method that was tried, says why it failed, and nothing else.
+
+mod bearer;
+pub mod jwt;
 
 use crate::{
     error::{Error, Reason},
     proxy::{Shared, front::Connection, limits::Count},
 };
-use causeway_certs::CallerTokens;
+use causeway_certs::{CallerTokens, verify::PeerRefused};
 use causeway_tunnel::listener::Peer;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use jwt::Jwts;
+use std::{fmt, sync::Arc};
+
+pub(crate) use bearer::LastToken;
 
 /// What the names of a unix socket's callers begin with.
 pub(crate) const UID: &str = "uid:";
@@ -27,6 +31,8 @@ pub enum Method {
     Certificate,
     /// A bearer token.
     Token,
+    /// A JWT.
+    Jwt,
     /// The permission to connect to a unix socket (0600).
     Unix,
     /// Not at all: the front serves anybody.
@@ -39,6 +45,7 @@ impl Method {
         match self {
             Self::Certificate => "certificate",
             Self::Token => "token",
+            Self::Jwt => "jwt",
             Self::Unix => "unix",
             Self::Anonymous => "anonymous",
         }
@@ -103,6 +110,8 @@ impl Caller {
 pub struct Authentication {
     /// Bearer tokens, if the front takes them.
     pub tokens: Option<CallerTokens>,
+    /// JWTs, if the front takes them.
+    pub jwts: Option<Jwts>,
     /// Whether certificates are asked for (for the sentence of a refusal).
     pub certificates: bool,
     /// Whether nobody is served.
@@ -113,33 +122,37 @@ pub struct Authentication {
     pub anonymous_ports: Vec<u16>,
 }
 
-/// The caller that the last token on a connection named, so that a kept-alive connection asks once.
-pub(crate) type LastToken = Mutex<Option<(Vec<u8>, Caller)>>;
-
 impl Authentication {
-    /// Who sends this request to this node port.
+    /// Who sends this request to this node port. Waits for nothing but keys of an issuer that are not here.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`], saying what was tried.
-    pub fn identify(
+    pub async fn identify(
         &self,
         connection: &Connection,
         fields: &HeaderMap,
         port: Option<u16>,
         shared: &Shared,
     ) -> Result<Caller, Error> {
-        if let Some(caller) = &connection.caller {
-            return Ok(caller.clone());
+        match &connection.caller {
+            Ok(Some(caller)) => return Ok(caller.clone()),
+            Err(refused) => return Err(refusal(refused)),
+            Ok(None) => {}
         }
-        if let Some(tokens) = &self.tokens
+        if self.takes_bearers()
             && let Some(presented) = fields.get(AUTHORIZATION)
         {
-            return bearer(tokens, presented.as_bytes(), connection, shared);
+            return bearer::identify(self, presented.as_bytes(), connection, shared).await;
         }
         if self.admits_nobody(connection.peer, port) {
             return Ok(connection.nobody(shared));
         }
         Err(Reason::Unauthenticated.says(self.wants()))
+    }
+
+    /// Whether a token in `Authorization` is for this front.
+    pub fn takes_bearers(&self) -> bool {
+        self.tokens.is_some() || self.jwts.is_some()
     }
 
     fn admits_nobody(&self, peer: Peer, port: Option<u16>) -> bool {
@@ -151,52 +164,66 @@ impl Authentication {
     }
 
     fn wants(&self) -> &'static str {
-        match (self.certificates, self.tokens.is_some()) {
+        match (self.certificates, self.takes_bearers()) {
             (true, true) => {
-                "neither a client certificate nor a bearer token was sent; this front wants one of them"
+                "nothing presented; this front takes a client certificate or a bearer token"
             }
-            (true, false) => "no client certificate was sent; this front wants one",
-            (false, true) => "no bearer token was sent; this front wants one",
+            (true, false) => "nothing presented; this front takes a client certificate",
+            (false, true) => "nothing presented; this front takes a bearer token",
             (false, false) => "this front serves nobody from here",
         }
     }
 }
 
-fn bearer(
-    tokens: &CallerTokens,
-    presented: &[u8],
-    connection: &Connection,
-    shared: &Shared,
-) -> Result<Caller, Error> {
-    let mut last = connection
-        .last_token
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    if let Some((known, caller)) = last.as_ref()
-        && known == presented
-    {
-        return Ok(caller.clone());
-    }
-    let text = std::str::from_utf8(presented).unwrap_or_default();
-    let token = match text.split_once(' ') {
-        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
-        _ => {
-            return Err(
-                Reason::Unauthenticated.says("the Authorization field holds no bearer token")
-            );
+/// Why a certificate does not count, for its holder. What else it says is for the log.
+fn refusal(refused: &PeerRefused) -> Error {
+    let said = match refused {
+        PeerRefused::Identity(_) | PeerRefused::Invalid(_) => "not one that reads here".to_owned(),
+        PeerRefused::Revoked(_) => "revoked".to_owned(),
+        other => {
+            let said = other.to_string().replacen("the certificate's", "its", 1);
+            said.strip_prefix("the certificate ")
+                .unwrap_or(&said)
+                .to_owned()
         }
     };
-    let Some(found) = tokens.lookup(token) else {
-        return Err(Reason::Unauthenticated.says("the bearer token is not known here"));
-    };
-    let caller = Caller::new(&found.name, found.groups.clone(), Method::Token, shared);
-    *last = Some((presented.to_vec(), caller.clone()));
-    Ok(caller)
+    Reason::Unauthenticated.because(format!("certificate: {said}"), refused.clone())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_certificate_that_does_not_count_is_told_why_and_nothing_more() {
+        use causeway_certs::verify::Purpose;
+        let wanted = Purpose::Caller;
+        for (refused, says) in [
+            (
+                PeerRefused::Expired { not_after: 0 },
+                "certificate: expired at 1970-01-01",
+            ),
+            (
+                PeerRefused::UnknownIssuer,
+                "certificate: is not issued by a CA that is trusted here",
+            ),
+            (
+                PeerRefused::WrongPurpose { wanted },
+                "certificate: its purpose does not permit to come as caller",
+            ),
+            (PeerRefused::Revoked("ann".into()), "certificate: revoked"),
+            (
+                PeerRefused::Invalid("inner workings".into()),
+                "certificate: not one that reads here",
+            ),
+        ] {
+            let error = refusal(&refused);
+            assert!(error.detail.starts_with(says), "{error}");
+            assert!(!error.of_token);
+            let cause = error.cause.unwrap().to_string();
+            assert_eq!(cause, refused.to_string(), "the log has all of it");
+        }
+    }
 
     #[test]
     fn nobody_is_served_only_from_the_networks_and_for_the_ports_that_are_named() {

@@ -98,6 +98,8 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     forwarded(way, &mut fields, authority.as_ref());
     via(&mut fields, version);
     way.record.trace().put(&mut fields);
+    // Behind `clean`, so that no `Connection` of the caller's names it away.
+    way.proxy.front.told.put(&mut fields, way.caller);
 
     let mut target = uri::Parts::default();
     target.path_and_query = parts.uri.path_and_query().cloned();

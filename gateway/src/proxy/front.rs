@@ -22,11 +22,15 @@ use crate::{
         caller::{Authentication, Caller, LastToken, Method},
         limits::Taken,
         route::Asked,
+        told::Told,
     },
 };
 use ::http::HeaderValue;
 use arc_swap::ArcSwap;
-use causeway_certs::{NodeName, verify::Trust};
+use causeway_certs::{
+    NodeName,
+    verify::{PeerRefused, Trust},
+};
 use causeway_tunnel::listener::Peer;
 use door::Door;
 pub use door::Entrance;
@@ -64,6 +68,8 @@ pub struct Front {
     pub authentication: Authentication,
     /// Whether the caller's Authorization goes to the app.
     pub forward_authorization: bool,
+    /// The fields that tell the app who calls.
+    pub told: Told,
     /// How failures look.
     pub errors: ErrorForm,
     /// Whether DNAT's original destination is asked for.
@@ -134,8 +140,8 @@ pub struct Connection {
     pub original: Option<SocketAddr>,
     /// Whether TLS is spoken.
     pub tls: bool,
-    /// The caller, where the connection says it (certificate, unix socket).
-    pub caller: Option<Caller>,
+    /// The caller, where the connection says it (certificate, unix socket), or why its certificate does not count.
+    pub caller: Result<Option<Caller>, PeerRefused>,
     /// The socket's condition.
     pub condition: Arc<Condition>,
     /// Its requests that are open, where HTTP/2 is spoken.
@@ -178,7 +184,7 @@ impl Arrival {
         proxy: &Proxy,
         sni: Option<String>,
         tls: bool,
-        caller: Option<Caller>,
+        caller: Result<Option<Caller>, PeerRefused>,
     ) -> Connection {
         Connection {
             peer: self.peer,

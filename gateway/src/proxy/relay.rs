@@ -147,7 +147,7 @@ async fn begin(
     let asked = proxy.front.asked(connection, None);
     let shared = &proxy.shared;
     let nothing = http::HeaderMap::new();
-    let (caller, route) = proxy.meet(connection, &nothing, &asked)?;
+    let (caller, route) = proxy.meet(connection, &nothing, &asked).await?;
     record.caller(&caller);
     record.route(&route);
     let ask = Ask {
@@ -165,6 +165,7 @@ async fn begin(
     open(Way {
         proxy,
         connection,
+        caller: &caller,
         route: &route,
         tunnel: &picked.tunnel,
         record,

@@ -87,11 +87,14 @@ fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {
     if let Some(after) = error.reason.retry_after() {
         headers.insert(RETRY_AFTER, HeaderValue::from(after.as_secs()));
     }
-    if error.reason == Reason::Unauthenticated && front.authentication.tokens.is_some() {
-        headers.insert(
-            WWW_AUTHENTICATE,
-            HeaderValue::from_static("Bearer realm=\"causeway\""),
-        );
+    if error.reason == Reason::Unauthenticated && front.authentication.takes_bearers() {
+        // RFC 6750 §3: no code where no token was tried.
+        let challenge = if error.of_token {
+            "Bearer realm=\"causeway\", error=\"invalid_token\""
+        } else {
+            "Bearer realm=\"causeway\""
+        };
+        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
     if error.reason == Reason::MethodNotAllowed {
         let allow = if front.kind == Kind::Connect {

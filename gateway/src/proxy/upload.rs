@@ -11,6 +11,7 @@ use crate::{
         access::Record,
         held::{Waiting, weighed},
         request,
+        told::Told,
     },
 };
 use bytes::Bytes;
@@ -49,6 +50,7 @@ pub(super) fn start(
         waiting: Waiting::default(),
         shared: way.proxy.shared.clone(),
         record: way.record.clone(),
+        told: way.proxy.front.told.clone(),
     };
     let shared = way.proxy.shared.clone();
     let waiting = body.waiting.clone();
@@ -102,6 +104,7 @@ struct Upload {
     waiting: Waiting,
     shared: Arc<Shared>,
     record: Arc<Record>,
+    told: Told,
 }
 
 impl Upload {
@@ -121,7 +124,7 @@ impl Upload {
     }
 
     fn checked(&self, frame: Result<Frame<Bytes>, hyper::Error>) -> Result<Frame<Bytes>, Fault> {
-        let frame = frame.map_err(|error| {
+        let mut frame = frame.map_err(|error| {
             if is_malformed(&error) {
                 let detail = format!("the request's body is malformed: {error}");
                 self.record.failed(&Reason::Malformed.says(detail));
@@ -132,13 +135,14 @@ impl Upload {
             let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
             self.record.passed.up.fetch_add(length, Relaxed);
         }
-        if let Some(trailers) = frame.trailers_ref() {
+        if let Some(trailers) = frame.trailers_mut() {
             let shared = &self.shared;
             let checked = request::trailers(trailers, shared.header_bytes, shared.max_headers);
             checked.map_err(|error| {
                 self.record.failed(&error);
                 Fault::Refused(error.detail.into_owned())
             })?;
+            self.told.strip(trailers);
         }
         Ok(frame)
     }

@@ -165,3 +165,119 @@ fn missing_files_zero_waits_and_zero_limits_come_together() {
     ];
     assert_eq!(paths, expected, "{found:#?}");
 }
+
+fn issuer(more: &Value) -> Value {
+    let mut jwt = json!({ "issuer": "https://id.test", "audiences": ["causeway"], "jwks": "https://id.test/keys" });
+    let fields = jwt.as_object_mut().unwrap();
+    fields.extend(more.as_object().unwrap().clone());
+    jwt
+}
+
+fn with_issuers(kind: &str, issuers: &[Value]) -> Value {
+    json!({ "fronts": [{
+        "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
+        "callers": { "own_ca": kind == "tcp", "jwt": issuers },
+    }] })
+}
+
+#[test]
+fn a_front_takes_jwts_where_there_is_a_place_for_them() {
+    for kind in ["https", "http", "connect"] {
+        let sound = with_issuers(kind, &[issuer(&json!({}))]);
+        assert_eq!(faults(sound), Vec::<String>::new(), "{kind}");
+    }
+    let bytes = with_issuers("tcp", &[issuer(&json!({}))]);
+    one_fault(bytes, "fronts[0].callers.jwt", "no place for a token");
+    let mut socket = with_issuers("http", &[issuer(&json!({}))]);
+    socket["fronts"][0]["listen"] = json!("unix:/run/a.sock");
+    one_fault(socket, "fronts[0].callers.jwt", "known by the kernel");
+}
+
+#[test]
+fn an_issuer_says_for_whom_its_tokens_are_and_how_they_are_proven() {
+    let at = |key: &str| format!("fronts[0].callers.jwt[0].{key}");
+    for (more, key, part) in [
+        (json!({ "audiences": [] }), "audiences", "any other service"),
+        (json!({ "issuer": "" }), "issuer", "empty"),
+        (json!({ "algorithms": [] }), "algorithms", "names none"),
+        (json!({ "username_claim": "" }), "username_claim", "empty"),
+        (
+            json!({ "username_prefix": "uid:" }),
+            "username_prefix",
+            "unix",
+        ),
+        (json!({ "groups_prefix": "uid:0" }), "groups_prefix", "unix"),
+        (
+            json!({ "jwks": "/nowhere" }),
+            "jwks",
+            "cannot read /nowhere",
+        ),
+        (
+            json!({ "jwks_ca": "/nowhere" }),
+            "jwks_ca",
+            "cannot read /nowhere",
+        ),
+        (
+            json!({ "jwks_refresh": "9s" }),
+            "jwks_refresh",
+            "at least 10s",
+        ),
+        (
+            json!({ "jwks_max_age": "9m" }),
+            "jwks_max_age",
+            "shorter than jwks_refresh",
+        ),
+        (
+            json!({ "jwks": "http://127.0.0.1/", "jwks_ca": "/dev/null" }),
+            "jwks_ca",
+            "shows no certificate",
+        ),
+        (
+            json!({ "jwks": "/dev/null", "jwks_ca": "/dev/null" }),
+            "jwks_ca",
+            "for a URL",
+        ),
+    ] {
+        one_fault(with_issuers("http", &[issuer(&more)]), &at(key), part);
+    }
+    let twice = [issuer(&json!({})), issuer(&json!({}))];
+    one_fault(
+        with_issuers("http", &twice),
+        "fronts[0].callers.jwt[1].issuer",
+        "earlier issuer",
+    );
+    for unsafe_one in ["HS256", "none"] {
+        let jwt = issuer(&json!({ "algorithms": [unsafe_one] }));
+        let config = serde_json::from_value::<Config>(with_issuers("http", &[jwt]));
+        assert!(config.unwrap_err().to_string().contains(unsafe_one));
+    }
+}
+
+#[test]
+fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_front() {
+    let front = |kind: &str, fields: Value| {
+        json!({ "fronts": [{
+            "name": "a", "kind": kind, "listen": "127.0.0.1:0", "node": "edge-1", "port": 9100,
+            "anonymous": true, "identity_headers": fields,
+        }] })
+    };
+    let both = json!({ "user": "X-Remote-User", "groups": "X-Remote-Group" });
+    assert_eq!(faults(front("https", both)), Vec::<String>::new());
+    let user = json!({ "user": "X-Remote-User" });
+    for kind in ["tcp", "connect"] {
+        let at = "fronts[0].identity_headers.user";
+        one_fault(front(kind, user.clone()), at, "not looked into");
+    }
+    let host = json!({ "groups": "Host" });
+    one_fault(
+        front("http", host),
+        "fronts[0].identity_headers.groups",
+        "something else",
+    );
+    let same = json!({ "user": "X-Who", "groups": "x-who" });
+    one_fault(
+        front("http", same),
+        "fronts[0].identity_headers.groups",
+        "other field",
+    );
+}

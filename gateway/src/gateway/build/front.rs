@@ -4,14 +4,19 @@
 
 use super::names;
 use crate::{
-    config::{self, Kind, Listen},
+    config::{self, Jwks, Kind, Listen},
+    control::jwks::Issuers,
     gateway::BindError,
     proxy::{
         Shared,
-        caller::Authentication,
+        caller::{
+            Authentication,
+            jwt::{Issuer, Jwts, Naming},
+        },
         front::{Front, Tls},
+        told::Told,
     },
-    state::Nodes,
+    state::{KeySet, Keys, Nodes},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -36,7 +41,17 @@ pub(crate) struct Material {
     client_roots: Vec<CertificateDer<'static>>,
     /// The file's text, which has hashes only.
     tokens: Option<String>,
+    /// In the order of the configuration.
+    issuers: Vec<IssuersFiles>,
     leaf: Option<Leaf>,
+}
+
+/// What the files of an issuer of JWTs say.
+#[derive(Debug, PartialEq)]
+struct IssuersFiles {
+    keys: Option<KeySet>,
+    /// CAs for the URL of its keys.
+    roots: Option<String>,
 }
 
 impl Material {
@@ -46,6 +61,7 @@ impl Material {
         Ok(Self {
             client_roots: client_roots(front)?,
             tokens: tokens.map(|path| text(&front.name, path)).transpose()?,
+            issuers: issuers(front)?,
             leaf: leaf(front)?,
             front: front.clone(),
         })
@@ -54,7 +70,7 @@ impl Material {
     /// The front, of which the socket listens on the port `listens`.
     pub(crate) fn build(
         &self,
-        ca: &LiveCa,
+        (ca, issuers): (&LiveCa, &Issuers),
         shared: &Shared,
         listens: Option<u16>,
     ) -> Result<Front, BindError> {
@@ -76,6 +92,7 @@ impl Material {
             listens,
             authentication: Authentication {
                 tokens: self.tokens()?,
+                jwts: self.jwts(&ca.get(), issuers)?,
                 certificates: tls.is_some() && shown,
                 anonymous: front.anonymous,
                 anonymous_from: front.anonymous_from.clone(),
@@ -83,6 +100,7 @@ impl Material {
             },
             tls: tls.map(ArcSwap::from_pointee),
             forward_authorization: front.forward_authorization,
+            told: Told::of(&front.identity_headers).map_err(BindError::Name)?,
             errors: front.errors,
             original_destination: front.original_destination,
             metrics: shared.metrics.front(&front.name),
@@ -97,6 +115,32 @@ impl Material {
         let tokens = CallerTokens::parse(text);
         let tokens = tokens.map_err(|error| file(&self.front.name, path, error.to_string()))?;
         Ok(Some(tokens))
+    }
+
+    /// Whose JWTs count, with keys that are here or will be.
+    fn jwts(&self, ca: &Ca, issuers: &Issuers) -> Result<Option<Jwts>, BindError> {
+        let listed = &self.front.callers.jwt;
+        let mut all = Vec::with_capacity(listed.len());
+        for (jwt, files) in listed.iter().zip(&self.issuers) {
+            let keys = match &files.keys {
+                Some(set) => Keys::fixed(set.clone()),
+                None => issuers.keys(jwt, files.roots.as_deref()).map_err(|why| {
+                    let named = jwt.jwks_ca.clone();
+                    let path = named.unwrap_or_else(|| jwt.jwks.to_string().into());
+                    file(&self.front.name, &path, why)
+                })?,
+            };
+            let naming = Naming {
+                username_claim: jwt.username_claim.clone(),
+                username_prefix: jwt.username_prefix.clone(),
+                groups_claim: jwt.groups_claim.clone(),
+                groups_prefix: jwt.groups_prefix.clone(),
+                domain: ca.trust_domain().clone(),
+            };
+            let named = (jwt.issuer.as_str(), jwt.audiences.as_slice());
+            all.push(Issuer::new(named, &jwt.algorithms, naming, keys));
+        }
+        Ok((!all.is_empty()).then(|| Jwts::new(all)))
     }
 
     /// What is shown and believed where `ca` signs, if TLS is spoken.
@@ -162,6 +206,23 @@ fn client_roots(front: &config::Front) -> Result<Vec<CertificateDer<'static>>, B
         }
     }
     Ok(client_roots)
+}
+
+/// What the files of a front's issuers say.
+fn issuers(front: &config::Front) -> Result<Vec<IssuersFiles>, BindError> {
+    let read = |jwt: &config::Jwt| {
+        let keys = match &jwt.jwks {
+            Jwks::File(path) => {
+                let keys = KeySet::parse(text(&front.name, path)?.as_bytes());
+                Some(keys.map_err(|why| file(&front.name, path, why))?)
+            }
+            Jwks::Url(_) => None,
+        };
+        let roots = jwt.jwks_ca.as_deref();
+        let roots = roots.map(|path| text(&front.name, path)).transpose()?;
+        Ok(IssuersFiles { keys, roots })
+    };
+    front.callers.jwt.iter().map(read).collect()
 }
 
 fn leaf(front: &config::Front) -> Result<Option<Leaf>, BindError> {

@@ -200,7 +200,7 @@ impl Door {
                 )),
                 Peer::Tcp(_) => None,
             };
-            let connection = Arc::new(arrival.connection(&proxy, None, false, caller));
+            let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(caller)));
             serve(
                 &proxy,
                 io::Io::plain(socket, &connection.condition),

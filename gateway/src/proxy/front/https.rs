@@ -84,13 +84,10 @@ async fn begin(stream: TlsStream<Socket>, arrival: Arrival, door: Door, home: Co
     let proxy = &door.proxies[home.0];
     let (_, session) = stream.get_ref();
     let sni = session.server_name().map(str::to_owned);
-    let caller = match caller(proxy, session) {
-        Ok(caller) => caller,
-        Err(refused) => {
-            audit::refused_caller(&proxy.front.name, arrival.peer, &refused);
-            return failed(proxy, "certificate", &refused);
-        }
-    };
+    // Whoever speaks HTTP is told why in words; the record of what is refused then says it too.
+    let caller = caller(proxy, session).inspect_err(|refused| {
+        failed(proxy, "certificate", refused);
+    });
     let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
     let io = Io::tls(stream, &connection.condition);
     serve(proxy, io, connection, door.stop.clone()).await;

@@ -1,0 +1,270 @@
+//! An issuer of JWTs as a front's configuration names it: whose tokens count, for whom they are, which keys prove it.
+//!
+//! Tokens are proven by signatures of a pair of keys alone: a shared secret or no signature at all cannot be
+//! configured. Keys come from a file, or over HTTPS; in the clear from this very machine only.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use causeway_config::HumanDuration;
+use http::Uri;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// An issuer whose tokens a front takes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Jwt {
+    /// What its tokens say in `iss`, to the letter.
+    pub issuer: String,
+    /// For whom its tokens must be: `aud` holds one of these.
+    pub audiences: Vec<String>,
+    /// Its keys (JWKS): a file, or an `https://` URL; `http://` on loopback only.
+    pub jwks: Jwks,
+    /// CAs that the URL's certificate may come from (PEM file); without it those of the system.
+    #[serde(default)]
+    pub jwks_ca: Option<PathBuf>,
+    /// How often keys are fetched from the URL; a token with an unknown key id asks for them sooner.
+    #[serde(default = "refresh", with = "HumanDuration")]
+    pub jwks_refresh: Duration,
+    /// How long keys count that cannot be fetched anew.
+    #[serde(default = "max_age", with = "HumanDuration")]
+    pub jwks_max_age: Duration,
+    /// The claim that names the caller.
+    #[serde(default = "sub")]
+    pub username_claim: String,
+    /// Put before that name. Without this key names of Kubernetes (`system:…`) are refused; `""` takes them as they are.
+    #[serde(default)]
+    pub username_prefix: Option<String>,
+    /// The claim that holds the caller's groups: a list, or one.
+    #[serde(default = "groups")]
+    pub groups_claim: String,
+    /// The same for groups as `username_prefix` for names.
+    #[serde(default)]
+    pub groups_prefix: Option<String>,
+    /// How its tokens may be signed.
+    #[serde(default = "algorithms")]
+    pub algorithms: Vec<Algorithm>,
+}
+
+impl Jwt {
+    /// An issuer with everything else at its default.
+    pub fn new(issuer: impl Into<String>, audience: impl Into<String>, jwks: Jwks) -> Self {
+        Self {
+            issuer: issuer.into(),
+            audiences: vec![audience.into()],
+            jwks,
+            jwks_ca: None,
+            jwks_refresh: refresh(),
+            jwks_max_age: max_age(),
+            username_claim: sub(),
+            username_prefix: None,
+            groups_claim: groups(),
+            groups_prefix: None,
+            algorithms: algorithms(),
+        }
+    }
+
+    /// The files that it names.
+    pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        let keys = match &self.jwks {
+            Jwks::File(path) => Some(path),
+            Jwks::Url(_) => None,
+        };
+        keys.into_iter().chain(&self.jwks_ca)
+    }
+}
+
+/// An issuer that rotates announces a key for longer than this before it signs with it.
+fn refresh() -> Duration {
+    Duration::from_mins(10)
+}
+
+/// An outage of an issuer over a night should lock nobody out, and a key that was withdrawn should not live on.
+fn max_age() -> Duration {
+    Duration::from_hours(24)
+}
+
+fn sub() -> String {
+    "sub".to_owned()
+}
+
+fn groups() -> String {
+    "groups".to_owned()
+}
+
+fn algorithms() -> Vec<Algorithm> {
+    Algorithm::ALL.to_vec()
+}
+
+/// Where keys come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Jwks {
+    /// A file.
+    File(PathBuf),
+    /// An `http` or `https` URL.
+    Url(Uri),
+}
+
+impl fmt::Display for Jwks {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(out),
+            Self::Url(url) => url.fmt(out),
+        }
+    }
+}
+
+impl FromStr for Jwks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some((scheme, _)) = text.split_once("://") else {
+            return if text.is_empty() {
+                Err("names no keys; write a file or an https:// URL".to_owned())
+            } else {
+                Ok(Self::File(text.into()))
+            };
+        };
+        let refuse = |why: &str| Err(format!("\"{text}\" {why}"));
+        let Ok(url) = text.parse::<Uri>() else {
+            return refuse("is no URL; write https://host/path");
+        };
+        let authority = url.authority().map_or("", |authority| authority.as_str());
+        // Without the text: there is a password in it.
+        if authority.contains('@') {
+            return Err("a URL of keys has no user and no password".to_owned());
+        }
+        match (scheme.to_ascii_lowercase().as_str(), url.host()) {
+            (_, None | Some("")) => refuse("names no host"),
+            ("https", Some(_)) => Ok(Self::Url(url)),
+            ("http", Some(host)) if is_loopback(host) => Ok(Self::Url(url)),
+            ("http", Some(_)) => refuse(
+                "would bring keys in the clear, where anybody can change them; write https://",
+            ),
+            _ => refuse("is neither a file nor a URL; write https://host/path"),
+        }
+    }
+}
+
+/// Whether a URL's host is this machine.
+fn is_loopback(host: &str) -> bool {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let ip = host.parse::<IpAddr>();
+    host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
+}
+
+impl Serialize for Jwks {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Jwks {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+impl JsonSchema for Jwks {
+    fn schema_name() -> Cow<'static, str> {
+        "Jwks".into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "string" })
+    }
+}
+
+/// How a token may be signed (RFC 7518 §3.1, RFC 8037): by a private key, never by a shared secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs, reason = "the RFC's names")]
+pub enum Algorithm {
+    RS256,
+    RS384,
+    RS512,
+    PS256,
+    PS384,
+    PS512,
+    ES256,
+    ES384,
+    EdDSA,
+}
+
+impl Algorithm {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::RS256,
+        Self::RS384,
+        Self::RS512,
+        Self::PS256,
+        Self::PS384,
+        Self::PS512,
+        Self::ES256,
+        Self::ES384,
+        Self::EdDSA,
+    ];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_an_issuer_count_as_much_as_the_configuration() {
+        let mut front = crate::config::Front::https();
+        let keys = Jwks::File("/keys.json".into());
+        let url = "https://id.example.com/keys".parse().unwrap();
+        front.callers.jwt = vec![
+            Jwt::new("one", "a", keys),
+            Jwt {
+                jwks_ca: Some("/ca.pem".into()),
+                ..Jwt::new("two", "a", url)
+            },
+        ];
+        let config = crate::config::Config {
+            fronts: vec![front],
+            ..Default::default()
+        };
+        let files = config.files();
+        assert_eq!(files, [PathBuf::from("/keys.json"), "/ca.pem".into()]);
+    }
+
+    #[test]
+    fn keys_come_from_a_file_or_over_tls_and_in_the_clear_from_this_machine_only() {
+        for good in [
+            "/etc/keys.json",
+            "keys.json",
+            "https://id.example.com/keys?p=one",
+            "HTTPS://id.example.com",
+            "http://127.0.0.1:8080/keys",
+            "http://[::1]/keys",
+            "http://localhost/keys",
+        ] {
+            let parsed: Jwks = good.parse().unwrap();
+            let file = !good.contains("://");
+            assert_eq!(matches!(parsed, Jwks::File(_)), file, "{good}");
+        }
+        for (bad, says) in [
+            ("http://id.example.com/keys", "in the clear"),
+            ("http://127.0.0.1.example.com/", "in the clear"),
+            ("ftp://id.example.com/keys", "neither a file nor a URL"),
+            ("https:///keys", "URL"),
+            ("https://ann:secret@id.example.com/", "no password"),
+            ("", "names no keys"),
+        ] {
+            let refused = bad.parse::<Jwks>().unwrap_err();
+            assert!(refused.contains(says), "{bad}: {refused}");
+            assert!(!refused.contains("secret"), "{refused}");
+        }
+    }
+}

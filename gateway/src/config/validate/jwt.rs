@@ -1,0 +1,134 @@
+//! The checks of a front's issuers of JWTs, and of the fields that tell apps who calls.
+//!
+//! A front that cannot take a token, or pass a field on, says so instead of leaving the key without effect.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use super::FrontCheck;
+use crate::config::{Jwks, Jwt, Kind, Listen, identity_headers::field};
+
+/// Shorter than a token with an unknown key id makes it anyway.
+const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
+/// What the kernel alone says.
+const UID: &str = "uid:";
+
+impl FrontCheck<'_> {
+    pub(super) fn issuers(&mut self) {
+        let front = self.front;
+        if front.kind == Kind::Tcp && !front.callers.jwt.is_empty() {
+            self.add(
+                "callers.jwt",
+                "plain bytes have no place for a token; use callers.client_ca",
+            );
+        }
+        if matches!(front.listen, Listen::Unix(_)) && !front.callers.jwt.is_empty() {
+            let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
+            self.add("callers.jwt", message);
+        }
+        let mut known = HashSet::new();
+        for (index, jwt) in front.callers.jwt.iter().enumerate() {
+            let key = format!("callers.jwt[{index}]");
+            if !known.insert(jwt.issuer.as_str()) {
+                let message = format!(
+                    "\"{}\" is an earlier issuer of this front; give one entry all of its audiences",
+                    jwt.issuer
+                );
+                self.add(&format!("{key}.issuer"), message);
+            }
+            self.issuer(jwt, &key);
+            self.keys(jwt, &key);
+        }
+    }
+
+    fn issuer(&mut self, jwt: &Jwt, key: &str) {
+        if jwt.issuer.is_empty() {
+            self.add(
+                &format!("{key}.issuer"),
+                "is empty; write what tokens say in iss",
+            );
+        }
+        if jwt.audiences.is_empty() || jwt.audiences.iter().any(String::is_empty) {
+            self.add(
+                &format!("{key}.audiences"),
+                "names nobody; without an audience a token for any other service would count here",
+            );
+        }
+        if jwt.algorithms.is_empty() {
+            self.add(
+                &format!("{key}.algorithms"),
+                "names none, so no token would count; remove this key for all that are safe",
+            );
+        }
+        for (name, claim) in [
+            ("username_claim", &jwt.username_claim),
+            ("groups_claim", &jwt.groups_claim),
+        ] {
+            if claim.is_empty() {
+                self.add(&format!("{key}.{name}"), "is empty; name a claim");
+            }
+        }
+        for (name, prefix) in [
+            ("username_prefix", &jwt.username_prefix),
+            ("groups_prefix", &jwt.groups_prefix),
+        ] {
+            if prefix
+                .as_ref()
+                .is_some_and(|prefix| prefix.starts_with(UID))
+            {
+                let message =
+                    "\"uid:\" is what callers of unix sockets are called; write another prefix";
+                self.add(&format!("{key}.{name}"), message);
+            }
+        }
+    }
+
+    fn keys(&mut self, jwt: &Jwt, key: &str) {
+        match &jwt.jwks {
+            Jwks::File(file) => self.faults.file(format!("{}.{key}.jwks", self.path), file),
+            Jwks::Url(url) => {
+                if jwt.jwks_ca.is_some() && url.scheme_str() == Some("http") {
+                    let message = "http:// shows no certificate; remove this key or write https://";
+                    self.add(&format!("{key}.jwks_ca"), message);
+                }
+                if jwt.jwks_refresh < SHORTEST_REFRESH {
+                    self.add(&format!("{key}.jwks_refresh"), "is at least 10s");
+                }
+                if jwt.jwks_max_age < jwt.jwks_refresh {
+                    let message = "is shorter than jwks_refresh: keys would not last from one time to the next";
+                    self.add(&format!("{key}.jwks_max_age"), message);
+                }
+            }
+        }
+        match (&jwt.jwks_ca, &jwt.jwks) {
+            (Some(_), Jwks::File(_)) => self.add(
+                &format!("{key}.jwks_ca"),
+                "is for a URL of keys; remove this key",
+            ),
+            (Some(file), Jwks::Url(_)) => {
+                self.faults
+                    .file(format!("{}.{key}.jwks_ca", self.path), file);
+            }
+            (None, _) => {}
+        }
+    }
+
+    pub(super) fn identity_headers(&mut self) {
+        let front = self.front;
+        let mut known = HashSet::new();
+        for (key, name) in front.identity_headers.names() {
+            let key = format!("identity_headers.{key}");
+            match (front.kind, field(name)) {
+                (Kind::Tcp | Kind::Connect, _) => self.add(
+                    &key,
+                    "what passes through this front is not looked into, so nothing can be added; remove this key",
+                ),
+                (_, Err(fault)) => self.add(&key, fault),
+                (_, Ok(name)) if !known.insert(name.clone()) => {
+                    self.add(&key, "is the name of the other field too; each has its own");
+                }
+                _ => {}
+            }
+        }
+    }
+}

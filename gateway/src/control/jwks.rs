@@ -1,0 +1,150 @@
+//! Keys of issuers that stand behind a URL: fetched when somebody reads them, again and again, and when a key is missed.
+//!
+//! 1. Fronts that name the same URL in the same way share one table and one task, also across a reload.
+//! 2. The task fetches, waits for `jwks_refresh` or for somebody who misses a key, and never sooner than `PAUSE`.
+//! 3. A fetch that fails leaves the keys as they are; the table says when they are too old. Trying again begins at once
+//!    and slows down. A gateway starts without keys, and has them when they can be had.
+//!
+//! Never in a request's way: `state::keys` lies between.
+
+mod fetch;
+
+use crate::{
+    config::{Jwks, Jwt},
+    metrics::Metrics,
+    state::{
+        KeySet, Keys, KeysWriter,
+        keys::{PAUSE, WeakKeys},
+    },
+};
+use causeway_tunnel::task::Tasks;
+use fetch::Source;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    runtime::Handle,
+    time::{Instant, sleep_until},
+};
+use tracing::info_span;
+
+/// Between tries of an issuer that does not answer, at most: it should not be missed for long when it is back.
+const SLOWEST: Duration = Duration::from_mins(1);
+
+/// All issuers whose keys are fetched.
+#[derive(Debug)]
+pub struct Issuers {
+    tasks: Tasks,
+    runtime: Handle,
+    /// Of one fetch.
+    bound: Duration,
+    metrics: Arc<Metrics>,
+    shared: Mutex<HashMap<Place, WeakKeys>>,
+}
+
+/// What makes two fronts mean the same keys.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Place {
+    url: String,
+    /// What its file says.
+    ca: Option<String>,
+    refresh: Duration,
+    max_age: Duration,
+}
+
+impl Issuers {
+    /// None yet. `tasks` run on `runtime`; a fetch takes `bound` at most.
+    pub fn new(tasks: Tasks, runtime: Handle, bound: Duration, metrics: Arc<Metrics>) -> Self {
+        Self {
+            tasks,
+            runtime,
+            bound,
+            metrics,
+            shared: Mutex::default(),
+        }
+    }
+
+    /// The keys of an issuer, which are fetched from now on for as long as somebody reads them. `ca` is what
+    /// `jwks_ca` says.
+    ///
+    /// # Errors
+    /// If nobody could prove the URL's server to be who it is.
+    pub fn keys(&self, jwt: &Jwt, ca: Option<&str>) -> Result<Keys, String> {
+        let Jwks::Url(url) = &jwt.jwks else {
+            return Err("keys of a file are not fetched".to_owned());
+        };
+        let place = Place {
+            url: url.to_string(),
+            ca: ca.map(str::to_owned),
+            refresh: jwt.jwks_refresh,
+            max_age: jwt.jwks_max_age,
+        };
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(keys) = shared.get(&place).and_then(WeakKeys::upgrade) {
+            return Ok(keys);
+        }
+        let source = Arc::new(Source::new(url, ca)?);
+        let (keys, writer) = Keys::fetched(jwt.jwks_max_age);
+        shared.retain(|_, keys| keys.upgrade().is_some());
+        shared.insert(place, keys.downgrade());
+        let (metrics, bound, refresh) = (self.metrics.clone(), self.bound, jwt.jwks_refresh);
+        let span = info_span!("jwks", url = %source);
+        let task = async move {
+            let fetch = || {
+                let (source, metrics) = (source.clone(), metrics.clone());
+                async move { once(&source, bound, &metrics).await }
+            };
+            tokio::select! {
+                () = keep(&writer, refresh, fetch) => {}
+                () = writer.unread() => {}
+            }
+        };
+        self.tasks.spawn_on(&self.runtime, span, task);
+        Ok(keys)
+    }
+}
+
+async fn once(source: &Source, bound: Duration, metrics: &Metrics) -> Option<KeySet> {
+    let fetched = match tokio::time::timeout(bound, source.fetch()).await {
+        Ok(fetched) => fetched,
+        Err(_) => Err(format!("no answer within {bound:?}")),
+    };
+    metrics.jwks_fetched(fetched.is_ok());
+    fetched
+        .inspect_err(|error| {
+            tracing::warn!(url = %source, error, "the keys of an issuer of JWTs cannot be fetched; those before count until jwks_max_age");
+        })
+        .ok()
+}
+
+/// Fetches whenever it is time to. Never ends.
+async fn keep<F>(writer: &KeysWriter, refresh: Duration, mut fetch: impl FnMut() -> F)
+where
+    F: Future<Output = Option<KeySet>>,
+{
+    let mut failures = 0;
+    loop {
+        let began = Instant::now();
+        writer.begins();
+        let fetched = fetch().await;
+        let next = if fetched.is_some() {
+            failures = 0;
+            refresh
+        } else {
+            failures += 1;
+            (PAUSE * failures).min(SLOWEST).min(refresh)
+        };
+        if writer.ended(fetched) {
+            tracing::info!("keys of an issuer of JWTs are new");
+        }
+        tokio::select! {
+            () = sleep_until(began + next) => {}
+            () = writer.wanted() => sleep_until(began + PAUSE).await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+//! One fetch of a set of keys: resolve, connect, TLS, one GET.
+//!
+//! What answers is believed for its certificate alone (in the clear: because it is this very machine). Redirects are
+//! not followed, and of an answer no more is read than [`LARGEST`].
+
+use crate::state::KeySet;
+use bytes::Bytes;
+use causeway_certs::verify::provider;
+use causeway_tunnel::{resolve::resolve, wire};
+use http::{
+    Request, StatusCode, Uri,
+    header::{ACCEPT, HOST, USER_AGENT},
+};
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use rustls::{ClientConfig, RootCertStore};
+use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+use std::{fmt, pin::pin, sync::Arc};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+};
+use tokio_rustls::TlsConnector;
+
+/// An answer at most, in bytes: a set with 256 keys and their certificates.
+const LARGEST: usize = 1 << 20;
+
+/// Where keys come from.
+pub(super) struct Source {
+    url: Uri,
+    host: String,
+    port: u16,
+    /// Without: in the clear.
+    tls: Option<(TlsConnector, ServerName<'static>)>,
+}
+
+/// Without its query, which may hold a secret.
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let authority = self
+            .url
+            .authority()
+            .map_or("", |authority| authority.as_str());
+        let scheme = self.url.scheme_str().unwrap_or_default();
+        write!(f, "{scheme}://{authority}{}", self.url.path())
+    }
+}
+
+impl Source {
+    /// A URL, whose server shows a certificate of `ca` (in PEM), or else of a CA that the system trusts.
+    ///
+    /// # Errors
+    /// If there is no CA to go by.
+    pub(super) fn new(url: &Uri, ca: Option<&str>) -> Result<Self, String> {
+        let host = url.host().unwrap_or_default();
+        let host = host
+            .trim_start_matches('[')
+            .trim_end_matches(']')
+            .to_owned();
+        let encrypted = url.scheme_str() == Some("https");
+        let tls = if encrypted {
+            let name = ServerName::try_from(host.clone());
+            let name =
+                name.map_err(|_| format!("{host} is no name that a certificate could have"))?;
+            Some((connector(roots(ca)?)?, name))
+        } else {
+            None
+        };
+        Ok(Self {
+            port: url.port_u16().unwrap_or(if encrypted { 443 } else { 80 }),
+            url: url.clone(),
+            host,
+            tls,
+        })
+    }
+
+    /// The keys that it has now.
+    ///
+    /// # Errors
+    /// Why there are none to be had.
+    pub(super) async fn fetch(&self) -> Result<KeySet, String> {
+        let tcp = self.dial().await?;
+        let text = match &self.tls {
+            None => self.get(tcp).await?,
+            Some((connector, name)) => {
+                let tls = connector.connect(name.clone(), tcp).await;
+                self.get(tls.map_err(|error| format!("TLS: {error}"))?)
+                    .await?
+            }
+        };
+        KeySet::parse(&text)
+    }
+
+    async fn dial(&self) -> Result<TcpStream, String> {
+        let (host, port) = (&self.host, self.port);
+        let found = resolve(host, port).await;
+        let found = found.map_err(|error| format!("{host} cannot be resolved: {error}"))?;
+        let mut failed =
+            format!("{host} is not this machine, and http:// is for this machine only");
+        for address in found {
+            // A name may lead anywhere, whatever it was when the configuration was read.
+            if self.tls.is_none() && !address.ip().to_canonical().is_loopback() {
+                continue;
+            }
+            match TcpStream::connect(address).await {
+                Ok(tcp) => return Ok(tcp),
+                Err(error) => failed = format!("{address} cannot be reached: {error}"),
+            }
+        }
+        Err(failed)
+    }
+
+    async fn get(&self, io: impl AsyncRead + AsyncWrite + Unpin) -> Result<Bytes, String> {
+        let authority = self
+            .url
+            .authority()
+            .map_or("", |authority| authority.as_str());
+        let path = self.url.path_and_query().map_or("/", |path| path.as_str());
+        let request = Request::get(path)
+            .header(HOST, authority)
+            .header(ACCEPT, "application/json")
+            .header(USER_AGENT, concat!("causeway/", env!("CARGO_PKG_VERSION")))
+            .body(Empty::<Bytes>::new())
+            .map_err(|error| error.to_string())?;
+        let (mut sender, connection) = http1::Builder::new()
+            .title_case_headers(true)
+            .handshake(TokioIo::new(io))
+            .await
+            .map_err(|error| error.to_string())?;
+        let asking = async {
+            let answer = sender.send_request(request).await;
+            let answer = answer.map_err(|error| format!("no answer: {error}"))?;
+            let status = answer.status();
+            if status.is_redirection() {
+                return Err(format!(
+                    "{status}: redirects are not followed; name the URL that it leads to"
+                ));
+            }
+            if status != StatusCode::OK {
+                return Err(format!("the answer is {status}"));
+            }
+            let body = Limited::new(answer.into_body(), LARGEST).collect().await;
+            body.map(http_body_util::Collected::to_bytes)
+                .map_err(|error| {
+                    format!("the answer is longer than {LARGEST} bytes or breaks off: {error}")
+                })
+        };
+        let mut asking = pin!(asking);
+        tokio::select! {
+            biased;
+            answered = &mut asking => answered,
+            // A connection that is over has given its error to the request.
+            _ = connection => asking.await,
+        }
+    }
+}
+
+fn connector(roots: RootCertStore) -> Result<TlsConnector, String> {
+    let config =
+        ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
+    let config = config.map_err(|error| error.to_string())?;
+    let mut config = config.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
+    Ok(Arc::new(config).into())
+}
+
+fn roots(ca: Option<&str>) -> Result<RootCertStore, String> {
+    let mut roots = RootCertStore::empty();
+    let Some(ca) = ca else {
+        let found = rustls_native_certs::load_native_certs();
+        if roots.add_parsable_certificates(found.certs).0 == 0 {
+            return Err("the system has no CAs to prove the URL of keys by (install ca-certificates, or set jwks_ca)".to_owned());
+        }
+        return Ok(roots);
+    };
+    for root in CertificateDer::pem_slice_iter(ca.as_bytes()) {
+        let root = root.map_err(|error| error.to_string())?;
+        roots.add(root).map_err(|error| error.to_string())?;
+    }
+    if roots.is_empty() {
+        return Err("there is no certificate in it".to_owned());
+    }
+    Ok(roots)
+}

@@ -1,0 +1,186 @@
+use super::*;
+use causeway_certs::install_provider;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpListener,
+};
+
+const KEYS: &str = r#"{ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": "one",
+    "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo" }] }"#;
+const REFRESH: Duration = Duration::from_mins(10);
+
+fn set() -> KeySet {
+    KeySet::parse(KEYS.as_bytes()).unwrap()
+}
+
+/// Keeps keys for this long, and says after which seconds they were fetched.
+async fn fetched_at(
+    (keys, writer): &(Keys, KeysWriter),
+    work: impl AsyncFnOnce(&Keys),
+    mut answer: impl FnMut(usize) -> Option<KeySet>,
+) -> Vec<u64> {
+    let began = Instant::now();
+    let fetches = Mutex::new(Vec::new());
+    let fetch = || {
+        let mut fetches = fetches.lock().unwrap();
+        fetches.push(began.elapsed().as_secs());
+        std::future::ready(answer(fetches.len()))
+    };
+    tokio::select! {
+        () = keep(writer, REFRESH, fetch) => {}
+        () = work(keys) => {}
+    }
+    fetches.into_inner().unwrap()
+}
+
+async fn seconds(seconds: u64) {
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_are_fetched_at_once_and_then_as_often_as_configured() {
+    let table = Keys::fetched(REFRESH);
+    let work = async |_: &Keys| seconds(1210).await;
+    assert_eq!(
+        fetched_at(&table, work, |_| Some(set())).await,
+        [0, 600, 1200]
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_issuer_that_does_not_answer_is_asked_ever_more_seldom_but_again_and_again() {
+    let table = Keys::fetched(REFRESH);
+    let work = async |keys: &Keys| {
+        seconds(60).await;
+        assert!(keys.now().is_err());
+        seconds(41).await;
+        keys.now().unwrap();
+    };
+    let answer = |time: usize| (time > 4).then(set);
+    assert_eq!(fetched_at(&table, work, answer).await, [0, 10, 30, 60, 100]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_unknown_key_ids_costs_an_issuer_one_fetch_in_ten_seconds() {
+    let table = Keys::fetched(REFRESH);
+    let bound = Duration::from_secs(3);
+    let work = async |keys: &Keys| {
+        seconds(100).await;
+        for _ in 0..15 {
+            for _ in 0..1000 {
+                keys.anew(bound).await;
+            }
+            seconds(1).await;
+        }
+    };
+    assert_eq!(
+        fetched_at(&table, work, |_| Some(set())).await,
+        [0, 100, 110]
+    );
+}
+
+/// A server on this machine that gives each connection the next of these answers, the last one from then on.
+async fn server(answers: &'static [String]) -> (String, Arc<AtomicUsize>, Tasks) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/keys?p=secret", listener.local_addr().unwrap());
+    let (tasks, asked) = (Tasks::default(), Arc::new(AtomicUsize::new(0)));
+    let counted = asked.clone();
+    tasks.spawn(info_span!("server"), async move {
+        loop {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            let number = counted.fetch_add(1, SeqCst).min(answers.len() - 1);
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(socket.read_u8().await.unwrap());
+            }
+            assert!(head.starts_with(b"GET /keys?p=secret HTTP/1.1\r\nHost: 127.0.0.1:"));
+            // Who has read enough may have gone.
+            let _ = socket.write_all(answers[number].as_bytes()).await;
+        }
+    });
+    (url, asked, tasks)
+}
+
+fn answer(head: &str, body: &str) -> String {
+    format!(
+        "HTTP/1.1 {head}\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+async fn fetch(answer: String) -> Result<KeySet, String> {
+    let answers: &'static [String] = vec![answer].leak();
+    let (url, _, _server) = server(answers).await;
+    Source::new(&url.parse().unwrap(), None)
+        .unwrap()
+        .fetch()
+        .await
+}
+
+#[tokio::test]
+async fn what_is_no_set_of_keys_is_refused_and_says_what_it_is() {
+    assert_eq!(fetch(answer("200 OK", KEYS)).await, Ok(set()));
+    for (answer, says) in [
+        (answer("404 Not Found", KEYS), "404"),
+        (
+            answer("302 Found\r\nLocation: http://127.0.0.1/", KEYS),
+            "redirects are not followed",
+        ),
+        (answer("200 OK", "<html>"), "no set of keys"),
+        (
+            answer("200 OK", &" ".repeat((1 << 20) + 1)),
+            "longer than 1048576",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{".to_owned(),
+            "breaks off",
+        ),
+        ("what?\r\n\r\n".to_owned(), "no answer"),
+    ] {
+        let refused = fetch(answer).await.unwrap_err();
+        assert!(refused.contains(says), "{says}: {refused}");
+    }
+}
+
+#[tokio::test]
+async fn a_name_for_this_machine_that_leads_elsewhere_brings_no_keys_in_the_clear() {
+    let url = "http://192.0.2.1/keys".parse().unwrap();
+    let refused = Source::new(&url, None).unwrap().fetch().await.unwrap_err();
+    assert!(refused.contains("for this machine only"), "{refused}");
+}
+
+#[tokio::test]
+async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fetching() {
+    install_provider();
+    let answers: &'static [String] = vec![answer("200 OK", KEYS)].leak();
+    let (url, asked, _server) = server(answers).await;
+    let metrics = Metrics::new();
+    let issuers = Issuers::new(
+        Tasks::default(),
+        Handle::current(),
+        Duration::from_secs(30),
+        metrics.clone(),
+    );
+    let jwt = Jwt::new("https://id.test", "causeway", url.parse().unwrap());
+    let first = issuers.keys(&jwt, None).unwrap();
+    let second = issuers.keys(&jwt, None).unwrap();
+    first.anew(Duration::from_secs(30)).await;
+    assert!(second.are(&first.now().unwrap()));
+    assert_eq!(asked.load(SeqCst), 1);
+    assert!(
+        metrics
+            .encode()
+            .contains("jwks_fetches_total{outcome=\"ok\"} 1")
+    );
+    assert_eq!(issuers.tasks.len(), 1);
+    drop((first, second));
+    tokio::time::timeout(
+        Duration::from_secs(30),
+        issuers.tasks.drain(Duration::from_secs(30)),
+    )
+    .await
+    .unwrap();
+    let third = issuers.keys(&jwt, None).unwrap();
+    assert!(third.now().is_err(), "begun anew");
+}

@@ -1,0 +1,85 @@
+//! A bearer token in `Authorization`: one of the front's file, or a JWT by its shape.
+//!
+//! What the last token on a connection came to is remembered, so that a kept-alive connection asks once. A JWT is
+//! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it.
+
+use super::{Authentication, Caller, Method, jwt};
+use crate::{
+    error::{Error, Reason},
+    proxy::{Shared, front::Connection},
+};
+use std::sync::{Mutex, PoisonError};
+
+/// The caller that the last token on a connection named.
+pub(crate) type LastToken = Mutex<Option<Remembered>>;
+
+/// A token that was tried with success.
+#[derive(Debug)]
+pub(crate) struct Remembered {
+    presented: Vec<u8>,
+    caller: Caller,
+    /// What a JWT rests on.
+    holds: Option<jwt::Holds>,
+}
+
+/// Whom what stands in `Authorization` names.
+pub(super) async fn identify(
+    front: &Authentication,
+    presented: &[u8],
+    connection: &Connection,
+    shared: &Shared,
+) -> Result<Caller, Error> {
+    if let Some(caller) = remembered(&connection.last_token, presented) {
+        return Ok(caller);
+    }
+    let text = std::str::from_utf8(presented).unwrap_or_default();
+    let token = match text.split_once(' ') {
+        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim(),
+        _ => {
+            let nothing = "the Authorization field holds no bearer token";
+            return Err(Reason::Unauthenticated.says(nothing));
+        }
+    };
+    let (caller, holds) = tried(front, token, shared).await?;
+    let mut last = last(&connection.last_token);
+    *last = Some(Remembered {
+        presented: presented.to_vec(),
+        caller: caller.clone(),
+        holds,
+    });
+    Ok(caller)
+}
+
+async fn tried(
+    front: &Authentication,
+    token: &str,
+    shared: &Shared,
+) -> Result<(Caller, Option<jwt::Holds>), Error> {
+    let refuse = |why| Reason::Unauthenticated.says(why).of_token();
+    match (&front.jwts, &front.tokens) {
+        (Some(jwts), tokens) if tokens.is_none() || jwt::is_one(token) => {
+            let bound = shared.timeouts.authorize;
+            let named = jwts.identify(token, bound).await.map_err(refuse)?;
+            let caller = Caller::new(&named.name, named.groups, Method::Jwt, shared);
+            Ok((caller, Some(named.holds)))
+        }
+        (_, tokens) => {
+            let found = tokens.as_ref().and_then(|tokens| tokens.lookup(token));
+            let found =
+                found.ok_or_else(|| refuse("token: not one that this front knows".into()))?;
+            let caller = Caller::new(&found.name, found.groups.clone(), Method::Token, shared);
+            Ok((caller, None))
+        }
+    }
+}
+
+fn remembered(last_token: &LastToken, presented: &[u8]) -> Option<Caller> {
+    let last = last(last_token);
+    let known = last.as_ref().filter(|known| known.presented == presented)?;
+    let holds = known.holds.as_ref().is_none_or(jwt::Holds::still);
+    holds.then(|| known.caller.clone())
+}
+
+fn last(last_token: &LastToken) -> std::sync::MutexGuard<'_, Option<Remembered>> {
+    last_token.lock().unwrap_or_else(PoisonError::into_inner)
+}

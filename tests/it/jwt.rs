@@ -1,0 +1,453 @@
+//! Callers by JWT, and what apps are told of callers, however they are known.
+
+use crate::hostile::one_chunked_request;
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::{App, answer},
+    caller::{Caller, assert_problem, exchange, whole},
+    gateway::{Build, fixed, front},
+    issuer::{Issuer, Key, claims, now},
+    tool::{Ran, Tool, need},
+    until,
+};
+use causeway_gateway::config::{Callers, Front, IdentityHeaders, Jwks, Jwt, Kind};
+use hyper::Request;
+use serde_json::json;
+use std::fs;
+use tokio::net::TcpListener;
+
+const URL: &str = "https://edge-1:9100/";
+
+/// An `https` front for JWTs of this issuer, and for what else `callers` say.
+fn jwts(jwt: Jwt, callers: Callers) -> Front {
+    Front {
+        callers: Callers {
+            own_ca: false,
+            jwt: vec![jwt],
+            ..callers
+        },
+        ..front("jwt", Kind::Https)
+    }
+}
+
+fn told() -> IdentityHeaders {
+    IdentityHeaders {
+        user: Some("X-Remote-User".to_owned()),
+        groups: Some("X-Remote-Group".to_owned()),
+    }
+}
+
+/// No line of any log, the audit log's among them, holds a part of these tokens.
+fn assert_untold(world: &World, tokens: &[&str]) {
+    let log = world.log().text();
+    assert!(log.contains("\"access\""), "there is a log: {log}");
+    for token in tokens {
+        for part in token.split('.') {
+            assert!(part.len() > 20 && !log.contains(part), "{part}: {log}");
+        }
+    }
+}
+
+/// curl, which shows the front `jwt` this token.
+async fn curl(world: &World, token: &str) -> Ran {
+    let to = format!("::{}", world.front("jwt"));
+    let bearer = format!("Authorization: Bearer {token}");
+    let curl = Tool::curl()
+        .args(["--cacert".into(), world.root_path()])
+        .args(["--connect-to", &to, "-H", &bearer])
+        .args(["-w", "\n%{http_code}", URL]);
+    curl.run().await.ok()
+}
+
+/// Its status and its body.
+fn said(ran: &Ran) -> (u16, String) {
+    let text = ran.text();
+    let (body, status) = text.rsplit_once('\n').unwrap();
+    (status.parse().unwrap(), body.to_owned())
+}
+
+#[tokio::test]
+async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() {
+    need!("curl");
+    let (old, new) = (Key::new("old"), Key::new("new"));
+    let mut issuer = Issuer::start(&old).await;
+    let build = World::build();
+    let jwt = issuer.jwt(build.folder());
+    let mut world = build.front(jwts(jwt, Callers::default())).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let (by_old, by_new) = (old.sign(&claims(&json!({}))), new.sign(&claims(&json!({}))));
+    assert_eq!(said(&curl(&world, &by_old).await), (200, "it".to_owned()));
+    assert_eq!(app.head().await.value("authorization"), None);
+    let record = world.log().records().pop().unwrap();
+    assert_eq!(
+        (&record["caller"], &record["by"]),
+        (&json!("ann"), &json!("jwt"))
+    );
+
+    issuer.rotate(&new);
+    until("the new key counts", async || {
+        said(&curl(&world, &by_new).await).0 == 200
+    })
+    .await;
+    assert_eq!(issuer.asked(), 2, "for a flood of unknown keys as for one");
+    let (status, body) = said(&curl(&world, &by_old).await);
+    assert!(
+        status == 401 && body.contains("jwt: no key with this id"),
+        "{body}"
+    );
+
+    issuer.stop().await;
+    assert_eq!(said(&curl(&world, &by_new).await), (200, "it".to_owned()));
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.sum("jwks_fetches_total", &[("outcome", "ok")]), 2);
+    // A front that is another now has the keys that are here, and may pass a token on.
+    let changed = world.reload(|config| config.fronts[1].forward_authorization = true);
+    assert_eq!(changed.unwrap().fronts.replaced, ["jwt"]);
+    assert_eq!(said(&curl(&world, &by_new).await).0, 200);
+    // One was looked at above.
+    for _ in 1..app.requests() - 1 {
+        app.head().await;
+    }
+    let passed = app.head().await.value("authorization");
+    assert_eq!(passed, Some(format!("Bearer {by_new}")));
+    assert_untold(&world, &[&by_old, &by_new]);
+}
+
+/// curl and a caller of our own are refused with this sentence.
+async fn assert_refused(world: &World, token: &str, says: &str) {
+    let (status, body) = said(&curl(world, token).await);
+    let problem: serde_json::Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(
+        (status, &problem["reason"]),
+        (401, &json!("unauthenticated"))
+    );
+    let detail = problem["detail"].as_str().unwrap();
+    assert!(detail.starts_with(says), "{says}: {detail}");
+    for secret in ["elsewhere", "causeway\"", "else.test", "id.test", "masters"] {
+        assert!(!detail.contains(secret), "{detail}");
+    }
+    let answer = world.caller_at("jwt").only_bearer(token).get(URL).await;
+    assert_problem(&answer, 401, "unauthenticated", says);
+    let challenge = "Bearer realm=\"causeway\", error=\"invalid_token\"";
+    assert_eq!(answer.field("www-authenticate"), challenge);
+}
+
+#[tokio::test]
+async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
+    need!("curl");
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let build = World::build();
+    let opaque = build.token("bob");
+    let callers = Callers {
+        tokens: Some(build.tokens()),
+        ..Callers::default()
+    };
+    let jwt = issuer.jwt(build.folder());
+    let world = build.front(jwts(jwt, callers)).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let signed = |more| key.sign(&claims(&more));
+    let good = signed(json!({}));
+    let forged = Key::new("key").sign(&claims(&json!({})));
+    let mut tokens = vec![good.clone(), forged.clone()];
+    for (token, says) in [
+        (signed(json!({ "exp": now() - 100 })), "jwt: expired at 20"),
+        (
+            signed(json!({ "nbf": now() + 1000 })),
+            "jwt: not valid before 20",
+        ),
+        (
+            signed(json!({ "aud": "elsewhere" })),
+            "jwt: not for this audience",
+        ),
+        (
+            signed(json!({ "iss": "https://else.test" })),
+            "jwt: issuer is not one of this front's",
+        ),
+        (
+            signed(json!({ "groups": ["system:masters"] })),
+            "jwt: a name or group in it",
+        ),
+        (
+            Key::new("other").sign(&claims(&json!({}))),
+            "jwt: no key with this id",
+        ),
+        (forged, "jwt: its signature is not its issuer's"),
+        (format!("{opaque}x"), "token: not one that this front knows"),
+    ] {
+        assert_refused(&world, &token, says).await;
+        if token.matches('.').count() == 2 {
+            tokens.push(token);
+        }
+    }
+    // Each by its shape.
+    assert_eq!(said(&curl(&world, &good).await).0, 200);
+    assert_eq!(said(&curl(&world, &opaque).await).0, 200);
+    assert_eq!(app.requests(), 2, "nothing else has passed");
+    let tokens: Vec<_> = tokens.iter().map(String::as_str).collect();
+    assert_untold(&world, &tokens);
+    assert!(!world.log().text().contains(&opaque));
+    let audited = world.log().text().matches("\"event\":\"refused\"").count();
+    assert_eq!(audited, 16);
+}
+
+#[tokio::test]
+async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
+    let key = Key::new("key");
+    let mut issuer = Issuer::silent(&key).await;
+    let build = World::build();
+    let jwt = issuer.jwt(build.folder());
+    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let caller = world
+        .caller_at("jwt")
+        .only_bearer(&key.sign(&claims(&json!({}))));
+    let refused = caller.get(URL).await;
+    assert_problem(
+        &refused,
+        401,
+        "unauthenticated",
+        "jwt: the keys of its issuer are not here yet",
+    );
+    let log = world.log().text();
+    assert!(
+        log.contains("the keys of an issuer of JWTs cannot be fetched"),
+        "{log}"
+    );
+    let failed = world.metrics().await;
+    assert!(failed.sum("jwks_fetches_total", &[("outcome", "failed")]) > 0);
+    issuer.answer().await;
+    until("the keys are here", async || {
+        caller.get(URL).await.status == 200
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
+    let key = Key::new("key");
+    let (there, meant) = (Issuer::start(&key).await, Issuer::silent(&key).await);
+    let build = World::build();
+    let jwt = Jwt {
+        jwks_ca: meant.jwt(build.folder()).jwks_ca,
+        ..there.jwt(&build.folder().join("there"))
+    };
+    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let token = key.sign(&claims(&json!({})));
+    let answer = world.caller_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
+    let refused = answer.get(URL).await;
+    let says = "jwt: the keys of its issuer are not here yet";
+    assert_problem(&refused, 401, "unauthenticated", says);
+    assert!(there.asked() > 0);
+    let log = world.log().text();
+    assert!(log.contains("TLS: invalid peer certificate"), "{log}");
+}
+
+/// The token is remembered by the connection, but neither beyond its end nor beyond its key.
+#[tokio::test]
+async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let build = World::build();
+    let jwt = issuer.jwt(build.folder());
+    let world = build.front(jwts(jwt, Callers::default())).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for http2 in [false, true] {
+        // A minute beyond its end is two clocks' business.
+        let token = key.sign(&claims(&json!({ "exp": now() - 56 })));
+        let caller = world.caller_at("jwt").only_bearer(&token);
+        let caller = if http2 { caller.http2() } else { caller };
+        let mut kept = caller.connect("edge-1").await.unwrap();
+        let mut last = kept.get(URL).await.unwrap();
+        assert_eq!(last.status, 200);
+        until("the token has expired", async || {
+            last = kept.get(URL).await.unwrap();
+            last.status != 200
+        })
+        .await;
+        assert_problem(&last, 401, "unauthenticated", "jwt: expired at ");
+    }
+}
+
+#[tokio::test]
+async fn keys_of_a_file_are_read_anew_and_the_old_ones_prove_nothing_any_more() {
+    let (old, new) = (Key::new("key"), Key::new("key"));
+    let build = World::build();
+    let file = build.folder().join("keys.json");
+    fs::write(&file, old.set()).unwrap();
+    let jwt = Jwt::new("https://id.test", "causeway", Jwks::File(file.clone()));
+    let mut world = build.front(jwts(jwt, Callers::default())).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let caller = |key: &Key| {
+        let token = key.sign(&claims(&json!({})));
+        world.caller_at("jwt").only_bearer(&token)
+    };
+    let (by_old, by_new) = (caller(&old), caller(&new));
+    let mut kept = by_old.connect("edge-1").await.unwrap();
+    assert_eq!(kept.get(URL).await.unwrap().status, 200);
+    assert_eq!(by_new.get(URL).await.status, 401);
+    fs::write(&file, "{ \"keys\": [] }").unwrap();
+    let refused = world.reload(|_| {}).unwrap_err().to_string();
+    assert!(
+        refused.contains("keys.json") && refused.contains("no key in it"),
+        "{refused}"
+    );
+    assert_eq!(kept.get(URL).await.unwrap().status, 200, "all is as it was");
+    fs::write(&file, new.set()).unwrap();
+    world.reload(|_| {}).unwrap();
+    assert_eq!(by_new.get(URL).await.status, 200);
+    assert_eq!(by_old.get(URL).await.status, 401);
+    until(
+        "the connection by the old key takes nothing new",
+        async || kept.get(URL).await.is_err(),
+    )
+    .await;
+}
+
+/// A front that takes all three, and tells the app who calls.
+fn telling(build: &Build, jwt: Jwt) -> Front {
+    let callers = Callers {
+        tokens: Some(build.tokens()),
+        ..Callers::default()
+    };
+    let mut front = jwts(jwt, callers);
+    front.callers.own_ca = true;
+    front.identity_headers = told();
+    front
+}
+
+/// What a caller would have an app believe.
+fn lying(caller: Caller) -> Caller {
+    caller
+        .field("x-remote-user", "root")
+        .field("X_Remote_User", "root")
+        .field("x-remote-group", "admins")
+        .field("x-remote_group", "admins")
+        .field("connection", "x-remote-user, x-remote-group")
+}
+
+#[tokio::test]
+async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_credential() {
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let build = World::build();
+    let opaque = build.token("bob");
+    let front = telling(&build, issuer.jwt(build.folder()));
+    let world = build.front(front).start().await;
+    let app = App::http(|head| match head.value("upgrade") {
+        Some(_) => answer::switch("websocket", b"first"),
+        None => answer::ok("it"),
+    })
+    .await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let token = key.sign(&claims(&json!({})));
+    let at = || lying(world.caller_at("jwt"));
+    let own = |name: &str| world.caller_leaf(name);
+    let certified = at().certificate(&own("alice"));
+    for (caller, credential, user, groups) in [
+        (
+            at().only_bearer(&token),
+            &token,
+            "ann",
+            vec!["ops", "on%20call"],
+        ),
+        (at().only_bearer(&opaque), &opaque, "bob", vec![]),
+        // What a caller with a certificate says besides is not looked at, and stays here all the same.
+        (
+            certified.bearer("besides"),
+            &"besides".to_owned(),
+            "alice",
+            vec![],
+        ),
+    ] {
+        let assert_told = async |what: &str| {
+            let head = app.head().await;
+            assert_eq!(head.value("authorization"), None, "{what}");
+            assert_eq!(head.values("x-remote-user"), [user], "{what}");
+            assert_eq!(head.values("x-remote-group"), groups, "{what}");
+            let text = String::from_utf8_lossy(&head.bytes).to_lowercase();
+            assert!(
+                !text.contains("_user") && !text.contains("_group"),
+                "{text}"
+            );
+            assert!(!text.contains("root") && !text.contains("admins"), "{text}");
+        };
+        assert_eq!(caller.get(URL).await.text(), "it");
+        assert_told("a request").await;
+
+        let mut wire = caller.wire("edge-1", &["http/1.1"]).await.unwrap();
+        let upgrade = format!(
+            "GET /socket HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {credential}\r\n\
+             X-Remote-User: root\r\nX_Remote_Group: admins\r\nConnection: Upgrade, X-Remote-User\r\n\
+             Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        );
+        let head = exchange(&mut *wire, upgrade).await;
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+        assert_told("an upgrade").await;
+    }
+    world.until_idle().await;
+    assert_untold(&world, &[&token]);
+    assert!(!world.log().text().contains(&opaque));
+}
+
+#[tokio::test]
+async fn trailers_do_not_tell_an_app_who_calls() {
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let build = World::build();
+    let front = Front {
+        identity_headers: told(),
+        ..jwts(issuer.jwt(build.folder()), Callers::default())
+    };
+    let world = build.front(front).start().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let app = listener.local_addr().unwrap();
+    let _edge = world.edge("edge-1").port(9100, app).join().await;
+    let token = key.sign(&claims(&json!({})));
+    let request = format!(
+        "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {token}\r\n\
+         Transfer-Encoding: chunked\r\nTrailer: x-remote-user, x-remote-group, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
+         X-Remote-User: root\r\nX_Remote_User: root\r\nX-Remote-Group: admins\r\nX-Sum: 7\r\n\r\n"
+    );
+    let caller = world.caller_at("jwt").nobody();
+    let (answer, seen) = tokio::join!(caller.raw("edge-1", request), one_chunked_request(listener));
+    assert_eq!(answer.status, 200, "{answer}");
+    let (_, trailers) = seen.split_once("\r\n0\r\n").unwrap();
+    assert_eq!(trailers.to_lowercase(), "x-sum: 7\r\n\r\n");
+}
+
+#[tokio::test]
+async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let build = World::build();
+    let connect = Front {
+        kind: Kind::Connect,
+        ..jwts(issuer.jwt(build.folder()), Callers::default())
+    };
+    let bytes = fixed("bytes", Kind::Tcp, "edge-1", 9100);
+    let world = build.front(connect).front(bytes).start().await;
+    let app = App::saying("it").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let token = key.sign(&claims(&json!({})));
+    for (token, status) in [
+        (token.as_str(), "200 "),
+        ("a.b.c", "401 jwt: it does not read"),
+    ] {
+        let caller = world.caller_at("jwt").nobody();
+        let mut wire = caller.wire("gateway.test", &[]).await.unwrap();
+        let head = format!(
+            "CONNECT edge-1:9100 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+        );
+        let head = exchange(&mut *wire, head).await;
+        assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
+    }
+    let post = Request::post(URL).body(whole("")).unwrap();
+    let wrong = world.caller_at("jwt").only_bearer(&token).send(post).await;
+    assert_eq!(wrong.status, 405);
+}
