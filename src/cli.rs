@@ -224,6 +224,19 @@ pub(crate) enum Ca {
     /// Let another root take the place of the one that signs, in three steps
     #[command(subcommand)]
     Rotate(Rotate),
+    /// Write CA, secret of session tickets, tokens and nodes into one file; a gateway may run meanwhile
+    Backup(CaBackup),
+    /// Make a data directory what it was when a backup was made; no gateway may run on it
+    Restore(CaBackup),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaBackup {
+    /// The backup; whoever has it can be any edge and any caller
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Subcommand)]

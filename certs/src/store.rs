@@ -7,6 +7,7 @@
 //! and written is `dir`'s; every call here blocks on the disk.
 
 mod authority;
+mod backup;
 mod dir;
 mod owner;
 
@@ -16,6 +17,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+pub use backup::Backup;
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
@@ -71,14 +73,19 @@ impl Store {
                 );
                 return Err(dir.corrupt(VERSION_FILE, why));
             }
-            (None, Access::Create) => dir.write(VERSION_FILE, &format!("{VERSION}\n"))?,
+            (None, Access::Create) => {
+                let _lock = dir.lock()?;
+                dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
+            }
             (None, Access::Existing) => {
                 return Err(StoreError::Missing {
                     path: dir.path(VERSION_FILE),
                 });
             }
         }
-        Ok(Self { dir })
+        let store = Self { dir };
+        store.finish_restore()?;
+        Ok(store)
     }
 
     /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
@@ -131,6 +138,7 @@ impl Store {
 
     /// Notes a small fact about the running process, such as its admin address.
     pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
         self.dir.write(&runtime(name), text)
     }
 

@@ -15,6 +15,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
+pub(crate) use book::TOKENS;
 pub use book::{Standing, TokenBook, TokenRefused};
 
 use crate::name::{NodeName, NodePattern};

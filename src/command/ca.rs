@@ -4,11 +4,13 @@
 //! CA is never replaced: every edge that trusts it would be lost.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, UNIX_EPOCH};
 
-use causeway_certs::{Access, Ca as Authority, Leaf, Store, TrustDomain};
+use anyhow::anyhow;
+use causeway_certs::{Access, Backup, Ca as Authority, Leaf, Store, StoreError, TrustDomain};
 
 use super::{data, private, rotate};
-use crate::cli::{Ca, CaCaller, CaInit};
+use crate::cli::{Ca, CaBackup, CaCaller, CaInit};
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
@@ -16,6 +18,8 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
         Ca::Init(ask) => init(&ask),
         Ca::Caller(ask) => caller(&ask),
         Ca::Rotate(order) => rotate::run(order).await,
+        Ca::Backup(ask) => backup(&ask),
+        Ca::Restore(ask) => restore(&ask),
     }
 }
 
@@ -61,6 +65,38 @@ fn caller(ask: &CaCaller) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn backup(ask: &CaBackup) -> anyhow::Result<()> {
+    let (store, ca) = data::with_ca(&ask.data.data_dir)?;
+    store.backup()?.save(&ask.file)?;
+    println!(
+        "CA {} with tickets, tokens and nodes: {}; keep it as you keep the CA itself",
+        ca.fingerprint(),
+        ask.file.display()
+    );
+    Ok(())
+}
+
+fn restore(ask: &CaBackup) -> anyhow::Result<()> {
+    let backup = Backup::read(&ask.file)?;
+    let directory = &ask.data.data_dir;
+    let store = Store::open(directory, Access::Create)?;
+    store.restore(&backup).map_err(|error| match error {
+        StoreError::Exists { .. } => anyhow!(
+            "there is another CA in {}, and it is not overwritten; restore into an empty directory",
+            directory.display()
+        ),
+        StoreError::InUse { .. } => anyhow!("{error} (stop the gateway that runs there first)"),
+        error => error.into(),
+    })?;
+    let made = UNIX_EPOCH + Duration::from_secs(backup.made_at());
+    println!(
+        "{} is what it was at {}: nodes that were revoked or removed since are welcome again, and tokens that were used since are good again",
+        directory.display(),
+        humantime::format_rfc3339_seconds(made)
+    );
+    Ok(())
+}
+
 /// Writes NAME.pem and NAME-key.pem, the key first; returns where they are.
 pub(super) fn write_caller(
     out: &Path,
@@ -79,7 +115,6 @@ mod tests {
     use super::*;
     use crate::cli::DataDir;
     use std::os::unix::fs::PermissionsExt;
-    use std::time::Duration;
 
     #[test]
     fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {

@@ -21,6 +21,8 @@ mod reload;
 mod renewal;
 mod revocation;
 
+mod kills;
+
 mod road;
 
 mod clients_curl;

@@ -9,7 +9,7 @@ use crate::ca::{Ca, CaError, CaFile, Step};
 use crate::token::TokenBook;
 use std::path::PathBuf;
 
-const CA: &str = "ca.json";
+pub(super) const CA: &str = "ca.json";
 const ROOTS: &str = "ca.pem";
 /// The key of a root from before `ca.json`.
 const OLD_KEY: &str = "ca.key";
@@ -22,9 +22,24 @@ impl Store {
 
     /// The CA, if one was made here.
     pub fn ca(&self) -> Result<Option<Ca>, StoreError> {
+        let found = self.read_ca()?;
+        let settled = found.as_ref().is_none_or(|ca| self.is_settled(ca));
+        if settled || self.dir.read(CA)?.is_none() {
+            return Ok(found);
+        }
+        let _lock = self.dir.lock()?;
+        // Whoever held the lock may have gone on.
+        let found = self.read_ca()?;
+        if let Some(ca) = &found {
+            self.settle(ca)?;
+        }
+        Ok(found)
+    }
+
+    /// The same, whatever else is there.
+    pub(super) fn read_ca(&self) -> Result<Option<Ca>, StoreError> {
         if let Some(file) = self.dir.read_json::<CaFile>(CA)? {
             let ca = file.read().map_err(|error| self.dir.corrupt(CA, error))?;
-            self.show_roots(&ca)?;
             return Ok(Some(ca));
         }
         match (self.dir.read(ROOTS)?, self.dir.read(OLD_KEY)?) {
@@ -70,7 +85,7 @@ impl Store {
         let missing = || StoreError::Missing {
             path: self.dir.path(CA),
         };
-        let (ca, step) = change(self.ca()?.ok_or_else(missing)?)?;
+        let (ca, step) = change(self.read_ca()?.ok_or_else(missing)?)?;
         if step == Step::Made {
             self.keep(&ca)?;
         }
@@ -93,16 +108,20 @@ impl Store {
     /// Before the one rename nothing has changed, after it all has; the rest is made up for by [`Store::ca`].
     fn keep(&self, ca: &Ca) -> Result<(), StoreError> {
         self.dir.write_json(CA, &CaFile::of(ca))?;
-        self.show_roots(ca)?;
+        self.settle(ca)
+    }
+
+    /// What follows from `ca.json`.
+    pub(super) fn settle(&self, ca: &Ca) -> Result<(), StoreError> {
+        if !self.is_settled(ca) {
+            self.dir.write(ROOTS, &ca.bundle_pem())?;
+        }
         self.dir.remove(OLD_KEY)
     }
 
-    fn show_roots(&self, ca: &Ca) -> Result<(), StoreError> {
-        let roots = ca.bundle_pem();
-        // One that does not read is not worth more than one that is not there.
-        if self.dir.read(ROOTS).ok().flatten().as_ref() == Some(&roots) {
-            return Ok(());
-        }
-        self.dir.write(ROOTS, &roots)
+    /// Roots that do not read are not worth more than those that are not there.
+    fn is_settled(&self, ca: &Ca) -> bool {
+        let shown = self.dir.read(ROOTS).ok().flatten();
+        shown.as_ref() == Some(&ca.bundle_pem()) && !self.dir.path(OLD_KEY).exists()
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! A file is written beside its place, brought to the disk, renamed, and the rename brought to the
 //! disk too; whatever fails before the rename leaves the old file as it was. What several
-//! processes change goes through `update`, under an advisory lock on `.lock`, which the kernel
-//! frees when its holder dies.
+//! processes change goes through `update`, and all that is written is written under an advisory lock on `.lock`, which the
+//! kernel frees when its holder dies. Whoever takes it removes what the one before was killed over.
 
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -19,6 +19,8 @@ use thiserror::Error;
 
 use super::owner::{give, open_private};
 
+/// What is not in its place yet; whoever holds the lock and has made none knows that nobody wants it any more.
+const NEW: &str = ".new-";
 const LOCK: &str = ".lock";
 const CLAIM: &str = ".in-use";
 
@@ -120,7 +122,7 @@ impl Dir {
         }
     }
 
-    /// Puts a file in place of the old one: after this returns `Ok` it is on the disk.
+    /// Puts a file in place of the old one: after this returns `Ok` it is on the disk. Under the lock only.
     pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let path = self.path(name);
         self.replace(&path, text).map_err(failed("write", &path))
@@ -140,9 +142,7 @@ impl Dir {
     /// A file without its place yet, on the disk. tempfile makes it 0600, and removes it where it
     /// does not come to its place. It is the directory's user's, whoever runs this.
     fn beside(&self, text: &str) -> io::Result<NamedTempFile> {
-        let mut file = tempfile::Builder::new()
-            .prefix(".new-")
-            .tempfile_in(&self.0)?;
+        let mut file = tempfile::Builder::new().prefix(NEW).tempfile_in(&self.0)?;
         give(file.as_file(), &self.0)?;
         file.write_all(text.as_bytes())?;
         file.as_file().sync_all()?;
@@ -181,7 +181,24 @@ impl Dir {
     pub(crate) fn lock(&self) -> Result<Lock, StoreError> {
         let path = self.path(LOCK);
         let locked = open_lock(&path).and_then(|file| file.lock().map(|()| file));
-        locked.map(Lock).map_err(failed("lock", &path))
+        let locked = locked.map(Lock).map_err(failed("lock", &path))?;
+        self.sweep();
+        Ok(locked)
+    }
+
+    /// Removes what a process left that was killed before it had written all of it.
+    fn sweep(&self) {
+        let entries = fs::read_dir(&*self.0).into_iter().flatten().flatten();
+        let left = entries.filter(|entry| {
+            entry
+                .file_name()
+                .as_encoded_bytes()
+                .starts_with(NEW.as_bytes())
+        });
+        for entry in left {
+            // The next one tries again.
+            let _ = fs::remove_file(entry.path());
+        }
     }
 
     /// Takes the directory for one process, for as long as the lock is held. It goes with the process too.
@@ -220,7 +237,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     open_private(path, OpenOptions::new().write(true))
 }
 
-fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+pub(super) fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |source| StoreError::Io {
         doing,
         path: path.into(),

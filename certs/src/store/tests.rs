@@ -246,8 +246,16 @@ fn a_failed_write_names_the_file_and_leaves_nothing_behind() {
         matches!(refused, StoreError::Io { doing: "write", .. }),
         "{refused}"
     );
-    // The lock file is new, the unfinished file is gone.
-    assert_eq!(names(&data).len(), before + 1);
+    assert_eq!(names(&data).len(), before);
+}
+
+#[test]
+fn what_a_killed_process_left_half_written_goes_with_the_next_write() {
+    let (dir, store) = open();
+    let left = dir.path().join("data/.new-abc123");
+    fs::write(&left, "half").unwrap();
+    store.write_runtime("admin", "127.0.0.1:1").unwrap();
+    assert!(!left.exists());
 }
 
 #[test]
@@ -324,4 +332,122 @@ fn a_directory_is_lived_on_by_one_at_a_time() {
         .unwrap();
     drop(claim);
     second.claim().unwrap();
+}
+
+/// A directory with everything that a backup holds.
+fn full() -> (tempfile::TempDir, Store, Ca) {
+    let ((dir, store), ca) = (open(), ca());
+    store.save_ca(&ca).unwrap();
+    store.ticket_secret().unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let (tokens, life) = (store.tokens().unwrap(), Duration::from_mins(1));
+    tokens
+        .create(&node, life, crate::Confirmed::default())
+        .unwrap();
+    store.nodes().put(record("edge-1")).unwrap();
+    (dir, store, ca)
+}
+
+fn record(node: &str) -> NodeRecord {
+    NodeRecord {
+        node: NodeName::parse(node).unwrap(),
+        addresses: Vec::new(),
+        pool: None,
+        labels: BTreeMap::new(),
+        enrolled_at: 1,
+        serial: "01".into(),
+        root: None,
+        not_after: None,
+        revoked: None,
+    }
+}
+
+/// What the files say, `version` and locks aside.
+fn says(data: &Path) -> BTreeMap<String, String> {
+    let kept = names(data).into_iter();
+    let kept = kept.filter(|name| !name.starts_with('.') && name != "version");
+    kept.map(|name| (name.clone(), fs::read_to_string(data.join(name)).unwrap()))
+        .collect()
+}
+
+#[test]
+fn a_backup_makes_another_directory_the_same_and_overwrites_nothing() {
+    let (dir, store, made) = full();
+    let path = dir.path().join("backup");
+    store.backup().unwrap().save(&path).unwrap();
+    assert_eq!(mode(&path), 0o600);
+    let again = store.backup().unwrap().save(&path).unwrap_err();
+    assert!(matches!(again, StoreError::Exists { .. }), "{again}");
+
+    let backup = Backup::read(&path).unwrap();
+    let (data, copy) = (dir.path().join("data"), dir.path().join("other"));
+    let other = Store::open(&copy, Access::Create).unwrap();
+    other.restore(&backup).unwrap();
+    assert!(says(&copy) == says(&data));
+    for name in names(&copy) {
+        assert_eq!(mode(&copy.join(&name)), 0o600, "{name}");
+    }
+    // What has come since goes, and what has gone comes back.
+    other.nodes().put(record("edge-2")).unwrap();
+    let rotated = other.change_ca(|ca| Ok::<_, StoreError>(ca.prepare().unwrap()));
+    assert_eq!(rotated.unwrap().0.fingerprints().len(), 2);
+    other.restore(&backup).unwrap();
+    assert_eq!(other.nodes().all().unwrap().len(), 1);
+    let found = other.ca().unwrap().unwrap();
+    assert_eq!(found.fingerprints(), made.fingerprints());
+}
+
+#[test]
+fn nothing_is_restored_where_somebody_lives_or_another_ca_is() {
+    let (_dir, store, _) = full();
+    let backup = store.backup().unwrap();
+    let claim = store.claim().unwrap();
+    let refused = store.restore(&backup).unwrap_err();
+    assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
+    drop(claim);
+    let (strange, stranger) = open();
+    stranger.save_ca(&ca()).unwrap();
+    let before = says(&strange.path().join("data"));
+    let refused = stranger.restore(&backup).unwrap_err();
+    assert!(matches!(refused, StoreError::Exists { .. }), "{refused}");
+    assert!(says(&strange.path().join("data")) == before);
+}
+
+#[test]
+fn a_backup_that_is_damaged_anywhere_is_not_read() {
+    let (dir, store, _) = full();
+    let good = serde_json::to_value(store.backup().unwrap()).unwrap();
+    let path = dir.path().join("backup");
+    for (name, text) in [
+        ("ca.json", "{\"version\": 2, \"roots\": []}"),
+        ("ca.json", ""),
+        ("nodes.json", "[]"),
+        ("tokens.json", "{}"),
+        ("tickets.key", "half"),
+        ("../edge.json", "{}"),
+    ] {
+        let mut bad = good.clone();
+        bad["files"][name] = text.into();
+        fs::write(&path, bad.to_string()).unwrap();
+        let refused = Backup::read(&path).unwrap_err().to_string();
+        let told = refused.contains(name) && refused.contains("backup");
+        assert!(told, "{refused}");
+    }
+    let half = good.to_string();
+    fs::write(&path, &half[..half.len() / 2]).unwrap();
+    assert!(Backup::read(&path).is_err());
+}
+
+#[test]
+fn a_restore_that_was_cut_short_is_finished_by_whoever_comes_next() {
+    let (dir, store, made) = full();
+    let backup = serde_json::to_string(&store.backup().unwrap()).unwrap();
+    let (wanted, data) = (says(&dir.path().join("data")), dir.path().join("other"));
+    drop(Store::open(&data, Access::Create).unwrap());
+    fs::write(data.join(".restore.json"), &backup).unwrap();
+    let other = Store::open(&data, Access::Existing).unwrap();
+    let found = other.ca().unwrap().unwrap();
+    assert_eq!(found.fingerprint(), made.fingerprint());
+    assert!(says(&data) == wanted);
+    assert!(!data.join(".restore.json").exists());
 }

@@ -18,7 +18,7 @@ use crate::secret::Fingerprint;
 use crate::store::{Dir, StoreError};
 
 /// The file in the data directory.
-const FILE: &str = "tokens.json";
+pub(crate) const TOKENS: &str = "tokens.json";
 /// How long a token is remembered after its end, so that a late user learns "used" or "expired"
 /// rather than "unknown".
 const REMEMBERED: u64 = 30 * 86_400;
@@ -136,7 +136,7 @@ impl TokenBook {
             used: Vec::new(),
             revoked: None,
         };
-        self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
+        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             records.retain(|old| old.expires.saturating_add(REMEMBERED) > now);
             records.push(record);
             Ok::<_, StoreError>(())
@@ -156,7 +156,7 @@ impl TokenBook {
             return Err(TokenRefused::WrongCa);
         }
         let (presented, now) = (hash(token), now.as_secs());
-        self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
+        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             let record = records
                 .iter_mut()
                 .find(|record| record.id == token.id)
@@ -183,7 +183,7 @@ impl TokenBook {
 
     /// Takes a token back; whether there was one. It stays in the book, so that whoever has it learns why.
     pub fn revoke(&self, id: &str, now: UnixTime) -> Result<bool, StoreError> {
-        self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
+        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             let found = records.iter_mut().find(|record| record.id == id);
             Ok(found
                 .map(|record| record.revoked.get_or_insert(now.as_secs()))
@@ -193,12 +193,12 @@ impl TokenBook {
 
     /// All tokens that are remembered.
     pub fn all(&self) -> Result<Vec<TokenRecord>, StoreError> {
-        self.dir.read_json(FILE).map(Option::unwrap_or_default)
+        self.dir.read_json(TOKENS).map(Option::unwrap_or_default)
     }
 
     /// Forgets a token; whether there was one.
     pub fn remove(&self, id: &str) -> Result<bool, StoreError> {
-        self.dir.update(FILE, |records: &mut Vec<TokenRecord>| {
+        self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             let before = records.len();
             records.retain(|record| record.id != id);
             Ok(records.len() < before)

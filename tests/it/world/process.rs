@@ -54,6 +54,26 @@ pub(crate) fn causeway_on_a_full_disk(blocks: u32) -> Causeway {
     Causeway::new("sh").args(["-c", &script, binary()])
 }
 
+/// The binary, killed as it is about to make the `nth` system call of this name.
+pub(crate) fn causeway_killed_at(call: &str, nth: usize) -> Causeway {
+    let when = format!("inject={call}:signal=KILL:when={nth}");
+    traced(call).args(["-e", &when, binary()])
+}
+
+/// The binary, killed as it is about to make any system call of this name about this file. Threads count for themselves
+/// what they call, so that their first call is hit in one only; this one is hit wherever it is made.
+pub(crate) fn causeway_killed_over(call: &str, file: &Path) -> Causeway {
+    let any = format!("inject={call}:signal=KILL");
+    let file = file.display().to_string();
+    traced(call).args(["-P", &file, "-e", &any, binary()])
+}
+
+fn traced(call: &str) -> Causeway {
+    let quiet = ["-f", "-qq", "-o", "/dev/null", "-e"];
+    let strace = Causeway::new("strace").args(quiet);
+    strace.args([format!("trace={call}")])
+}
+
 /// The binary, which can open at most this many files.
 pub(crate) fn causeway_with_files(most: u32) -> Causeway {
     let script = format!("ulimit -n {most}; exec \"$0\" \"$@\"");
@@ -225,6 +245,16 @@ impl Process {
         }
     }
 
+    /// Whether it says this before it ends.
+    pub(crate) async fn says(&mut self, part: &str) -> bool {
+        let said = |output: &Output| output.count(part) > 0;
+        let waited = timeout(PATIENCE, self.output.wait_for(said)).await;
+        match waited {
+            Ok(said) => said.is_ok(),
+            Err(late) => panic!("{} did not say {part:?}, {late}", self.what),
+        }
+    }
+
     /// Waits until it has written `part` so many times in all.
     pub(crate) async fn wrote(&self, part: &str, times: usize, bound: Duration) {
         let mut output = self.output.clone();
@@ -273,6 +303,18 @@ impl Process {
     pub(crate) async fn stop(self) -> Ended {
         self.signal("TERM").await;
         self.ended().await
+    }
+
+    /// Ends at once what runs under strace, which ends with it.
+    pub(crate) async fn kill_traced(self) {
+        let id = self.child.id().expect("the process runs").to_string();
+        let kill = r#"kill -s KILL $(cat "/proc/$1/task/$1/children")"#;
+        Tool::new("sh")
+            .args(["-c", kill, "sh", &id])
+            .run()
+            .await
+            .ok();
+        self.ended().await;
     }
 
     /// Ends it at once, as a power cut does.

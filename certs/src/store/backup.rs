@@ -1,0 +1,197 @@
+//! All that makes a gateway the one that its edges know, in one file: CA, secret of tickets, tokens, nodes.
+//!
+//! A backup is taken under the lock of the directory, so that its parts fit together; a gateway may run meanwhile. It is
+//! read and judged as a whole before any of it is written. To restore, the whole of it comes into the directory first, by
+//! one rename; from then on whoever opens the directory finishes what was begun. Nobody may live there meanwhile.
+
+use super::{NODES, Store, StoreError, TICKETS, authority::CA, dir::failed};
+use crate::ca::{Ca, CaFile};
+use crate::name::NodeName;
+use crate::store::NodeRecord;
+use crate::token::TOKENS;
+use crate::token::TokenRecord;
+use crate::verify::TicketSecret;
+use rustls_pki_types::UnixTime;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::path::Path;
+
+/// A backup that is being put into its place.
+const PENDING: &str = ".restore.json";
+const VERSION: u32 = 1;
+/// What a backup holds; the CA comes last, without which nothing counts.
+const PARTS: [&str; 4] = [TOKENS, NODES, TICKETS, CA];
+
+/// A backup that was read and judged, or made.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Backup {
+    version: u32,
+    /// In Unix seconds.
+    made_at: u64,
+    /// What each file says, by its name.
+    files: BTreeMap<String, String>,
+}
+
+impl Backup {
+    /// Reads a backup and everything in it.
+    ///
+    /// # Errors
+    /// If any part does not read.
+    pub fn read(path: &Path) -> Result<Self, StoreError> {
+        let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
+        Self::parse(&text).map_err(|why| StoreError::Corrupt {
+            path: path.into(),
+            why,
+        })
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let backup: Self = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        if backup.version != VERSION {
+            let found = backup.version;
+            return Err(format!(
+                "it says version {found} and this program reads {VERSION}"
+            ));
+        }
+        if let Some(other) = backup
+            .files
+            .keys()
+            .find(|name| !PARTS.contains(&name.as_str()))
+        {
+            return Err(format!("{other} is nothing that a backup holds"));
+        }
+        backup.ca()?;
+        backup.part::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        backup.part::<Vec<TokenRecord>>(TOKENS)?;
+        match backup
+            .files
+            .get(TICKETS)
+            .map(|text| TicketSecret::parse(text))
+        {
+            Some(None) => Err(format!("{TICKETS} in it is damaged")),
+            _ => Ok(backup),
+        }
+    }
+
+    fn part<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, String> {
+        let part = self.files.get(name).map(|text| serde_json::from_str(text));
+        part.transpose()
+            .map_err(|error| format!("{name} in it is damaged: {error}"))
+    }
+
+    fn ca(&self) -> Result<Ca, String> {
+        let file: CaFile = self.part(CA)?.ok_or("there is no CA in it")?;
+        file.read()
+            .map_err(|error| format!("{CA} in it is damaged: {error}"))
+    }
+
+    /// When it was made, in Unix seconds.
+    pub fn made_at(&self) -> u64 {
+        self.made_at
+    }
+
+    /// Keeps it in a file of its own, 0600, whole or not at all.
+    ///
+    /// # Errors
+    /// If there is a file already, or it cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), StoreError> {
+        let folder = match path.parent() {
+            Some(folder) if folder != Path::new("") => folder,
+            _ => Path::new("."),
+        };
+        let write = || -> io::Result<()> {
+            let mut file = tempfile::NamedTempFile::new_in(folder)?;
+            serde_json::to_writer_pretty(&mut file, self)?;
+            file.write_all(b"\n")?;
+            file.as_file().sync_all()?;
+            file.persist_noclobber(path)?;
+            std::fs::File::open(folder)?.sync_all()
+        };
+        match write() {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                Err(StoreError::Exists { path: path.into() })
+            }
+            written => written.map_err(failed("write", path)),
+        }
+    }
+}
+
+impl Store {
+    /// Takes a backup of this directory, which has a CA.
+    pub fn backup(&self) -> Result<Backup, StoreError> {
+        let _lock = self.dir.lock()?;
+        let missing = || StoreError::Missing {
+            path: self.dir.path(CA),
+        };
+        let ca = self.read_ca()?.ok_or_else(missing)?;
+        let mut files = BTreeMap::new();
+        for name in PARTS {
+            if let Some(text) = self.dir.read(name)? {
+                files.insert(name.to_owned(), text);
+            }
+        }
+        // A CA from before `ca.json` gets that form.
+        if !files.contains_key(CA) {
+            let text = serde_json::to_string_pretty(&CaFile::of(&ca));
+            let text = text.map_err(|error| self.dir.corrupt(CA, error))?;
+            files.insert(CA.to_owned(), text);
+        }
+        Ok(Backup {
+            version: VERSION,
+            made_at: UnixTime::now().as_secs(),
+            files,
+        })
+    }
+
+    /// Makes this directory what it was when the backup was taken.
+    ///
+    /// # Errors
+    /// If a process lives here, or the directory has another CA; then nothing has changed.
+    pub fn restore(&self, backup: &Backup) -> Result<(), StoreError> {
+        let _claim = self.claim()?;
+        let _lock = self.dir.lock()?;
+        let ours = backup
+            .ca()
+            .map_err(|why| self.dir.corrupt(CA, why))?
+            .fingerprints();
+        if let Some(there) = self.read_ca()?
+            && !there.fingerprints().iter().any(|root| ours.contains(root))
+        {
+            return Err(StoreError::Exists {
+                path: self.root_path(),
+            });
+        }
+        self.dir.write_json(PENDING, backup)?;
+        self.finish(backup)
+    }
+
+    /// Finishes a restore that was begun.
+    pub(super) fn finish_restore(&self) -> Result<(), StoreError> {
+        if self.dir.read(PENDING)?.is_none() {
+            return Ok(());
+        }
+        let _lock = self.dir.lock()?;
+        // Whoever held the lock may have done it.
+        let Some(text) = self.dir.read(PENDING)? else {
+            return Ok(());
+        };
+        let backup = Backup::parse(&text).map_err(|why| self.dir.corrupt(PENDING, why))?;
+        self.finish(&backup)
+    }
+
+    fn finish(&self, backup: &Backup) -> Result<(), StoreError> {
+        for name in PARTS {
+            match backup.files.get(name) {
+                Some(text) => self.dir.write(name, text)?,
+                None => self.dir.remove(name)?,
+            }
+        }
+        // Its roots for people, and no key from before.
+        if let Some(ca) = self.read_ca()? {
+            self.settle(&ca)?;
+        }
+        self.dir.remove(PENDING)
+    }
+}

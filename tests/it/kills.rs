@@ -1,0 +1,253 @@
+//! Killed at every write of a data directory: it starts again with the old state or the new, and nothing is left over.
+//!
+//! Real processes, killed by strace as they are about to make one system call after the other.
+//! `CAUSEWAY_TEST_FULL=1` leaves none of them out.
+
+use crate::world::{
+    app::App,
+    process::{Causeway, Site, causeway, causeway_killed_at, causeway_killed_over},
+    tool::need,
+    until,
+};
+use causeway_certs::{Access, NodeName, NodeRecord, Store};
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    path::{Path, PathBuf},
+};
+use tempfile::TempDir;
+
+/// All by which something comes to a disk, or to its place there. strace counts each of them for itself; behind a slash stands a pattern.
+const CALLS: &[&str] = &[
+    "write", "fsync", "/^rename", "/^link", "/^unlink", "/^mkdir", "/chmod",
+];
+/// By which files begin, among them many that have nothing to do with the directory.
+const OPENS: &str = "openat";
+/// More than any command makes.
+const MOST: usize = 200;
+
+/// A command, and what it is run in.
+struct Order {
+    line: &'static str,
+    before: &'static [&'static str],
+    /// Words of its second run, which finds what the first has done or begins anew.
+    again: &'static [&'static str],
+}
+
+const ORDERS: &[Order] = &[
+    Order {
+        line: "ca init",
+        before: &[],
+        again: &["fingerprint"],
+    },
+    Order {
+        line: "token create --node edge-9",
+        before: &["ca init"],
+        again: &["cwj1."],
+    },
+    Order {
+        line: "edge revoke edge-1 --reason stolen",
+        before: &["ca init"],
+        again: &["edge-1 is revoked"],
+    },
+    Order {
+        line: "ca rotate prepare",
+        before: &["ca init"],
+        again: &["prepared"],
+    },
+    Order {
+        line: "ca rotate activate",
+        before: &["ca init", "ca rotate prepare"],
+        again: &["the new root signs"],
+    },
+    Order {
+        line: "ca rotate retire --force",
+        before: &["ca init", "ca rotate prepare", "ca rotate activate"],
+        again: &["signs"],
+    },
+];
+
+/// A node that has joined.
+fn join(data: &Path) {
+    let store = Store::open(data, Access::Existing).unwrap();
+    let record = NodeRecord {
+        node: NodeName::parse("edge-1").unwrap(),
+        addresses: Vec::new(),
+        pool: None,
+        labels: BTreeMap::new(),
+        enrolled_at: 1,
+        serial: "01".into(),
+        root: None,
+        not_after: None,
+        revoked: None,
+    };
+    store.nodes().put(record).unwrap();
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+fn full() -> bool {
+    env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1")
+}
+
+/// Runs a command until it comes through for each of the calls, each time in a new copy of `template`, and `looks`
+/// after each. How often it was killed.
+async fn killed_everywhere(
+    folder: &Path,
+    (line, template): (&str, Option<&Path>),
+    looks: impl AsyncFn(&Path),
+) -> usize {
+    let mut killed = 0;
+    let opens = full().then_some(&OPENS);
+    for call in CALLS.iter().chain(opens) {
+        let mut through = false;
+        for nth in 1..MOST {
+            let data = folder.join(format!("killed-{}-{nth}", call.trim_start_matches('/')));
+            if let Some(template) = template {
+                copy(template, &data);
+            }
+            let program = causeway_killed_at(call, nth).args(line.split_whitespace());
+            let ended = program.flag("--data-dir", &data).run().await;
+            looks(&data).await;
+            fs::remove_dir_all(&data).unwrap();
+            through = ended.code.is_some();
+            if through {
+                ended.ok();
+                break;
+            }
+            killed += 1;
+        }
+        assert!(through, "{line} never came through {call}");
+    }
+    killed
+}
+
+/// What is not in its place.
+fn left(data: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(data).unwrap().map(|entry| entry.unwrap());
+    let new = entries.filter(|entry| {
+        let name = entry.file_name().into_string().unwrap();
+        name.starts_with(".new-") || name == ".restore.json"
+    });
+    new.map(|entry| entry.path()).collect()
+}
+
+#[tokio::test]
+async fn a_command_that_is_killed_at_any_write_leaves_the_old_state_or_the_new() {
+    need!("strace");
+    for order in ORDERS {
+        let folder = TempDir::new().unwrap();
+        let template = folder.path().join("template");
+        for line in order.before {
+            let before = causeway("").args(line.split_whitespace());
+            before.flag("--data-dir", &template).run().await.ok();
+        }
+        if !order.before.is_empty() {
+            join(&template);
+        }
+        let again = async |data: &Path| {
+            let again = causeway("").args(order.line.split_whitespace());
+            let again = again.flag("--data-dir", data).run().await.ok().stdout;
+            for word in order.again {
+                assert!(again.contains(word), "{}: {again}", order.line);
+            }
+            let listed = causeway("token list").flag("--data-dir", data);
+            listed.run().await.ok();
+            assert_eq!(left(data), Vec::<PathBuf>::new());
+        };
+        let template = (!order.before.is_empty()).then_some(template.as_path());
+        let killed = killed_everywhere(folder.path(), (order.line, template), again).await;
+        assert!(killed >= 4, "{} was killed {killed} times only", order.line);
+    }
+}
+
+#[tokio::test]
+async fn a_restore_that_is_killed_at_any_write_has_restored_all_or_nothing() {
+    need!("strace");
+    let folder = TempDir::new().unwrap();
+    let (template, file) = (folder.path().join("template"), folder.path().join("backup"));
+    let order = async |line: &str, data: &Path| {
+        let order = causeway("").args(line.split_whitespace());
+        order.flag("--data-dir", data).run().await.ok();
+    };
+    order("ca init", &template).await;
+    order("token create --node edge-1", &template).await;
+    join(&template);
+    order(&format!("ca backup {}", file.display()), &template).await;
+    // What is there now differs from the backup in each of its parts.
+    order("token create --node edge-2", &template).await;
+    order("ca rotate prepare", &template).await;
+    order("edge revoke edge-1 --reason stolen", &template).await;
+    let restores = format!("ca restore {}", file.display());
+    let whole = async |data: &Path| {
+        let store = Store::open(data, Access::Existing).unwrap();
+        let roots = store.ca().unwrap().unwrap().fingerprints().len();
+        let tokens = fs::read_to_string(data.join("tokens.json")).unwrap();
+        let revoked = store.nodes().all().unwrap()[0].revoked.is_some();
+        let found = (roots, tokens.matches("\"hash\"").count(), revoked);
+        assert!(found == (1, 1, false) || found == (2, 2, true), "{found:?}");
+        order(&restores, data).await;
+        assert_eq!(left(data), Vec::<PathBuf>::new());
+    };
+    let killed = killed_everywhere(folder.path(), (&restores, Some(&template)), whole).await;
+    assert!(killed >= 5, "{killed}");
+}
+
+/// Runs an edge that is killed by `program` unless it says `through` before, and then as it is; whether it was killed.
+async fn comes_back(site: &Site, app: &App, program: Causeway, through: &str) -> bool {
+    let (name, data) = ("edge-1", site.edge_data("edge-1"));
+    let token = site.token(&format!("--node {name}")).await;
+    let edge = site.edge_of(program, name, app.port());
+    let mut edge = edge.flag("--join", token).start();
+    let came = edge.says(through).await;
+    if came {
+        edge.kill_traced().await;
+    }
+    // A token may be spent before its certificate is on the disk: then it takes another one.
+    let token = site.token(&format!("--node {name}")).await;
+    let edge = site.edge(name, app.port()).flag("--join", token);
+    let mut edge = edge.start();
+    edge.said("tunnel registered").await;
+    // It may be writing something itself.
+    until("nothing stays half written", async || {
+        left(&data).is_empty()
+    })
+    .await;
+    edge.kill().await;
+    !came
+}
+
+#[tokio::test]
+async fn an_edge_that_is_killed_at_any_write_while_it_joins_comes_back() {
+    need!("strace");
+    let app = App::saying("it").await;
+    let site = Site::start().await;
+    let mut killed = 0;
+    for call in ["write", "fsync", "/^rename"] {
+        // Beyond these it writes to its sockets only.
+        for nth in 1..=6 {
+            fs::remove_dir_all(site.edge_data("edge-1")).ok();
+            let program = causeway_killed_at(call, nth);
+            killed += usize::from(comes_back(&site, &app, program, "tunnel registered").await);
+        }
+    }
+    assert!(killed >= 6, "{killed}");
+}
+
+#[tokio::test]
+async fn an_edge_that_is_killed_over_its_new_certificate_comes_back_with_the_old_one() {
+    need!("strace");
+    let app = App::saying("it").await;
+    // Certificates begin an hour before they are issued: this one is due at once.
+    let site = Site::with("tunnel: { edge_certificate_lifetime: 10m }").await;
+    site.join("edge-1", app.port()).await.kill().await;
+    let file = site.edge_data("edge-1").join("edge.json");
+    let program = causeway_killed_over("/^rename", &file);
+    assert!(comes_back(&site, &app, program, "certificate is renewed").await);
+}
