@@ -1,7 +1,7 @@
 //! A gateway's control path on real sockets, and edges that say what a test wants them to say.
 
 use super::{
-    admit::{Admission, Tls},
+    admit::{Admission, LiveTls, Tls},
     drain::Readiness,
     enrol::{self, Enrolment},
 };
@@ -13,8 +13,8 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, LiveCa, NodeName, Store, TrustDomain,
-    install_provider,
+    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName, Store,
+    TrustDomain, install_provider,
     verify::{self, TicketSecret},
 };
 use causeway_tunnel::{
@@ -55,7 +55,11 @@ pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     let key = EdgeKey::generate().unwrap();
     let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
     let issued = ca.issue_edge(&csr, &name(node), LIFE).unwrap();
-    EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+    EdgeIdentity::new(&ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
+}
+
+fn advertised(all: &[&str]) -> Advertised {
+    Advertised::new(all.iter().map(ToString::to_string).collect())
 }
 
 /// The tunnel port of a gateway.
@@ -70,6 +74,8 @@ pub(super) struct World {
     pub(super) readiness: Readiness,
     pub(super) address: SocketAddr,
     pub(super) stop: CancellationToken,
+    tls: LiveTls,
+    leaf: Leaf,
     /// Dropping it ends the gateway at once.
     pub(super) tasks: Tasks,
     _dir: tempfile::TempDir,
@@ -93,20 +99,21 @@ impl World {
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
         let tls = Tls::new(leaf.resolver(), &ca, &tickets).unwrap();
+        let tls = Arc::new(ArcSwap::from_pointee(tls));
         let enrolment = Enrolment {
             ca: live.clone(),
             store: store.clone(),
             nodes: nodes.clone(),
             metrics: metrics.clone(),
             lifetime: LIFE,
-            advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
+            advertised: advertised(&["gw.example:10262"]),
         };
         let admission = Admission {
             cores: cores.clone(),
             registry: registry.clone(),
             nodes: nodes.reader(),
             metrics: metrics.clone(),
-            tls: Arc::new(ArcSwap::from_pointee(tls)),
+            tls: tls.clone(),
             ca: live.clone(),
             settings: config::Tunnel {
                 handshake_timeout: SHORT,
@@ -115,10 +122,7 @@ impl World {
             },
             pressure: Arc::default(),
             drain: LONG,
-            advertised: Advertised::new(vec![
-                "gw.example:10262".to_owned(),
-                "gw2.example:10262".to_owned(),
-            ]),
+            advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
             enrol: enrol::router(enrolment),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -138,6 +142,8 @@ impl World {
             readiness: Readiness::default(),
             address,
             stop,
+            tls,
+            leaf,
             tasks,
             _dir: dir,
         }
@@ -145,6 +151,13 @@ impl World {
 
     pub(super) fn reader(&self) -> Nodes {
         self.nodes.reader()
+    }
+
+    /// The tunnel port believes whom the CA has signed that is in force now. It shows what it showed.
+    pub(super) fn take_up(&self) {
+        let tickets = TicketSecret::random();
+        let tls = Tls::new(self.leaf.resolver(), &self.live.get(), &tickets);
+        self.tls.store(Arc::new(tls.unwrap()));
     }
 
     /// An enrolled edge's identity.

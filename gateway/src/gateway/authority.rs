@@ -3,7 +3,7 @@
 //! 1. read what the data directory has; nothing to do where that is what there is;
 //! 2. build all that shows a certificate or believes one: the tunnel port, its leaf, the fronts;
 //! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
-//! 4. tell the edges.
+//! 4. tell the edges, and end the tunnels of those that hang on a root which is gone.
 
 use super::{BindError, build::Identity, fronts::Fronts};
 use crate::{
@@ -65,6 +65,7 @@ impl Authority {
         fronts.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
         rotation::tell(&self.ca.get(), &self.registry);
+        rotation::end_untrusted(&self.ca.get(), &self.registry);
         Ok(true)
     }
 }

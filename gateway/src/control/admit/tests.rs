@@ -381,6 +381,41 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
 }
 
 #[tokio::test]
+async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_has_come_by_the_new_one()
+ {
+    let world = World::start();
+    let step = |step: fn(Ca) -> Result<(Ca, Step), CaError>| {
+        let next = world
+            .store
+            .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
+        world.live.swap(next.unwrap().0);
+    };
+    let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let _before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    step(Ca::prepare);
+    step(Ca::activate);
+    world.take_up();
+    let takes_over = causeway_tunnel::hello::Welcome {
+        takes_over: true,
+        ..welcome("b", 0)
+    };
+    let renewed = identity(&world.live.get(), "edge-2");
+    let (_after, said) = world.says(&renewed, takes_over).await;
+    assert_eq!(said, ToEdge::Registered);
+    step(Ca::retire);
+    rotation::end_untrusted(&world.live.get(), &world.registry);
+    let said = late.hear().await;
+    let (why, detail) = dismissal(&said).unwrap();
+    assert_eq!(why, Dismissal::Unwelcome);
+    assert!(detail.contains("a root that was retired"), "{detail}");
+    drop(late);
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
+    assert!(world.registry.pick(&name("edge-2")).is_ok());
+}
+
+#[tokio::test]
 async fn edges_hear_of_other_roots_when_they_come_and_when_these_change_but_none_that_does_not_ask()
 {
     let world = World::start();
