@@ -202,6 +202,12 @@ impl Ca {
         self.all().map(|(_, root)| root.fingerprint).collect()
     }
 
+    /// Whether the root that signs is from before intermediates. It allows none below it, not even behind the root that
+    /// comes next: OpenSSL looks at that where it knows that root alone.
+    pub fn signs_itself(&self) -> bool {
+        self.active.issuers().is_none()
+    }
+
     fn all(&self) -> impl Iterator<Item = (Stage, &Root)> {
         let other = self.other.iter().map(|(stage, root)| (*stage, root));
         [(Stage::Active, &self.active)].into_iter().chain(other)
@@ -321,11 +327,20 @@ impl Ca {
         kind: Kind<'_>,
         behind: impl IntoIterator<Item = CertificateDer<'static>>,
     ) -> Result<Leaf, CaError> {
-        let key = KeyPair::generate()?;
-        let mut chain = self.active.sign(purpose, &key, kind)?;
-        chain.extend(behind);
-        Ok(Leaf::new(chain, key.serialize_der())?)
+        leaf(&self.active, purpose, kind, behind)
     }
+}
+
+fn leaf(
+    root: &Root,
+    purpose: Issuing,
+    kind: Kind<'_>,
+    behind: impl IntoIterator<Item = CertificateDer<'static>>,
+) -> Result<Leaf, CaError> {
+    let key = KeyPair::generate()?;
+    let mut chain = root.sign(purpose, &key, kind)?;
+    chain.extend(behind);
+    Ok(Leaf::new(chain, key.serialize_der())?)
 }
 
 #[cfg(test)]

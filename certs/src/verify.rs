@@ -29,6 +29,7 @@ pub use tickets::TicketSecret;
 
 use crate::ca::Ca;
 use crate::name::TrustDomain;
+use crate::secret::Fingerprint;
 use known::Issuers;
 
 /// ALPN of the tunnel (draft-thomson-ptth-potato).
@@ -139,6 +140,12 @@ impl Trust {
             trust.foreign = Some(verifier(&store(foreign)?)?);
         }
         Ok(trust)
+    }
+
+    /// Whether this is a root of ours whose certificates are believed.
+    pub fn knows(&self, root: Fingerprint) -> bool {
+        let issuers = self.issuers.as_deref();
+        issuers.is_some_and(|issuers| issuers.know(root))
     }
 
     /// Whether a URI is of our own trust domain, in which another root has no say.

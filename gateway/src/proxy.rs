@@ -162,6 +162,10 @@ impl Proxy {
         let caller = authentication
             .identify(connection, fields, port, &self.shared)
             .await?;
+        if !self.front.believes(caller.root) {
+            let why = "certificate: the root on which it hangs is trusted no more";
+            return Err(Reason::Unauthenticated.says(why));
+        }
         Ok((caller, routed?))
     }
 

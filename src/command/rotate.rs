@@ -26,6 +26,8 @@ const NAMED: usize = 5;
 pub(super) struct Progress {
     roots: Vec<Root>,
     connected: usize,
+    #[serde(default)]
+    too_old: BTreeSet<NodeName>,
     without_roots: BTreeSet<NodeName>,
     on_another_root: BTreeSet<NodeName>,
 }
@@ -64,8 +66,13 @@ async fn prepare(ask: &RotateStep) -> anyhow::Result<()> {
         )
     });
     println!(
-        "{heard}callers that name {} want its new text by the time that the old root is retired; next: causeway ca rotate activate",
-        store.root_path().display()
+        "{heard}callers that name {} want its new text {}; next: causeway ca rotate activate",
+        store.root_path().display(),
+        if ca.signs_itself() {
+            "before that, since the root is from before intermediates"
+        } else {
+            "by the time that the old root is retired"
+        }
     );
     Ok(())
 }
@@ -79,6 +86,14 @@ async fn activate(ask: &RotateStep) -> anyhow::Result<()> {
         && let Some(progress) = tell(directory).await?
         && !progress.without_roots.is_empty()
     {
+        if !progress.too_old.is_empty() {
+            bail!(
+                "{} of {} connected edges are of a version that takes up no root: {}; upgrade them first, or have them join again with new tokens afterwards and go on by --force",
+                progress.too_old.len(),
+                progress.connected,
+                names(&progress.too_old)
+            );
+        }
         bail!(
             "{} of {} connected edges do not believe the prepared root yet: {}; wait for them (causeway status), or leave them to hear of it later by --force",
             progress.without_roots.len(),

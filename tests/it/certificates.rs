@@ -91,11 +91,19 @@ async fn download(caller: &Caller, span: Duration) {
 }
 
 /// Requests without a break, on a connection that is kept and on new ones. How many.
-async fn requests(caller: impl Fn() -> Caller, ends: Instant) -> usize {
-    let mut kept = caller().connect("edge-1").await.unwrap();
+///
+/// A caller that has another certificate takes another connection: what came by a root that is gone begins nothing new.
+async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
+    let (mut certificate, first) = caller();
+    let mut kept = first.connect("edge-1").await.unwrap();
     let mut count = 0;
     while Instant::now() < ends {
-        for answer in [kept.get(URL).await.unwrap(), caller().get(URL).await] {
+        let (now, caller) = caller();
+        if now != certificate {
+            certificate = now;
+            kept = caller.connect("edge-1").await.unwrap();
+        }
+        for answer in [kept.get(URL).await.unwrap(), caller.get(URL).await] {
             assert_eq!((answer.status, answer.text().as_str()), (200, "it"));
             count += 1;
         }
@@ -126,7 +134,7 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
     };
     let caller = road.caller();
     let (requests, (), (), ()) = tokio::join!(
-        requests(|| caller.clone(), ends),
+        requests(|| (0, caller.clone()), ends),
         session(&caller, ends),
         download(&caller, span),
         renewals
@@ -169,7 +177,7 @@ fn roots(data: &Path) -> usize {
 
 /// All three steps, out of order too, and those who come while they are made: `current` calls by the old root until it
 /// is about to go.
-async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<Caller>) {
+async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<(usize, Caller)>) {
     assert!(!rotate(site, "activate").await.0, "nothing is prepared");
     for _ in 0..2 {
         let (done, said) = rotate(site, "prepare").await;
@@ -205,7 +213,7 @@ async fn whole_rotation(site: &Site, app: &App, token: &str, current: &Mutex<Cal
     })
     .await;
     let new = alice(site).await;
-    *current.lock().unwrap() = new;
+    *current.lock().unwrap() = (1, new);
     // Time is the subject: what is on its way by the old certificate comes first.
     sleep(PACE * 10).await;
     let (done, said) = rotate(site, "retire --force").await;
@@ -225,13 +233,21 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
     let span = span();
     let app = app(span).await;
     let site = Site::start().await;
-    fs::copy(site.data().join("ca.pem"), site.path("old.pem")).unwrap();
+    for (now, old) in [
+        (site.data().join("ca.pem"), "old.pem"),
+        (site.path("alice.pem"), "was.pem"),
+        (site.path("alice-key.pem"), "was-key.pem"),
+    ] {
+        fs::copy(now, site.path(old)).unwrap();
+    }
     let mut edge = site.join("edge-1", app.port()).await;
     let token = site.token("--node edge-2").await;
     site.join("edge-3", app.port()).await.kill().await;
-    let current = Mutex::new(alice(&site).await);
+    let current = Mutex::new((0, alice(&site).await));
     let caller = || current.lock().unwrap().clone();
-    let (ends, first) = (Instant::now() + span, caller());
+    let (ends, (_, first)) = (Instant::now() + span, caller());
+    let mut kept = first.connect("edge-1").await.unwrap();
+    assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let (requests, (), (), ()) = tokio::join!(
         requests(caller, ends),
         session(&first, ends),
@@ -243,6 +259,13 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
     assert_eq!(alice(&site).await.get(URL).await.status, 200);
     let late = Request::get(URL).body(whole("")).unwrap();
     assert!(first.try_send(late).await.is_err());
+    let refused = kept.get(URL).await.unwrap();
+    assert_eq!(refused.status, 401, "on a connection that is kept, too");
     let told = site.curl("edge-1", "").run().await.ok().text();
     assert_eq!(told, "it", "by the roots that are shown to people");
+    let by_the_old = site.curl_as_nobody("edge-1", "");
+    let by_the_old = by_the_old
+        .args(["--cert".into(), site.path("was.pem")])
+        .args(["--key".into(), site.path("was-key.pem")]);
+    assert!(!by_the_old.run().await.text().contains("it"));
 }

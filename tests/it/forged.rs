@@ -239,10 +239,7 @@ async fn a_session_from_before_a_revocation_resumes_into_nothing() {
     let forger = Forger::start().await;
     let site = &forger.site;
     site.join("edge-1", 1).await.stop().await.ok();
-    let edge = Store::open(site.edge_data("edge-1"), Access::Existing).unwrap();
-    let edge = edge.edge().unwrap().unwrap();
-    fs::write(site.path("stolen.pem"), edge.leaf.chain_pem()).unwrap();
-    fs::write(site.path("stolen.key"), edge.leaf.key_pem().expose()).unwrap();
+    forger.steal("edge-1");
     let session = site.path("session");
     let kept = ["-sess_out".into(), session.clone()];
     forger.dial("stolen").args(kept).run().await;
@@ -282,18 +279,27 @@ impl Forger {
         made.args([name, request, token, node]).run().await.ok();
     }
 
-    /// What became of it: the status and the answer.
-    async fn enrol(&self, name: &str) -> (u16, Value) {
+    /// The certificate and key of a node's edge.
+    fn steal(&self, node: &str) {
+        let edge = Store::open(self.site.edge_data(node), Access::Existing).unwrap();
+        let leaf = edge.edge().unwrap().unwrap().leaf;
+        let [certificate, key] = self.files("stolen");
+        fs::write(certificate, leaf.chain_pem()).unwrap();
+        fs::write(key, leaf.key_pem().expose()).unwrap();
+    }
+
+    /// curl to the tunnel port.
+    fn ask(&self, operation: &str, name: &str) -> Tool {
         let body = format!("@{}", self.site.path(&format!("{name}.json")).display());
-        let ran = Tool::curl()
+        Tool::curl()
             .args(["-k", "--http1.1", "-w", " %{http_code}", "-d", &body])
             .args(["-H", "Content-Type: application/json"])
-            .args([format!("https://{}/v1/enrol", self.site.tunnel)])
-            .run();
-        let text = ran.await.ok().text();
-        let (answer, status) = text.rsplit_once(' ').unwrap();
-        let answer = serde_json::from_str(answer).unwrap_or(Value::Null);
-        (status.parse().unwrap(), answer)
+            .args([format!("https://{}/v1/{operation}", self.site.tunnel)])
+    }
+
+    /// What became of it: the status and the answer.
+    async fn enrol(&self, name: &str) -> (u16, Value) {
+        answer(&self.ask("enrol", name).run().await.ok())
     }
 
     /// The certificate that was granted, as openssl reads it.
@@ -302,6 +308,13 @@ impl Forger {
         let tool = Tool::new("openssl").args(["x509", "-noout", "-text"]);
         tool.input(pem).run().await.ok().text()
     }
+}
+
+fn answer(ran: &Ran) -> (u16, Value) {
+    let text = ran.text();
+    let (answer, status) = text.rsplit_once(' ').unwrap();
+    let answer = serde_json::from_str(answer).unwrap_or(Value::Null);
+    (status.parse().unwrap(), answer)
 }
 
 #[tokio::test]
@@ -386,6 +399,29 @@ impl Forger {
         let (status, said) = forger.enrol("again").await;
         assert_eq!((status, said["reason"].as_str()), (403, Some("token_used")));
     }
+}
+
+#[tokio::test]
+async fn an_edge_that_asks_for_another_nodes_certificate_gets_its_own() {
+    need!("openssl", "curl");
+    let forger = Forger::start().await;
+    forger.site.join("edge-1", 1).await.stop().await.ok();
+    forger.steal("edge-1");
+    let other = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -subj /CN=edge-2 \
+                 -addext subjectAltName=DNS:edge-2,URI:spiffe://causeway.local/edge/edge-2";
+    forger.request("claims", other, ("", "edge-2")).await;
+    let [certificate, key] = forger.files("stolen");
+    let thief = forger
+        .ask("renew", "claims")
+        .args(["--cert".into(), certificate]);
+    let (status, granted) = answer(&thief.args(["--key".into(), key]).run().await.ok());
+    assert_eq!(status, 200, "{granted}");
+    assert_eq!(granted["node"], "edge-1");
+    let text = forger.read(&granted).await;
+    assert!(
+        text.contains("/edge/edge-1") && !text.contains("edge-2"),
+        "{text}"
+    );
 }
 
 #[tokio::test]

@@ -85,8 +85,15 @@ impl Store {
         let missing = || StoreError::Missing {
             path: self.dir.path(CA),
         };
-        let (ca, step) = change(self.read_ca()?.ok_or_else(missing)?)?;
+        let before = self.read_ca()?.ok_or_else(missing)?;
+        let roots = before.fingerprints();
+        let (ca, step) = change(before)?;
         if step == Step::Made {
+            // Whoever could resume by a root that is gone must not any more: a thief of the one has the other.
+            let stay = ca.fingerprints();
+            if !roots.iter().all(|root| stay.contains(root)) {
+                self.dir.remove(TICKETS)?;
+            }
             self.keep(&ca)?;
         }
         Ok((ca, step))

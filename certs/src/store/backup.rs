@@ -20,11 +20,13 @@ use std::path::Path;
 /// A backup that is being put into its place.
 const PENDING: &str = ".restore.json";
 const VERSION: u32 = 1;
+/// How far two clocks are apart at most, in seconds.
+const DAY: u64 = 24 * 60 * 60;
 /// What a backup holds; the CA comes last, without which nothing counts.
 const PARTS: [&str; 4] = [TOKENS, NODES, TICKETS, CA];
 
 /// A backup that was read and judged, or made.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Backup {
     version: u32,
@@ -32,6 +34,15 @@ pub struct Backup {
     made_at: u64,
     /// What each file says, by its name.
     files: BTreeMap<String, String>,
+}
+
+/// All of it is secret.
+impl std::fmt::Debug for Backup {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Backup")
+            .field("made_at", &self.made_at)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Backup {
@@ -61,6 +72,9 @@ impl Backup {
             .find(|name| !PARTS.contains(&name.as_str()))
         {
             return Err(format!("{other} is nothing that a backup holds"));
+        }
+        if backup.made_at > UnixTime::now().as_secs() + DAY {
+            return Err("it says that it was made in the future".to_owned());
         }
         backup.ca()?;
         backup.part::<BTreeMap<NodeName, NodeRecord>>(NODES)?;

@@ -271,6 +271,53 @@ fn a_write_that_fails_leaves_the_old_file() {
 }
 
 #[test]
+fn who_could_resume_by_a_root_that_is_gone_cannot_any_more() {
+    let (_dir, store) = open();
+    store.save_ca(&ca()).unwrap();
+    let before = store.ticket_secret().unwrap().text().clone();
+    let step = |step: fn(Ca) -> Result<(Ca, Step), crate::CaError>| {
+        store
+            .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+            .unwrap();
+        store.ticket_secret().unwrap().text().clone()
+    };
+    assert_eq!(step(Ca::prepare), before);
+    assert_eq!(step(Ca::activate), before);
+    let after = step(Ca::retire);
+    assert_ne!(after, before);
+    assert_eq!(step(Ca::retire), after, "made again, it changes nothing");
+}
+
+#[test]
+fn a_renewal_brings_back_no_node_that_was_removed_and_changes_none_that_is_revoked() {
+    let (_dir, store) = open();
+    let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let issued = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
+    let nodes = store.nodes();
+    nodes.put(record("edge-1")).unwrap();
+    let renewed = nodes.renewed(&node, &issued).unwrap().unwrap();
+    assert_eq!(renewed.serial, issued.serial_hex());
+    assert_eq!(renewed.root, Some(ca.fingerprint()));
+    assert_eq!(nodes.all().unwrap(), std::slice::from_ref(&renewed));
+
+    let revoked = Revocation {
+        at: 1,
+        reason: "stolen".into(),
+    };
+    nodes.set_revoked(&node, Some(revoked)).unwrap();
+    let next = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
+    let found = nodes.renewed(&node, &next).unwrap().unwrap();
+    assert!(found.revoked.is_some());
+    assert_eq!(found.serial, renewed.serial);
+
+    nodes.remove(&node).unwrap();
+    assert_eq!(nodes.renewed(&node, &next).unwrap(), None);
+    assert_eq!(nodes.all().unwrap(), []);
+}
+
+#[test]
 fn nodes_are_kept_by_name() {
     let (_dir, store) = open();
     let record = |node: &str, serial: &str| NodeRecord {

@@ -86,6 +86,11 @@ pub(super) struct Issuers {
 }
 
 impl Issuers {
+    /// Whether one of them hangs on this root.
+    pub(super) fn know(&self, root: Fingerprint) -> bool {
+        self.all.iter().any(|issuer| issuer.root == root)
+    }
+
     pub(super) fn of(ca: &Ca) -> Result<Self, TrustError> {
         let issuer = |anchor: crate::ca::Anchor<'_>| {
             Ok(Issuer {

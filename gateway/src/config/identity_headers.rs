@@ -17,25 +17,45 @@ pub struct IdentityHeaders {
 }
 
 /// What a hop, a message or this gateway says in fields of its own.
-const TAKEN: [&str; 18] = [
+const TAKEN: [&str; 38] = [
+    "accept",
+    "accept-encoding",
     "authorization",
+    "cache-control",
     "connection",
+    "content-encoding",
     "content-length",
     "content-type",
     "cookie",
+    "date",
     "expect",
     "forwarded",
     "host",
+    "if-match",
+    "if-none-match",
+    "if-range",
     "keep-alive",
+    "origin",
     "proxy-authorization",
     "proxy-connection",
+    "range",
+    "referer",
+    "sec-websocket-accept",
+    "sec-websocket-extensions",
+    "sec-websocket-key",
+    "sec-websocket-protocol",
+    "sec-websocket-version",
     "te",
     "traceparent",
     "tracestate",
     "trailer",
     "transfer-encoding",
     "upgrade",
+    "user-agent",
     "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
 ];
 
 impl IdentityHeaders {

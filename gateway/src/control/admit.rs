@@ -361,9 +361,9 @@ impl Desk {
     }
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
-        let (identity, issued) = match self.admission.tls.load().check(&io) {
-            Ok(proven) => (Some(proven.identity), proven.issued_at),
-            Err(PeerRefused::Missing) => (None, 0),
+        let (identity, issued, root) = match self.admission.tls.load().check(&io) {
+            Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root),
+            Err(PeerRefused::Missing) => (None, 0, None),
             Err(refused) => return Err(refused.into()),
         };
         let _permit = self.joining.try_acquire().map_err(|_| Failed::Full)?;
@@ -371,6 +371,7 @@ impl Desk {
             address: Some(from.ip().to_canonical()),
             identity,
             issued,
+            root,
         };
         http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
         Ok(())

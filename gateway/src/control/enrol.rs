@@ -13,7 +13,7 @@ mod tests;
 use crate::{
     audit,
     control::{
-        expel::unwelcome,
+        expel::{retired, unwelcome},
         http::{Peer, Problem},
     },
     metrics::Metrics,
@@ -27,8 +27,8 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
-    CsrKey, Identity, Issued, JoinToken, LiveCa, NodeName, NodeRecord, Standing, Store, TokenBook,
-    TokenRecord, TokenRefused,
+    CsrKey, Fingerprint, Identity, Issued, JoinToken, LiveCa, NodeName, NodeRecord, Standing,
+    Store, TokenBook, TokenRecord, TokenRefused,
 };
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
@@ -216,10 +216,11 @@ impl Desk {
             }
             (Some(_), None) => {}
         }
+        let root = peer.root;
         let version = renew.version;
         let renewed = spawn_blocking(move || {
             info!(%node, ?version, "a certificate is renewed");
-            self.reissue(&key, node)
+            self.reissue(&key, node, root)
         });
         renewed.await.map_err(|error| broken(&error))?
     }
@@ -306,7 +307,16 @@ impl Desk {
 
     /// The next certificate of an enrolled edge. Blocks on the disk, which has the last word: a node that is removed
     /// or revoked meanwhile stays so.
-    fn reissue(&self, key: &CsrKey, node: NodeName) -> Result<Enrolled, Problem> {
+    fn reissue(
+        &self,
+        key: &CsrKey,
+        node: NodeName,
+        root: Option<Fingerprint>,
+    ) -> Result<Enrolled, Problem> {
+        // The connection may be older than the end of the root by which it was let in.
+        if let Some(why) = retired(&self.enrolment.ca.get(), &node, root) {
+            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+        }
         let issued = self.sign(key, &node)?;
         let nodes = self.enrolment.store.nodes();
         let noted = nodes.renewed(&node, &issued);

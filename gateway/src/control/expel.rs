@@ -4,13 +4,17 @@
 //! judged before it is registered and again afterwards: it meets either the new table or this.
 
 use crate::state::{Edge, Node, Nodes, NodesWriter, Registry};
-use causeway_certs::{NodeName, Store, StoreError};
+use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, Store, StoreError};
 use causeway_tunnel::{
     hello::{Dismissal, ToEdge},
     task::Tasks,
 };
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
-use tokio::{sync::oneshot, task::spawn_blocking, time::sleep};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
 /// How long an edge that is sent away stays away: as long as it ever backs off.
@@ -36,10 +40,14 @@ pub struct Roll {
     pub store: Store,
     /// The table.
     pub nodes: NodesWriter,
+    /// Who signs, and who did.
+    pub ca: LiveCa,
     /// Who is here.
     pub registry: Registry,
     /// Who ends the tunnels, even where whoever has asked for it goes away.
     pub tasks: Arc<Tasks>,
+    /// Where that is done.
+    pub runtime: Handle,
 }
 
 impl Roll {
@@ -50,11 +58,23 @@ impl Roll {
     pub async fn refreshed(&self) -> Option<Result<Vec<NodeName>, RefreshError>> {
         let (tell, told) = oneshot::channel();
         let roll = self.clone();
-        self.tasks.spawn(Span::current(), async move {
-            // Nobody listens where the one that asked has gone.
-            let _ = tell.send(roll.refresh().await);
-        });
+        self.tasks
+            .spawn_on(&self.runtime, Span::current(), async move {
+                // Nobody listens where the one that asked has gone.
+                let _ = tell.send(roll.refresh().await);
+            });
         told.await.ok()
+    }
+
+    /// The same without waiting for it; what cannot be read is logged.
+    pub fn look(&self) {
+        let roll = self.clone();
+        self.tasks
+            .spawn_on(&self.runtime, Span::current(), async move {
+                if let Err(error) = roll.refresh().await {
+                    tracing::error!(%error, "who is welcome could not be read anew");
+                }
+            });
     }
 
     /// Takes up what the disk says now. Returns the nodes whose tunnels were ended for that.
@@ -65,17 +85,7 @@ impl Roll {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let read = spawn_blocking(move || nodes.refresh(|| records(&store)));
         read.await??;
-        let nodes = self.nodes.reader();
-        let unwelcome = |(node, edge): (NodeName, Edge)| {
-            let why = unwelcome(&nodes, &node, edge.admitted.certificate.issued_at)?;
-            Some((node, edge, why))
-        };
-        let leaving: Vec<_> = self
-            .registry
-            .all()
-            .into_iter()
-            .filter_map(unwelcome)
-            .collect();
+        let leaving = self.leaving();
         if leaving.is_empty() {
             return Ok(Vec::new());
         }
@@ -94,6 +104,30 @@ impl Roll {
         }
         gone.dedup();
         Ok(gone)
+    }
+
+    /// Tunnels of those who are not welcome, and why. A tunnel from which another has taken over gets no new streams: it
+    /// keeps what it has where its root was retired and its process has come by one that is trusted.
+    fn leaving(&self) -> Vec<(NodeName, Edge, String)> {
+        let (nodes, ca) = (self.nodes.reader(), self.ca.get());
+        let process = |node: &NodeName, edge: &Edge| {
+            let instance = edge.admitted.welcome.instance.clone();
+            (node.clone(), instance)
+        };
+        let why = |node: &NodeName, edge: &Edge| retired(&ca, node, edge.admitted.certificate.root);
+        let edges = self.registry.all();
+        let standing = edges
+            .iter()
+            .filter(|(node, edge)| !edge.is_taken_over() && why(node, edge).is_none());
+        let standing: BTreeSet<_> = standing.map(|(node, edge)| process(node, edge)).collect();
+        let unwelcome = |(node, edge): (NodeName, Edge)| {
+            let issued = edge.admitted.certificate.issued_at;
+            let spared = edge.is_taken_over() && standing.contains(&process(&node, &edge));
+            let why = unwelcome(&nodes, &node, issued)
+                .or_else(|| why(&node, &edge).filter(|_| !spared))?;
+            Some((node, edge, why))
+        };
+        edges.into_iter().filter_map(unwelcome).collect()
     }
 }
 
@@ -122,6 +156,16 @@ pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, issued: u64) -> Option<S
         )),
         Some(_) => None,
     }
+}
+
+/// Why a certificate that hangs on this root is good no more, if it is not.
+pub(super) fn retired(ca: &Ca, node: &NodeName, root: Option<Fingerprint>) -> Option<String> {
+    let trusted = root.is_none_or(|root| ca.fingerprints().contains(&root));
+    (!trusted).then(|| {
+        format!(
+            "the certificate of node {node} hangs on a root that was retired; join again with a new token"
+        )
+    })
 }
 
 /// What the disk says of nodes.

@@ -9,7 +9,7 @@ use axum::{
     http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use causeway_certs::Identity;
+use causeway_certs::{Fingerprint, Identity};
 use causeway_tunnel::{listener::Bound, task::Tasks};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
@@ -48,6 +48,8 @@ pub struct Peer {
     pub identity: Option<Identity>,
     /// When that certificate was issued, in Unix seconds.
     pub issued: u64,
+    /// The root on which it hangs.
+    pub root: Option<Fingerprint>,
 }
 
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
@@ -75,6 +77,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
             address: from.ip(),
             identity: None,
             issued: 0,
+            root: None,
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {

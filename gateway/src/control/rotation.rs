@@ -4,10 +4,9 @@
 //! hangs on another root than the one that signs. It says in turn which roots it believes. Nothing is decided here:
 //! `causeway ca rotate` asks, and goes on or waits.
 
-use super::expel::dismissal;
 use crate::state::{Edge, Registry, registry::Admitted};
 use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, Stage};
-use causeway_tunnel::hello::{Dismissal, ToEdge};
+use causeway_tunnel::hello::ToEdge;
 use serde::Serialize;
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
@@ -58,44 +57,14 @@ pub(crate) fn tell(ca: &Ca, registry: &Registry) {
     }
 }
 
-/// Sends those away whose certificates hang on a root that is trusted no more. Whose process stands here by a root that
-/// is keeps its older tunnels as well, until their streams have ended.
-pub(crate) fn end_untrusted(ca: &Ca, registry: &Registry) {
-    let trusted = ca.fingerprints();
-    let is_trusted = |edge: &Edge| {
-        let root = edge.admitted.certificate.root;
-        root.is_none_or(|root| trusted.contains(&root))
-    };
-    let process = |node: &NodeName, edge: &Edge| {
-        let instance = edge.admitted.welcome.instance.clone();
-        (node.clone(), instance)
-    };
-    let edges = registry.all();
-    let standing = edges.iter().filter(|(_, edge)| is_trusted(edge));
-    let standing: BTreeSet<_> = standing.map(|(node, edge)| process(node, edge)).collect();
-    for (node, edge) in &edges {
-        if is_trusted(edge) || standing.contains(&process(node, edge)) {
-            continue;
-        }
-        let why = format!(
-            "the certificate of node {node} hangs on a root that was retired; join again with a new token"
-        );
-        tracing::warn!(%node, why, "ending a tunnel of {node}");
-        edge.admitted.tunnel.drain();
-        let line = Box::new(dismissal(Dismissal::Unwelcome, why));
-        // One that takes no lines hears nothing.
-        if edge.admitted.control.try_send(line).is_err() {
-            edge.admitted.tunnel.close();
-        }
-    }
-}
-
 /// The roots, and how far the edges are that are here.
 #[derive(Debug, Serialize)]
 pub(super) struct Progress {
     roots: Vec<Root>,
     /// Nodes that are connected.
     connected: usize,
+    /// Those of them that are too old to hear of roots.
+    too_old: BTreeSet<NodeName>,
     /// Those of them that do not believe all of these roots.
     without_roots: BTreeSet<NodeName>,
     /// Those of them whose certificate hangs on another root than the one that signs.
@@ -128,6 +97,7 @@ pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> Progress {
     let hangs = |edge: &Edge| edge.admitted.certificate.root == Some(ca.fingerprint());
     Progress {
         connected: all.len(),
+        too_old: those(&|edge| edge.admitted.roots.load().is_none()),
         without_roots: those(&|edge| !believes(edge)),
         on_another_root: those(&|edge| !hangs(edge)),
         roots: stages

@@ -3,12 +3,13 @@
 //! 1. read what the data directory has; nothing to do where that is what there is;
 //! 2. build all that shows a certificate or believes one: the tunnel port, its leaf, the fronts;
 //! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
-//! 4. tell the edges, and end the tunnels of those that hang on a root which is gone.
+//! 4. tell the edges. Where a root is gone, edges that hang on it are sent away; callers begin nothing new (`proxy.rs`).
 
 use super::{BindError, build::Identity, fronts::Fronts};
 use crate::{
     control::{
         admit::{LiveTls, Tls},
+        expel::Roll,
         rotation,
     },
     state::Registry,
@@ -25,6 +26,7 @@ pub(super) struct Authority {
     pub(super) identity: Identity,
     pub(super) fronts: Arc<Fronts>,
     pub(super) registry: Registry,
+    pub(super) roll: Roll,
     /// One after the other.
     pub(super) changing: Mutex<()>,
 }
@@ -58,6 +60,9 @@ impl Authority {
         let tls = tls.map_err(trust)?;
         let leaf = self.identity.leaf_of(&next)?;
         let fronts = self.fronts.turn_to(&next)?;
+        let stays = next.fingerprints();
+        let gone = self.ca.get().fingerprints();
+        let gone = !gone.iter().all(|root| stays.contains(root));
         let (first, other) = (next.fingerprint(), next.other());
         self.ca.swap(next);
         self.tls.store(Arc::new(tls));
@@ -65,7 +70,9 @@ impl Authority {
         fronts.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
         rotation::tell(&self.ca.get(), &self.registry);
-        rotation::end_untrusted(&self.ca.get(), &self.registry);
+        if gone {
+            self.roll.look();
+        }
         Ok(true)
     }
 }

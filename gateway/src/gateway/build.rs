@@ -20,7 +20,7 @@ use crate::{
         expel::{self, Roll},
         rotation::TakeUp,
     },
-    core::Cores,
+    core::{CoreId, Cores},
     metrics::Metrics,
     proxy::{
         Shared,
@@ -232,6 +232,14 @@ fn authority(
         identity: identity.clone(),
         fronts: fronts.clone(),
         registry: admission.registry.clone(),
+        roll: Roll {
+            store: base.store.clone(),
+            nodes: base.nodes.clone(),
+            ca: base.ca.clone(),
+            registry: admission.registry.clone(),
+            tasks: Arc::default(),
+            runtime: admission.cores.runtime(CoreId(0)).clone(),
+        },
         changing: Mutex::default(),
     }
 }
@@ -241,7 +249,7 @@ fn admin_app(
     shared: &Shared,
     ((readiness, address, reloads), reloader): ((&Readiness, SocketAddr, Reloads), &Reloader),
 ) -> admin::App {
-    let reloader = reloader.clone();
+    let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
     let take_up = move || {
         let authority = &reloader.parts().authority;
         authority.take_up().map_err(|error| error.to_string())
@@ -256,12 +264,7 @@ fn admin_app(
         reloads,
         ca: base.ca.clone(),
         take_up: TakeUp(Arc::new(take_up)),
-        roll: Roll {
-            store: base.store.clone(),
-            nodes: base.nodes.clone(),
-            registry: shared.registry.clone(),
-            tasks: Arc::default(),
-        },
+        roll,
     }
 }
 

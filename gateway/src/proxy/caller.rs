@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Reason},
     proxy::{Shared, front::Connection, limits::Count},
 };
-use causeway_certs::{CallerTokens, verify::PeerRefused};
+use causeway_certs::{CallerTokens, Fingerprint, verify::PeerRefused};
 use causeway_tunnel::listener::Peer;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
@@ -63,6 +63,8 @@ pub struct Caller {
     pub uris: Arc<[String]>,
     /// How it is known.
     pub method: Method,
+    /// The root of ours on which its certificate hangs.
+    pub root: Option<Fingerprint>,
     /// Its streams that are open.
     pub open: Count,
 }
@@ -83,6 +85,7 @@ impl Caller {
             groups: groups.into(),
             uris: Arc::default(),
             method,
+            root: None,
         }
     }
 
@@ -100,6 +103,7 @@ impl Caller {
             groups: Arc::new([]),
             uris: Arc::new([]),
             method: Method::Certificate,
+            root: None,
             open: Count::default(),
         }
     }

@@ -28,7 +28,7 @@ use crate::{
 use ::http::HeaderValue;
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    NodeName,
+    Fingerprint, NodeName,
     verify::{PeerRefused, Trust},
 };
 use causeway_tunnel::listener::Peer;
@@ -90,6 +90,14 @@ pub struct Tls {
 }
 
 impl Front {
+    /// Whether who came by this root is believed still.
+    pub(crate) fn believes(&self, root: Option<Fingerprint>) -> bool {
+        match (root, &self.tls) {
+            (Some(root), Some(tls)) => tls.load().trust.knows(root),
+            _ => true,
+        }
+    }
+
     /// Others take this front's place. What begins here at once is finished; nothing begins at all where that
     /// must not `linger`.
     fn retire(&self, linger: bool) {

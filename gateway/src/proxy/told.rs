@@ -78,7 +78,14 @@ fn add(fields: &mut HeaderMap, name: &HeaderName, word: &str) {
 
 /// Whether an app may take one for the other. Both are in small letters.
 fn alike(one: &str, other: &str) -> bool {
-    let plain = |byte: u8| if byte == b'_' { b'-' } else { byte };
+    // CGI takes `_` for `-`, PHP takes `.` for it too, and some servers all that is neither letter nor digit.
+    let plain = |byte: u8| {
+        if byte.is_ascii_alphanumeric() {
+            byte
+        } else {
+            b'-'
+        }
+    };
     one.bytes().map(plain).eq(other.bytes().map(plain))
 }
 
@@ -99,6 +106,8 @@ mod tests {
         for name in [
             "x-remote-user",
             "x_remote_user",
+            "x.remote.user",
+            "x~remote!user",
             "x-remote_group",
             "x-remote-group",
             "x-other",

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::audit;
 use crate::control::{
-    expel::{dismissal, unwelcome},
+    expel::{dismissal, retired, unwelcome},
     rotation,
 };
 use crate::state::{
@@ -22,11 +22,12 @@ use crate::state::{
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
-    Ended, StreamError,
+    Ended, StreamError, Tunnel,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
     wire::{self, MOST_TUNNELS},
 };
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use futures_util::future::BoxFuture;
+use std::{future::pending, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout},
@@ -247,7 +248,7 @@ impl Admission {
         node: &NodeName,
         (welcome, (from, certificate)): (Welcome, (SocketAddr, Shown)),
     ) -> Result<Conversation, End> {
-        let issued = certificate.issued_at;
+        let (issued, root) = (certificate.issued_at, certificate.root);
         let (tell, lines) = mpsc::channel(LINES);
         let taken_over = CancellationToken::new();
         let version = welcome.version.clone();
@@ -276,7 +277,9 @@ impl Admission {
         let registered = Registered::new(self, node, id, &link.tunnel);
         retire(node, from, replaced);
         // Whoever was sent away between the two was not here to be sent away.
-        if let Some(why) = unwelcome(&self.nodes, node, issued) {
+        let unwelcome = unwelcome(&self.nodes, node, issued);
+        let unwelcome = unwelcome.or_else(|| retired(&self.ca.get(), node, root));
+        if let Some(why) = unwelcome {
             link.tunnel.drain();
             return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
         }
@@ -340,9 +343,27 @@ fn fingerprints(roots: &[String]) -> Vec<Fingerprint> {
 
 /// A tunnel takes no new streams and goes when the open ones have ended.
 struct Leaving {
-    /// They are given this long; without it, as long as they like.
-    until: Option<Instant>,
+    /// They have ended.
+    idle: BoxFuture<'static, ()>,
     end: End,
+}
+
+impl Leaving {
+    /// They are given until then; without it, as long as they like.
+    fn new(tunnel: &Tunnel, until: Option<Instant>, end: End) -> Self {
+        let tunnel = tunnel.clone();
+        Self {
+            idle: Box::pin(async move { idle(&tunnel, until).await }),
+            end,
+        }
+    }
+}
+
+async fn over(leaving: &mut Option<Leaving>) {
+    match leaving {
+        Some(leaving) => leaving.idle.as_mut().await,
+        None => pending().await,
+    }
 }
 
 impl Conversation {
@@ -351,15 +372,15 @@ impl Conversation {
         let tunnel = link.tunnel.clone();
         let mut leaving: Option<Leaving> = None;
         loop {
-            let until = leaving.as_ref().and_then(|leaving| leaving.until);
+            let goes = leaving.is_some();
             tokio::select! {
                 biased;
                 ended = link.ended() => return End::Tunnel(ended),
-                () = idle(&tunnel, until), if leaving.is_some() => {
+                () = over(&mut leaving) => {
                     return leaving.map_or(End::TakenOver, |leaving| leaving.end);
                 }
-                () = self.taken_over.cancelled(), if leaving.is_none() => {
-                    leaving = Some(Leaving { until: None, end: End::TakenOver });
+                () = self.taken_over.cancelled(), if !goes => {
+                    leaving = Some(Leaving::new(&tunnel, None, End::TakenOver));
                 }
                 Some(message) = self.lines.recv() => {
                     if let ToEdge::Dismiss { why, detail, .. } = *message {
@@ -381,7 +402,7 @@ impl Conversation {
                         debug!(?detail, until_idle, "the edge leaves");
                         tunnel.drain();
                         let until = (!until_idle).then(|| Instant::now() + self.drain);
-                        leaving = Some(Leaving { until, end: End::Left(detail) });
+                        leaving = Some(Leaving::new(&tunnel, until, End::Left(detail)));
                     }
                     Ok(ToGateway::Roots { roots }) => {
                         self.roots.store(Some(Arc::new(fingerprints(&roots))));

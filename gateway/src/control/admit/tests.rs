@@ -8,7 +8,7 @@ use crate::{
     core::Cores,
     state::Away,
 };
-use causeway_certs::{Ca, CaError, EdgeIdentity, Step, StoreError, verify};
+use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, Step, StoreError, verify};
 use causeway_tunnel::{
     Target,
     client::Ask,
@@ -21,6 +21,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
+    runtime::Handle,
     time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -367,8 +368,10 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
     let roll = Roll {
         store: world.store.clone(),
         nodes: world.nodes.clone(),
+        ca: world.live.clone(),
         registry: world.registry.clone(),
         tasks: Arc::default(),
+        runtime: Handle::current(),
     };
     // The disk knows of no node.
     let began = tokio::time::Instant::now();
@@ -378,6 +381,20 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
         .await;
     assert!(began.elapsed() < Duration::from_secs(1));
     drop(open);
+}
+
+fn record(node: &str) -> NodeRecord {
+    NodeRecord {
+        node: name(node),
+        addresses: Vec::new(),
+        pool: None,
+        labels: std::collections::BTreeMap::new(),
+        enrolled_at: 0,
+        serial: "1".to_owned(),
+        root: None,
+        not_after: None,
+        revoked: None,
+    }
 }
 
 #[tokio::test]
@@ -390,6 +407,9 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
             .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
         world.live.swap(next.unwrap().0);
     };
+    for node in ["edge-1", "edge-2"] {
+        world.store.nodes().put(record(node)).unwrap();
+    }
     let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let _before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
     step(Ca::prepare);
@@ -403,7 +423,15 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     let (_after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
     step(Ca::retire);
-    rotation::end_untrusted(&world.live.get(), &world.registry);
+    let roll = Roll {
+        store: world.store.clone(),
+        nodes: world.nodes.clone(),
+        ca: world.live.clone(),
+        registry: world.registry.clone(),
+        tasks: Arc::default(),
+        runtime: Handle::current(),
+    };
+    roll.look();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
     assert_eq!(why, Dismissal::Unwelcome);

@@ -54,9 +54,14 @@ impl Counter {
     async fn post(&self, path: &str, peer: Option<Identity>, body: String) -> (u16, Value) {
         let peer = Peer {
             issued: UnixTime::now().as_secs(),
+            root: None,
             address: Some(HOME),
             identity: peer,
         };
+        self.post_as(path, peer, body).await
+    }
+
+    async fn post_as(&self, path: &str, peer: Peer, body: String) -> (u16, Value) {
         let request = Request::post(path)
             .header("content-type", "application/json")
             .extension(peer)
@@ -212,6 +217,39 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     assert_ne!(before[0].serial, after[0].serial);
     assert_eq!(before[0].addresses, after[0].addresses);
     assert_eq!(before[0].enrolled_at, after[0].enrolled_at);
+}
+
+/// On a connection that is older than the end of a root, or than its node's new beginning.
+#[tokio::test]
+async fn a_certificate_that_is_good_no_more_renews_nothing() {
+    let counter = Counter::open();
+    let token = counter.token("edge-1", Duration::from_mins(1));
+    assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
+    let body = || json!({ "csr": counter.csr() }).to_string();
+    let good = Peer {
+        issued: UnixTime::now().as_secs(),
+        root: Some(counter.world.live.get().fingerprint()),
+        address: Some(HOME),
+        identity: Some(Identity::Edge(name("edge-1"))),
+    };
+    let retired = Peer {
+        root: Some(crate::control::world::new_ca("test.example").fingerprint()),
+        ..good.clone()
+    };
+    let earlier = Peer {
+        issued: good.issued - 60,
+        ..good.clone()
+    };
+    assert_eq!(counter.post_as("/v1/renew", good, body()).await.0, 200);
+    for (peer, word) in [(retired, "retired"), (earlier, "before the node joined")] {
+        let (status, said) = counter.post_as("/v1/renew", peer, body()).await;
+        let detail = said["detail"].as_str().unwrap();
+        assert_eq!(
+            (status, &said["reason"]),
+            (403, &json!("certificate_replaced"))
+        );
+        assert!(detail.contains(word), "{detail}");
+    }
 }
 
 /// Over TLS on the tunnel port, as an edge does it.

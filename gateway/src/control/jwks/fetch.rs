@@ -16,7 +16,8 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
-use std::{fmt, pin::pin, sync::Arc};
+use std::{fmt, pin::pin, sync::Arc, time::Duration};
+use tokio::time::timeout;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
@@ -46,6 +47,9 @@ impl fmt::Display for Source {
         write!(f, "{scheme}://{authority}{}", self.url.path())
     }
 }
+
+/// One address that swallows everything leaves the next some of a fetch's time.
+const DIAL: Duration = Duration::from_secs(1);
 
 impl Source {
     /// A URL, whose server shows a certificate of `ca` (in PEM), or else of a CA that the system trusts.
@@ -103,9 +107,10 @@ impl Source {
             if self.tls.is_none() && !address.ip().to_canonical().is_loopback() {
                 continue;
             }
-            match TcpStream::connect(address).await {
-                Ok(tcp) => return Ok(tcp),
-                Err(error) => failed = format!("{address} cannot be reached: {error}"),
+            match timeout(DIAL, TcpStream::connect(address)).await {
+                Ok(Ok(tcp)) => return Ok(tcp),
+                Ok(Err(error)) => failed = format!("{address} cannot be reached: {error}"),
+                Err(_) => failed = format!("{address} does not answer within {DIAL:?}"),
             }
         }
         Err(failed)

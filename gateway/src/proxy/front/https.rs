@@ -14,7 +14,7 @@ use crate::{
 };
 use causeway_certs::{
     Identity,
-    verify::{PeerRefused, Purpose, check_peer, none_revoked},
+    verify::{PeerRefused, Purpose, none_revoked, prove_peer},
 };
 use causeway_tunnel::{listener::Peer, socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
@@ -103,14 +103,14 @@ fn caller(
     };
     let tls = tls.load();
     let trust = &tls.trust;
-    let identity = check_peer(
+    let proven = prove_peer(
         Some(chain),
         Purpose::Caller,
         UnixTime::now(),
         trust,
         &none_revoked,
     )?;
-    let (name, groups, uris) = match identity {
+    let (name, groups, uris) = match proven.identity {
         Identity::Caller { name, groups } => {
             let uri = trust.caller_uri(&name);
             (name, groups, vec![uri])
@@ -131,7 +131,10 @@ fn caller(
         Identity::Edge(_) | Identity::Gateway => return Ok(None),
     };
     let caller = Caller::new(&name, groups, Method::Certificate, &proxy.shared);
-    Ok(Some(caller.with_uris(uris)))
+    Ok(Some(Caller {
+        root: proven.root,
+        ..caller.with_uris(uris)
+    }))
 }
 
 fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {
