@@ -8,7 +8,7 @@
 
 use super::{
     Admission, Arrived,
-    link::{Link, Registered, idle},
+    link::{Leaving, Link, Registered, over},
 };
 use crate::audit;
 use crate::control::{
@@ -22,12 +22,11 @@ use crate::state::{
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
-    Ended, StreamError, Tunnel,
+    Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
     wire::{self, MOST_TUNNELS},
 };
-use futures_util::future::BoxFuture;
-use std::{future::pending, net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout},
@@ -339,31 +338,6 @@ fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
 fn fingerprints(roots: &[String]) -> Vec<Fingerprint> {
     let roots = roots.iter().take(MOST_ROOTS);
     roots.filter_map(|root| root.parse().ok()).collect()
-}
-
-/// A tunnel takes no new streams and goes when the open ones have ended.
-struct Leaving {
-    /// They have ended.
-    idle: BoxFuture<'static, ()>,
-    end: End,
-}
-
-impl Leaving {
-    /// They are given until then; without it, as long as they like.
-    fn new(tunnel: &Tunnel, until: Option<Instant>, end: End) -> Self {
-        let tunnel = tunnel.clone();
-        Self {
-            idle: Box::pin(async move { idle(&tunnel, until).await }),
-            end,
-        }
-    }
-}
-
-async fn over(leaving: &mut Option<Leaving>) {
-    match leaving {
-        Some(leaving) => leaving.idle.as_mut().await,
-        None => pending().await,
-    }
 }
 
 impl Conversation {

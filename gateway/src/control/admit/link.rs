@@ -18,7 +18,8 @@ use causeway_tunnel::{
     liveness::Bounds,
     task::Tasks,
 };
-use std::{sync::Arc, time::Duration};
+use futures_util::future::BoxFuture;
+use std::{future::pending, sync::Arc, time::Duration};
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, timeout},
@@ -138,9 +139,35 @@ impl Link {
     }
 }
 
+/// A tunnel takes no new streams and goes when the open ones have ended.
+pub(super) struct Leaving {
+    /// They have ended.
+    idle: BoxFuture<'static, ()>,
+    pub(super) end: End,
+}
+
+impl Leaving {
+    /// They are given until then; without it, as long as they like.
+    pub(super) fn new(tunnel: &Tunnel, until: Option<Instant>, end: End) -> Self {
+        let tunnel = tunnel.clone();
+        Self {
+            idle: Box::pin(async move { idle(&tunnel, until).await }),
+            end,
+        }
+    }
+}
+
+/// Waits until it has left, if it is leaving.
+pub(super) async fn over(leaving: &mut Option<Leaving>) {
+    match leaving {
+        Some(leaving) => leaving.idle.as_mut().await,
+        None => pending().await,
+    }
+}
+
 /// Waits until no caller's stream is open, at most until `end`. Without an end nobody is in a hurry: a
 /// caller that chose the tunnel before it began to leave gets its stream.
-pub(super) async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
+async fn idle(tunnel: &Tunnel, end: Option<Instant>) {
     let linger = end.map_or(LINGER, |_| Duration::ZERO);
     let mut quiet = Instant::now();
     while end.is_none_or(|end| Instant::now() < end) {
