@@ -4,6 +4,7 @@ use super::{
     admit::{Admission, LiveTls, Tls},
     drain::Readiness,
     enrol::{self, Enrolment},
+    expel::Roll,
 };
 use crate::{
     config,
@@ -30,6 +31,7 @@ use rustls::{ClientConfig, pki_types::ServerName};
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
+    runtime::Handle,
     sync::{mpsc, oneshot},
     time::{sleep, timeout},
 };
@@ -158,6 +160,18 @@ impl World {
         let tickets = TicketSecret::random();
         let tls = Tls::new(self.leaf.resolver(), &self.live.get(), &tickets);
         self.tls.store(Arc::new(tls.unwrap()));
+    }
+
+    /// Who is welcome.
+    pub(super) fn roll(&self) -> Roll {
+        Roll {
+            store: self.store.clone(),
+            nodes: self.nodes.clone(),
+            ca: self.live.clone(),
+            registry: self.registry.clone(),
+            tasks: Arc::default(),
+            runtime: Handle::current(),
+        }
     }
 
     /// An enrolled edge's identity.

@@ -14,14 +14,7 @@ fn app(world: &World) -> App {
         readiness: world.readiness.clone(),
         address: "127.0.0.1:10265".parse().unwrap(),
         reloads: Reloads::default(),
-        roll: Roll {
-            ca: world.live.clone(),
-            tasks: Arc::default(),
-            runtime: tokio::runtime::Handle::current(),
-            store: world.store.clone(),
-            nodes: world.nodes.clone(),
-            registry: world.registry.clone(),
-        },
+        roll: world.roll(),
         ca: world.live.clone(),
         take_up: TakeUp(Arc::new(|| Ok(false))),
     }

@@ -1,7 +1,6 @@
 use crate::{
     control::{
         drain::{Fronts, drain},
-        expel::Roll,
         rotation,
         world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
     },
@@ -21,7 +20,6 @@ use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
-    runtime::Handle,
     time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -365,14 +363,7 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
     world
         .until(|world| world.registry.of(&name("edge-1")).0.len() == 17)
         .await;
-    let roll = Roll {
-        store: world.store.clone(),
-        nodes: world.nodes.clone(),
-        ca: world.live.clone(),
-        registry: world.registry.clone(),
-        tasks: Arc::default(),
-        runtime: Handle::current(),
-    };
+    let roll = world.roll();
     // The disk knows of no node.
     let began = tokio::time::Instant::now();
     assert_eq!(roll.refresh().await.unwrap(), [name("edge-1")]);
@@ -423,15 +414,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     let (_after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
     step(Ca::retire);
-    let roll = Roll {
-        store: world.store.clone(),
-        nodes: world.nodes.clone(),
-        ca: world.live.clone(),
-        registry: world.registry.clone(),
-        tasks: Arc::default(),
-        runtime: Handle::current(),
-    };
-    roll.look();
+    world.roll().look();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
     assert_eq!(why, Dismissal::Unwelcome);
