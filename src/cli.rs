@@ -3,6 +3,7 @@
 //! `gateway` and `edge` take a flag for each key of their configuration; those are made
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
+mod edge;
 mod keys;
 mod token;
 
@@ -12,9 +13,10 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub(crate) use edge::{EdgeNamed, EdgeOrder, EdgeRevoke};
 pub(crate) use keys::Keys;
 use token::label;
-pub(crate) use token::{Listing, Token, TokenCreate, TokenList, TokenRevoke};
+pub(crate) use token::{ConfirmedArgs, Listing, Token, TokenCreate, TokenList, TokenRevoke};
 
 /// Reach what runs behind NAT at the edge as if it stood next to you.
 #[derive(Debug, Parser)]
@@ -92,35 +94,6 @@ pub(crate) struct Edge {
     pub(crate) order: Option<EdgeOrder>,
     #[command(flatten)]
     pub(crate) run: Run<causeway_edge::config::Config>,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum EdgeOrder {
-    /// End a node's tunnels within a second, and let it in no more
-    Revoke(EdgeRevoke),
-    /// Let a node in again that was revoked
-    Allow(EdgeNamed),
-    /// Forget a node: it is let in again only by a new token
-    Remove(EdgeNamed),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct EdgeRevoke {
-    /// The node
-    pub(crate) node: String,
-    /// Why; the edge is told, and `status` shows it
-    #[arg(long)]
-    pub(crate) reason: String,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct EdgeNamed {
-    /// The node
-    pub(crate) node: String,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]

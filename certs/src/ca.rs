@@ -116,6 +116,8 @@ pub enum Step {
 pub struct Ca {
     active: Root,
     other: Option<(Stage, Root)>,
+    /// It stands in for one that is not there.
+    unbelieved: bool,
 }
 
 impl std::fmt::Debug for Ca {
@@ -147,6 +149,7 @@ impl Ca {
         Ok(Self {
             active: Root::create(domain)?,
             other: None,
+            unbelieved: false,
         })
     }
 
@@ -155,7 +158,22 @@ impl Ca {
         Ok(Self {
             active: Root::load(certificate_pem, key_pem)?,
             other: None,
+            unbelieved: false,
         })
+    }
+
+    /// One that nobody knows and nothing keeps, for a gateway whose edges and fronts bring their certificates: nobody believes
+    /// what it would sign.
+    pub fn unbelieved(domain: &TrustDomain) -> Result<Self, CaError> {
+        Ok(Self {
+            unbelieved: true,
+            ..Self::create(domain)?
+        })
+    }
+
+    /// Whether anybody could believe what it signs.
+    pub fn is_believed(&self) -> bool {
+        !self.unbelieved
     }
 
     /// The root that signs.

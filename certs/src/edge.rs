@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::certificate::Certificate;
+use crate::given::{self, GivenError};
 use crate::identity::{self, Identity};
 use crate::leaf::{Leaf, LeafError};
 use crate::name::{NameError, NodeName, TrustDomain};
@@ -52,6 +53,8 @@ pub struct EdgeIdentity {
     pub trust_domain: TrustDomain,
     /// Further addresses of the gateway, learned from its hello.
     pub gateways: Vec<String>,
+    /// Another system makes and renews it, and says which roots gateways hang on.
+    pub given: bool,
 }
 
 /// The form in the data directory: one file, so that key and certificate change at once.
@@ -83,6 +86,29 @@ impl EdgeIdentity {
         Ok(edge)
     }
 
+    /// What another system has made for this node: the roots of gateways, the certificate with what it hangs by, and its
+    /// key. Whether it holds now, and for the gateways, is theirs to say.
+    pub fn given(roots_pem: &str, chain_pem: &str, key_pem: &str) -> Result<Self, GivenError> {
+        let (leaf, node, trust_domain) = given::edge(chain_pem, key_pem)?;
+        Ok(Self {
+            node,
+            leaf,
+            roots: given::roots(roots_pem)?,
+            trust_domain,
+            gateways: Vec::new(),
+            given: true,
+        })
+    }
+
+    /// Whom this edge takes for a gateway.
+    pub(crate) fn trust(&self) -> Result<Trust, TrustError> {
+        if self.given {
+            Trust::given(&self.roots, &self.trust_domain)
+        } else {
+            Trust::below(&self.roots, &self.trust_domain)
+        }
+    }
+
     /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been
     /// retired while the certificate is there.
     fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {
@@ -103,6 +129,7 @@ impl EdgeIdentity {
             roots,
             trust_domain,
             gateways: Vec::new(),
+            given: false,
         })
     }
 

@@ -116,6 +116,21 @@ impl Identity {
         }
     }
 
+    /// Which of our own machines a certificate names, whoever has signed it and whatever else it says.
+    pub(crate) fn machine(certificate: &Certificate, domain: &TrustDomain) -> Option<&'static str> {
+        certificate.uris.iter().find_map(|uri| {
+            let (scheme, rest) = uri.split_once("://")?;
+            let (host, path) = rest.split_once('/')?;
+            let ours =
+                scheme.eq_ignore_ascii_case("spiffe") && host.eq_ignore_ascii_case(domain.as_str());
+            match path.split('/').next() {
+                Some("edge") if ours => Some("edge"),
+                Some("gateway") if ours => Some("gateway"),
+                _ => None,
+            }
+        })
+    }
+
     pub(crate) fn foreign(certificate: Certificate) -> Self {
         Self::Foreign {
             common_name: certificate.common_name,
@@ -167,6 +182,12 @@ fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
             count: usize::from(first.is_some()) + rest,
         }),
     }
+}
+
+/// The trust domain in which a leaf has its one identity.
+pub(crate) fn domain_of(leaf: &Certificate) -> Result<TrustDomain, NameError> {
+    let uri = one_identity(leaf)?.get(9..).unwrap_or_default();
+    TrustDomain::parse(uri.split('/').next().unwrap_or_default())
 }
 
 /// The trust domain that a root names: its one URI `spiffe://<trust domain>`.

@@ -21,6 +21,7 @@ pub mod caller;
 pub mod token;
 
 pub mod edge;
+pub mod given;
 
 pub mod resolver;
 pub mod verify;

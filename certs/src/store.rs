@@ -26,6 +26,7 @@ use crate::ca::Issued;
 use crate::edge::{EdgeFile, EdgeIdentity};
 use crate::name::NodeName;
 use crate::secret::Fingerprint;
+use crate::token::Confirmed;
 use crate::verify::TicketSecret;
 
 const VERSION_FILE: &str = "version";
@@ -35,6 +36,8 @@ const VERSION: &str = "1";
 const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
+/// What an edge has learned of gateways, where another system keeps its identity.
+const GATEWAYS: &str = "gateways.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
 const EDGE_SIZE: usize = 8 * 1024;
 
@@ -130,10 +133,20 @@ impl Store {
         self.dir.rehearse(EDGE, EDGE_SIZE)
     }
 
-    /// Keeps an edge's identity in place of the one before, all of it at once.
+    /// Keeps an edge's identity in place of the one before, all of it at once. Of one that another system keeps, these
+    /// are the gateways that it has learned.
     pub fn save_edge(&self, edge: &EdgeIdentity) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
+        if edge.given {
+            return self.dir.write_json(GATEWAYS, &edge.gateways);
+        }
         self.dir.write_json(EDGE, &edge.to_file())
+    }
+
+    /// The gateways that an edge has learned whose identity another system keeps.
+    pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
+        let learned = self.dir.read_json::<Vec<String>>(GATEWAYS)?;
+        Ok(learned.unwrap_or_default())
     }
 
     /// Notes a small fact about the running process, such as its admin address.
@@ -194,6 +207,23 @@ pub struct NodeRecord {
     /// Since when it is not welcome, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<Revocation>,
+}
+
+impl NodeRecord {
+    /// A node of which only the name is known, whose certificates another system makes.
+    pub fn arrived(node: &NodeName, at: u64) -> Self {
+        Self {
+            node: node.clone(),
+            addresses: Vec::new(),
+            pool: None,
+            labels: BTreeMap::new(),
+            enrolled_at: at,
+            serial: String::new(),
+            root: None,
+            not_after: None,
+            revoked: None,
+        }
+    }
 }
 
 /// A node is not welcome any more, until it is allowed again.
@@ -263,6 +293,39 @@ impl Nodes {
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
                 let known = nodes.get_mut(node);
                 Ok(known.map(|record| record.revoked = revoked).is_some())
+            })
+    }
+
+    /// Notes what is confirmed of a node, in place of what was; all else that is known of it stays.
+    pub fn confirm(
+        &self,
+        node: &NodeName,
+        confirmed: Confirmed,
+        at: u64,
+    ) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let known = nodes.remove(node);
+                let record = NodeRecord {
+                    addresses: confirmed.addresses,
+                    pool: confirmed.pool,
+                    labels: confirmed.labels,
+                    ..known.unwrap_or_else(|| NodeRecord::arrived(node, at))
+                };
+                nodes.insert(node.clone(), record);
+                Ok(())
+            })
+    }
+
+    /// Notes nodes that nobody has let join, by certificates of another system; what is known already stays.
+    pub fn arrived(&self, nodes: &[NodeName], at: u64) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |known: &mut BTreeMap<NodeName, NodeRecord>| {
+                for node in nodes {
+                    let record = || NodeRecord::arrived(node, at);
+                    known.entry(node.clone()).or_insert_with(record);
+                }
+                Ok(())
             })
     }
 

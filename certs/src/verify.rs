@@ -19,7 +19,7 @@ use rustls::RootCertStore;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
-use rustls_pki_types::CertificateDer;
+use rustls_pki_types::{CertificateDer, TrustAnchor};
 use thiserror::Error;
 
 pub use client::{WrongCa, control_client, join_client, pinned_root, tunnel_client};
@@ -101,6 +101,8 @@ pub struct Trust {
     /// Who signs in our name, where that is known.
     issuers: Option<Arc<Issuers>>,
     foreign: Option<Arc<dyn ClientCertVerifier>>,
+    /// By what each of `roots` is known, where these are another system's: then intermediates say nothing of purposes.
+    given: Option<Arc<[Fingerprint]>>,
 }
 
 impl Trust {
@@ -111,6 +113,7 @@ impl Trust {
             roots: store(ca.roots().into_iter().map(|(_, root)| root))?,
             issuers: Some(Arc::new(Issuers::of(ca)?)),
             foreign: None,
+            given: None,
         })
     }
 
@@ -124,7 +127,26 @@ impl Trust {
             roots: store(roots)?,
             issuers: None,
             foreign: None,
+            given: None,
         })
+    }
+
+    /// Edges, or gateways, by certificates that another system makes: whatever hangs below these roots and is one of this
+    /// trust domain.
+    pub fn given(
+        roots: &[CertificateDer<'static>],
+        domain: &TrustDomain,
+    ) -> Result<Self, TrustError> {
+        let trust = Self::below(roots, domain)?;
+        Ok(Self {
+            given: Some(trust.roots.roots.iter().map(known_by).collect()),
+            ..trust
+        })
+    }
+
+    /// Whether another system makes what is believed here.
+    pub fn is_given(&self) -> bool {
+        self.given.is_some()
     }
 
     /// Whom a front's configuration names. Our roots among its foreign ones count as our own.
@@ -142,10 +164,18 @@ impl Trust {
         Ok(trust)
     }
 
-    /// Whether this is a root of ours whose certificates are believed.
+    /// Whether this is a root of ours, or one that was given, whose certificates are believed.
     pub fn knows(&self, root: Fingerprint) -> bool {
         let issuers = self.issuers.as_deref();
+        let given = self.given.as_deref();
         issuers.is_some_and(|issuers| issuers.know(root))
+            || given.is_some_and(|given| given.contains(&root))
+    }
+
+    /// What verifies clients' certificates that are not ours.
+    fn of_others(&self) -> Result<Option<Arc<dyn ClientCertVerifier>>, TrustError> {
+        let given = self.given.as_ref().map(|_| verifier(&self.roots));
+        Ok(given.transpose()?.or_else(|| self.foreign.clone()))
     }
 
     /// Whether a URI is of our own trust domain, in which another root has no say.
@@ -161,6 +191,11 @@ impl Trust {
     pub fn caller_uri(&self, name: &str) -> String {
         crate::identity::caller_uri(&self.domain, name)
     }
+}
+
+/// A root that another system brings is known by its name and key: renewed with the same key it is the same.
+fn known_by(root: &TrustAnchor<'_>) -> Fingerprint {
+    Fingerprint::digest(&[&*root.subject, &*root.subject_public_key_info].concat())
 }
 
 fn store<'a>(

@@ -33,6 +33,8 @@ pub struct Config {
     pub join: Option<Secret>,
     /// File with that token, in place of `join`; read only while there is no certificate.
     pub join_file: Option<PathBuf>,
+    /// A certificate that another system makes and renews, in place of the one that a token brings.
+    pub identity: Option<Identity>,
     /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
     /// Hosts, domains and networks that are dialled without the proxy; `NO_PROXY` if absent.
@@ -67,6 +69,7 @@ impl Default for Config {
             gateways: Vec::new(),
             join: None,
             join_file: None,
+            identity: None,
             proxy: None,
             no_proxy: Vec::new(),
             admin: Admin::default(),
@@ -87,7 +90,27 @@ impl Config {
     /// The files that it names and that count while an edge runs.
     pub fn files(&self) -> Vec<PathBuf> {
         let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
-        self.ports.values().flat_map(of_port).flatten().collect()
+        let identity = self.identity.iter().flat_map(Identity::files);
+        let ports = self.ports.values().flat_map(of_port).flatten();
+        identity.cloned().chain(ports).collect()
+    }
+}
+
+/// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// File of this node's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/edge/NODE`.
+    pub chain: PathBuf,
+    /// File of the key.
+    pub key: PathBuf,
+    /// File of the CAs on which certificates of gateways hang; their one URI is `spiffe://TRUST-DOMAIN/gateway`.
+    pub ca: PathBuf,
+}
+
+impl Identity {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.chain, &self.key, &self.ca].into_iter()
     }
 }
 

@@ -1,12 +1,13 @@
 //! What keeps an edge connected; never in a stream's way.
 //!
 //! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `link` keeps tunnels on
-//! such connections; `enrol` gets a certificate by one, `renew` the next, and both `ask` in the same way;
-//! `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
+//! such connections; `enrol` gets a certificate by one, `renew` the next, and both `ask` in the same way,
+//! or else somebody else makes it (`given`); `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
 //! wait; `changes` hears when the machine's network changed; `admin` tells all of it.
 
 pub(crate) mod dial;
 pub(crate) mod gateways;
+pub(crate) mod given;
 pub(crate) mod held;
 pub(crate) mod trouble;
 

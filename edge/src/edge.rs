@@ -3,6 +3,7 @@
 //! The three steps fail for reasons of their own and in this order: no identity, no port, nothing. Once an edge
 //! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
 
+mod brought;
 mod joining;
 mod reload;
 
@@ -29,9 +30,9 @@ use causeway_certs::{
     Claim, EdgeIdentity, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
 };
 use causeway_tunnel::{listener, task::Tasks};
-use joining::{end_of, join, usable};
+use joining::{own, warn_of_expiry};
 use reload::{Parts, serving, sweep};
-use std::{io, net::SocketAddr, sync::Arc, time::SystemTime};
+use std::{io, net::SocketAddr, sync::Arc};
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
@@ -63,6 +64,14 @@ pub enum Error {
         path: String,
         /// Why.
         source: io::Error,
+    },
+    /// The certificate that another system makes cannot be used.
+    #[error("identity: {path}: {why}")]
+    Identity {
+        /// The file.
+        path: String,
+        /// Why.
+        why: String,
     },
     /// The token is none.
     #[error(transparent)]
@@ -103,9 +112,13 @@ impl Error {
             | Self::TokenFile { .. } => true,
             // A portal or a wrong address may stand where a gateway is expected; that passes.
             Self::Enrol(error) => error.is_of_token(),
-            Self::Store(_) | Self::App(_) | Self::Tls(_) | Self::Bind { .. } | Self::Stopped => {
-                false
-            }
+            // Whoever makes the certificate may come to it later.
+            Self::Identity { .. }
+            | Self::Store(_)
+            | Self::App(_)
+            | Self::Tls(_)
+            | Self::Bind { .. }
+            | Self::Stopped => false,
         }
     }
 }
@@ -155,21 +168,10 @@ impl Edge {
         tell: &(dyn Fn(&str) + Send + Sync),
     ) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, Access::Create)?;
-        let (identity, expired) = usable(store.edge()?, &config);
-        let identity = if let Some(identity) = identity {
-            identity
-        } else {
+        let identity = match &config.identity {
+            Some(files) => brought::open(files, &store)?,
             // Joining is once in a node's life: whoever opens an edge need not carry what it takes.
-            let joining = Box::pin(join(&config, &store, tell));
-            let joined = stop.run_until_cancelled(joining).await;
-            match (joined.ok_or(Error::Stopped)?, expired) {
-                // It may be the clock that is wrong: the certificate is tried until the one or the other is mended.
-                (Err(Error::Enrol(error)), Some(identity)) if error.is_of_token() => {
-                    warn!(%error, "going on with the certificate that seems to have expired");
-                    identity
-                }
-                (joined, _) => joined?,
-            }
+            None => Box::pin(own(&config, &store, (stop, tell))).await?,
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -238,6 +240,7 @@ impl Edge {
                 ports: Arc::new(ArcSwap::from_pointee(ports)),
                 metrics,
                 tasks,
+                given: watch::Sender::default(),
             }),
             reloads: Reloads::default(),
             config,
@@ -316,8 +319,10 @@ impl Bound {
             ports,
             metrics,
             tasks,
+            given,
             ..
         } = reloader.parts();
+        let made = given.subscribe();
         let node = identity.node.as_str().to_owned();
         warn_of_no_port(&ports.load());
         info!(node, admin = %address, ports = ?ports.load(), "edge runs");
@@ -345,7 +350,7 @@ impl Bound {
         tokio::select! {
             () = links.clone().run(changes) => {}
             // Goes on for as long as there are tunnels.
-            () = renew::run(links, held).instrument(info_span!("renew")) => {}
+            () = renew::run(links, held, made).instrument(info_span!("renew")) => {}
         }
         Ok(())
     }
@@ -355,19 +360,6 @@ fn warn_of_no_port(ports: &[u16]) {
     if ports.is_empty() {
         warn!(
             "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
-        );
-    }
-}
-
-/// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
-fn warn_of_expiry(identity: &EdgeIdentity) {
-    let end = end_of(identity);
-    let now = SystemTime::now();
-    if now > end {
-        warn!(
-            expired = %humantime::format_rfc3339_seconds(end),
-            now = %humantime::format_rfc3339_seconds(now),
-            "this node's certificate has expired, unless this machine's clock is wrong; rejoin with a fresh token, by --join",
         );
     }
 }

@@ -88,7 +88,9 @@ impl Config {
                 .collect::<Vec<_>>()
         };
         let fronts = self.fronts.iter().flat_map(of_front);
-        self.policy.0.iter().cloned().chain(fronts).collect()
+        let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
+        let policy = self.policy.0.iter().chain(tunnel).cloned();
+        policy.chain(fronts).collect()
     }
 }
 
@@ -109,6 +111,8 @@ pub struct Tunnel {
     pub advertise: Vec<String>,
     /// `host:port` of further gateways, told to edges when they connect.
     pub gateways: Vec<String>,
+    /// Certificates that another system makes and renews, the gateway's and all edges', in place of those of the own CA.
+    pub identity: Option<Identity>,
     /// Bound of an edge's TLS handshake.
     #[serde(with = "HumanDuration")]
     pub handshake_timeout: Duration,
@@ -140,6 +144,7 @@ impl Default for Tunnel {
             listen: SocketAddr::from(([0, 0, 0, 0], 10262)),
             advertise: Vec::new(),
             gateways: Vec::new(),
+            identity: None,
             // A handshake is two round trips; the slowest usable link has about 1 s each.
             handshake_timeout: Duration::from_secs(5),
             hello_timeout: Duration::from_secs(5),
@@ -154,6 +159,27 @@ impl Default for Tunnel {
             // Long enough for a node that is off over a weekend, short for a stolen key.
             edge_certificate_lifetime: Duration::from_hours(7 * 24),
         }
+    }
+}
+
+/// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// File of the gateway's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.
+    pub chain: PathBuf,
+    /// File of the key.
+    pub key: PathBuf,
+    /// Files of the CAs of edges, whose certificates have the one URI `spiffe://TRUST-DOMAIN/edge/NODE`.
+    pub client_ca: Vec<PathBuf>,
+    /// Let in each node that has such a certificate; otherwise those of `causeway edge add` only.
+    #[serde(default)]
+    pub any_node: bool,
+}
+
+impl Identity {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.chain, &self.key].into_iter().chain(&self.client_ca)
     }
 }
 

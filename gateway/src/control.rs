@@ -9,6 +9,7 @@ pub mod expel;
 pub mod rotation;
 
 pub mod admit;
+pub mod arrivals;
 
 pub mod jwks;
 

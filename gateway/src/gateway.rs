@@ -6,6 +6,7 @@
 mod authority;
 mod build;
 mod fronts;
+mod identity;
 mod pulse;
 mod reload;
 

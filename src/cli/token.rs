@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use causeway_certs::Confirmed;
 use causeway_gateway::config::policy;
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -29,6 +30,15 @@ pub(crate) struct TokenCreate {
     /// How long it can be used
     #[arg(long, default_value = "1h", value_parser = humantime::parse_duration)]
     pub(crate) ttl: Duration,
+    #[command(flatten)]
+    pub(crate) confirmed: ConfirmedArgs,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+/// What is confirmed of a node by whoever lets it in.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ConfirmedArgs {
     /// Confirmed address of the node; may be given several times
     #[arg(long = "address", value_name = "IP")]
     pub(crate) addresses: Vec<IpAddr>,
@@ -38,8 +48,16 @@ pub(crate) struct TokenCreate {
     /// Confirmed label of the node, for the policy; may be given several times
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
     pub(crate) labels: Vec<(String, String)>,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
+}
+
+impl ConfirmedArgs {
+    pub(crate) fn get(&self) -> Confirmed {
+        Confirmed {
+            addresses: self.addresses.clone(),
+            pool: self.pool.clone(),
+            labels: self.labels.iter().cloned().collect(),
+        }
+    }
 }
 
 #[derive(Debug, Args)]

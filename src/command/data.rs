@@ -4,8 +4,19 @@
 
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use causeway_certs::{Access, Ca, Store};
+
+/// The directory of a gateway, which may have no CA where edges bring their certificates.
+pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
+    let shown = directory.display();
+    let store = Store::open(directory, Access::Existing)
+        .with_context(|| format!("{shown} is no data directory of a gateway"))?;
+    if store.edge()?.is_some() {
+        bail!("{shown} is an edge's data directory; name the gateway's by --data-dir");
+    }
+    Ok(store)
+}
 
 /// The directory and its CA; both must be there.
 pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {

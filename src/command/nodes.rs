@@ -1,4 +1,4 @@
-//! `causeway edge revoke|allow|remove`: which edges are welcome at a gateway.
+//! `causeway edge add|revoke|allow|remove`: which edges are welcome at a gateway.
 //!
 //! The data directory is changed first, so that it holds whatever becomes of the gateway; then the gateway that runs
 //! on it is told, and has ended the tunnels in question when this returns.
@@ -17,6 +17,13 @@ const LONGEST: usize = 512;
 /// Does what was ordered.
 pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
     let (directory, node, done) = match order {
+        EdgeOrder::Add(ask) => {
+            let (store, node) = open(&ask.data.data_dir, &ask.node)?;
+            store
+                .nodes()
+                .confirm(&node, ask.confirmed.get(), UnixTime::now().as_secs())?;
+            (ask.data.data_dir, node, "let in")
+        }
         EdgeOrder::Revoke(ask) => {
             let (store, node) = open(&ask.data.data_dir, &ask.node)?;
             revoke(&store, &node, &ask)?;
@@ -57,8 +64,7 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
 
 fn open(directory: &std::path::Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
     let node = NodeName::parse(node)?;
-    let (store, _) = data::with_ca(directory)?;
-    Ok((store, node))
+    Ok((data::of_gateway(directory)?, node))
 }
 
 fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()> {
@@ -85,11 +91,8 @@ fn known(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {
         .map(|record| record.node.to_string())
         .collect();
     match names.len() {
-        0 => bail!("no node has joined here"),
-        1..=20 => bail!(
-            "{node} has not joined here; there are: {}",
-            names.join(", ")
-        ),
-        many => bail!("{node} has not joined here; `causeway status` shows which of {many} have"),
+        0 => bail!("no node is known here"),
+        1..=20 => bail!("{node} is not known here; there are: {}", names.join(", ")),
+        many => bail!("{node} is not known here; `causeway status` shows which {many} are"),
     }
 }

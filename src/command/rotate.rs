@@ -185,7 +185,9 @@ fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<
     let records = store.nodes().all()?.into_iter();
     let left = records.filter(|record| {
         let ended = record.not_after.is_some_and(|ends| ends < now);
-        record.root != Some(root) && !ended && record.revoked.is_none()
+        // Of a node whose certificates another system makes there is none.
+        let ours = !record.serial.is_empty();
+        ours && record.root != Some(root) && !ended && record.revoked.is_none()
     });
     Ok(left.map(|record| record.node).collect())
 }

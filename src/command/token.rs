@@ -50,15 +50,11 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
         ask.uses
     );
     ensure!(
-        node.is_some() || ask.addresses.is_empty(),
+        node.is_some() || ask.confirmed.addresses.is_empty(),
         "--address: an address is one node's; make a token for that node by its name"
     );
     let (store, _) = data::with_ca(&ask.data.data_dir)?;
-    let confirmed = Confirmed {
-        addresses: ask.addresses.clone(),
-        pool: ask.pool.clone(),
-        labels: ask.labels.iter().cloned().collect(),
-    };
+    let confirmed = ask.confirmed.get();
     let known = store.nodes().all()?;
     if let Some(known) = known
         .iter()
@@ -204,7 +200,7 @@ fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::DataDir;
+    use crate::cli::{ConfirmedArgs, DataDir};
     use causeway_certs::{Access, Ca, JoinToken, Store};
     use std::path::Path;
     use std::time::Duration;
@@ -214,9 +210,11 @@ mod tests {
             node: node.into(),
             uses: 1,
             ttl: Duration::from_hours(1),
-            addresses: vec!["10.0.0.7".parse().unwrap()],
-            pool: Some("north".into()),
-            labels: vec![("tier".into(), "gold".into())],
+            confirmed: ConfirmedArgs {
+                addresses: vec!["10.0.0.7".parse().unwrap()],
+                pool: Some("north".into()),
+                labels: vec![("tier".into(), "gold".into())],
+            },
             data: DataDir {
                 data_dir: directory.to_owned(),
             },
@@ -252,11 +250,8 @@ mod tests {
         };
         assert!(refused(twice).contains("by a pattern"));
         assert!(refused(ask(folder.path(), "edge-*")).contains("--address"));
-        let many = TokenCreate {
-            uses: 3,
-            addresses: Vec::new(),
-            ..ask(folder.path(), "edge-*")
-        };
+        let mut many = ask(folder.path(), "edge-*");
+        (many.uses, many.confirmed.addresses) = (3, Vec::new());
         create(&many).unwrap();
         let records = store.tokens().unwrap().all().unwrap();
         let shown = table(&records, records[0].created);

@@ -26,14 +26,14 @@ use tokio::{
 /// Life of an edge's certificate.
 const SHORT: Duration = Duration::from_secs(20);
 /// Between two requests, and between two messages of a session.
-const PACE: Duration = Duration::from_millis(100);
+pub(crate) const PACE: Duration = Duration::from_millis(100);
 const EXEC: &str =
     "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
 /// What the app sends at once of a download, and how many of these go into a second: it lasts about as long as the test.
 const PIECE: usize = 512;
 const PIECES: u64 = 450;
 
-fn span() -> Duration {
+pub(crate) fn span() -> Duration {
     let full = env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1");
     Duration::from_secs(if full { 120 } else { 30 })
 }
@@ -43,7 +43,7 @@ fn pieces(span: Duration) -> usize {
 }
 
 /// An app with something short, something long and a session.
-async fn app(span: Duration) -> App {
+pub(crate) async fn app(span: Duration) -> App {
     let times = pieces(span);
     let app = App::http(move |head| match head.path().as_str() {
         "/exec" => answer::switch("websocket", b""),
@@ -63,7 +63,7 @@ async fn app(span: Duration) -> App {
 }
 
 /// A session that answers for as long as `ends` lasts.
-async fn session(caller: &Caller, ends: Instant) {
+pub(crate) async fn session(caller: &Caller, ends: Instant) {
     let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
@@ -76,7 +76,7 @@ async fn session(caller: &Caller, ends: Instant) {
 }
 
 /// A download that takes as long as the app says, whole.
-async fn download(caller: &Caller, span: Duration) {
+pub(crate) async fn download(caller: &Caller, span: Duration) {
     let mut connection = caller.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
     let mut body = connection.open(request).await.unwrap().into_body();
@@ -93,7 +93,7 @@ async fn download(caller: &Caller, span: Duration) {
 /// Requests without a break, on a connection that is kept and on new ones. How many.
 ///
 /// A caller that has another certificate takes another connection: what came by a root that is gone begins nothing new.
-async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
+pub(crate) async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
     let (mut certificate, first) = caller();
     let mut kept = first.connect("edge-1").await.unwrap();
     let mut count = 0;

@@ -258,7 +258,7 @@ async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     for http2 in [false, true] {
         // A minute beyond its end is two clocks' business.
-        let token = key.sign(&claims(&json!({ "exp": now() - 56 })));
+        let token = key.sign(&claims(&json!({ "exp": now() - 50 })));
         let caller = world.caller_at("jwt").only_bearer(&token);
         let caller = if http2 { caller.http2() } else { caller };
         let mut kept = caller.connect("edge-1").await.unwrap();

@@ -17,6 +17,7 @@ mod jwt;
 mod policy;
 
 mod certificates;
+mod given;
 mod reload;
 mod renewal;
 mod revocation;

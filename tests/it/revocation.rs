@@ -72,7 +72,7 @@ async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allo
     again
         .run()
         .await
-        .failed(&["edge-1 has not joined here", "edge-2"]);
+        .failed(&["edge-1 is not known here", "edge-2"]);
 }
 
 /// Whoever stole a machine has its certificate still when another machine has taken the node's place.

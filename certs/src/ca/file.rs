@@ -84,7 +84,12 @@ impl CaFile {
                 "its second root is active too, or of another trust domain",
             ));
         }
-        Ok(Ca { active, other })
+        let unbelieved = false;
+        Ok(Ca {
+            active,
+            other,
+            unbelieved,
+        })
     }
 }
 

@@ -96,9 +96,10 @@ pub fn pinned_root(
 }
 
 fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, TrustError> {
-    // Who has signed it is known where it is shown.
-    let own = edge.leaf.chain().iter().take(1).cloned().collect();
-    let anchor = Anchor::Root(Trust::below(&edge.roots, &edge.trust_domain)?);
+    // Who of ours has signed it is known where it is shown.
+    let shown = if edge.given { usize::MAX } else { 1 };
+    let own = edge.leaf.chain().iter().take(shown).cloned().collect();
+    let anchor = Anchor::Root(edge.trust()?);
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()

@@ -15,7 +15,7 @@ use thiserror::Error;
 use webpki::{EndEntityCert, KeyUsage};
 
 use super::known::is_anothers;
-use super::{Trust, provider};
+use super::{Trust, known_by, provider};
 use crate::certificate::{Certificate, CertificateError, date};
 use crate::identity::{Identity, Issuing, issuing_of};
 use crate::name::NameError;
@@ -111,11 +111,11 @@ pub struct Proven {
     pub identity: Identity,
     /// The certificate's serial number, in hexadecimal.
     pub serial: String,
-    /// When it was issued, if it is our own, in Unix seconds.
+    /// When it was issued, in Unix seconds, if it is our own.
     pub issued_at: u64,
     /// The certificate's last second.
     pub not_after: u64,
-    /// The root of ours on which it hangs, where who signs in our name is known.
+    /// The root on which it hangs: of ours where who signs in our name is known, or one that was given.
     pub root: Option<Fingerprint>,
 }
 
@@ -171,6 +171,11 @@ pub fn prove_peer(
         root = signer.root;
         identity
     } else if signed.by_a_foreign_root(trust)? {
+        // Where one CA makes the certificates of edges and of callers, an edge's is no caller's.
+        if let Some(found) = Identity::machine(&facts, &trust.domain) {
+            let wanted = purpose;
+            return Err(PeerRefused::Kind { wanted, found });
+        }
         Identity::foreign(facts)
     } else {
         return Err(PeerRefused::UnknownIssuer);
@@ -253,6 +258,10 @@ impl Signed<'_> {
         );
         match found {
             Ok(path) => {
+                if trust.is_given() {
+                    let (purpose, root) = (None, Some(known_by(path.anchor())));
+                    return Ok(Some(Signer { purpose, root }));
+                }
                 let signer = path.intermediate_certificates().next();
                 let facts = signer.map(|signer| Certificate::read(&signer.der()));
                 let purpose = match facts.transpose().map_err(unreadable)? {

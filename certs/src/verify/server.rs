@@ -18,25 +18,25 @@ use super::tickets::{TicketSecret, Tickets};
 use super::{ALPN_CONTROL, ALPN_TUNNEL, Trust, TrustError, provider};
 use crate::identity::Issuing;
 
-/// The tunnel: TLS 1.3, `rh2`, a client certificate of ours required.
+/// The tunnel: TLS 1.3, `rh2`, a client certificate required of those whom `trust` names.
 pub fn tunnel_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = Clients::new(trust.issuers.clone(), None, (Issuing::Edges, true));
+    let clients = edges(trust, true)?;
     let tickets = Some(Arc::new(Tickets::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
     Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
 
-/// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, a client certificate of
-/// ours optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
+/// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, such a
+/// certificate optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = Clients::new(trust.issuers.clone(), None, (Issuing::Edges, false));
+    let clients = edges(trust, false)?;
     Ok(config(
         &[&version::TLS13],
         clients,
@@ -44,6 +44,15 @@ pub fn join_server(
         &ALPN_CONTROL,
         None,
     )?)
+}
+
+fn edges(trust: &Trust, required: bool) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    let asked = (Issuing::Edges, required);
+    Ok(Clients::new(
+        trust.issuers.clone(),
+        trust.of_others()?,
+        asked,
+    ))
 }
 
 /// A front: TLS 1.2 and 1.3, client certificates of those whom `trust` names, `required` or not.

@@ -31,6 +31,18 @@ impl Validate for Config {
                 "join says a token already; keep one of the two",
             );
         }
+        let token = [
+            ("join", self.join.is_some()),
+            ("join_file", self.join_file.is_some()),
+        ];
+        for (key, given) in token {
+            if given && self.identity.is_some() {
+                faults.add(
+                    key,
+                    "identity says who this node is already; keep one of the two",
+                );
+            }
+        }
         if let Some(proxy) = &self.proxy
             && let Err(message) = proxy_address(proxy)
         {

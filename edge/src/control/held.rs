@@ -1,6 +1,6 @@
 //! The identity that this edge holds: in memory and in the data directory, the same in both.
 //!
-//! Two change it: `gateways` when a gateway tells addresses, `renew` when it has a new certificate. Each change
+//! It is changed by `gateways` when a gateway tells addresses, and by `renew`, or `given`, when there is a new certificate. Each change
 //! is made to the newest identity, one after the other, and is on the disk before anybody sees it; one
 //! that was begun ends even if nobody waits for it any more.
 
@@ -61,7 +61,10 @@ impl Held {
             let _changing = locked(&held.0.changing);
             let mut next = held.identity();
             change(&mut next);
-            held.0.store.save_edge(&next)?;
+            // Of an identity that another system keeps only the gateways are kept here.
+            if !next.given || next.gateways != held.identity().gateways {
+                held.0.store.save_edge(&next)?;
+            }
             *locked(&held.0.current) = next;
             Ok(())
         });

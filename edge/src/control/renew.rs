@@ -12,6 +12,7 @@
 use super::{
     ask::{self, Asking, Failed},
     dial::Dialler,
+    given,
     held::Held,
     link::Links,
     trouble::Trouble,
@@ -36,13 +37,20 @@ const APART: Duration = Duration::from_secs(10);
 
 /// When a certificate is renewed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Schedule {
+pub(super) struct Schedule {
     renews_at: SystemTime,
-    not_after: SystemTime,
+    pub(super) not_after: SystemTime,
 }
 
-/// Renews the certificate for as long as it is polled.
-pub(crate) async fn run(links: Arc<Links>, held: Held) {
+/// Renews the certificate for as long as it is polled; or takes up what another system has `made`.
+pub(crate) async fn run(
+    links: Arc<Links>,
+    held: Held,
+    made: watch::Receiver<Option<EdgeIdentity>>,
+) {
+    if held.identity().given {
+        return given::run(links, held, made).await;
+    }
     let mut schedule = Schedule::of(&held.identity(), UNIX_EPOCH, rand::random());
     schedule.tell(&links);
     let mut asked = links.renewal.subscribe();
@@ -76,13 +84,18 @@ impl Schedule {
     /// For a certificate that came at `since`, if that is known better than from the certificate, whose life
     /// begins before it was issued. `random`, from 0 to 1, spreads a fleet that joined at once: earlier only.
     fn of(identity: &EdgeIdentity, since: SystemTime, random: f64) -> Self {
-        let leaf = identity.leaf.chain().first();
-        // A leaf's certificate was read when the leaf was made.
-        let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
-        let leaf = leaf.unwrap_or_default();
-        let moment = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
-        let not_after = moment(leaf.not_after);
-        Self::new(moment(leaf.not_before).max(since), not_after, random)
+        let (begins, not_after) = dates(identity);
+        Self::new(begins.max(since), not_after, random)
+    }
+
+    /// When whoever else renews a certificate should have: cert-manager does after two thirds, others somewhat later.
+    pub(super) fn given(identity: &EdgeIdentity) -> Self {
+        let (begins, not_after) = dates(identity);
+        let life = not_after.duration_since(begins).unwrap_or_default();
+        Self {
+            renews_at: not_after - life / 6,
+            not_after,
+        }
     }
 
     fn new(begins: SystemTime, not_after: SystemTime, random: f64) -> Self {
@@ -94,7 +107,7 @@ impl Schedule {
         }
     }
 
-    fn tell(&self, links: &Links) {
+    pub(super) fn tell(&self, links: &Links) {
         let ends = self.not_after.duration_since(UNIX_EPOCH);
         let ends = ends.unwrap_or_default().as_secs();
         links.metrics.certificate_ends(ends);
@@ -102,7 +115,7 @@ impl Schedule {
     }
 
     /// Returns when the certificate is to be renewed by this clock.
-    async fn wait(&self, clock: impl Fn() -> SystemTime) {
+    pub(super) async fn wait(&self, clock: impl Fn() -> SystemTime) {
         loop {
             let left = self.renews_at.duration_since(clock()).unwrap_or_default();
             if left.is_zero() {
@@ -125,6 +138,16 @@ impl Schedule {
             trouble.what(),
         ))
     }
+}
+
+/// First and last second of the certificate.
+fn dates(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
+    let leaf = identity.leaf.chain().first();
+    // A leaf's certificate was read when the leaf was made.
+    let leaf = leaf.and_then(|leaf| Certificate::read(leaf).ok());
+    let leaf = leaf.unwrap_or_default();
+    let moment = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+    (moment(leaf.not_before), moment(leaf.not_after))
 }
 
 /// Asks until there is a new certificate and all further dials show it.

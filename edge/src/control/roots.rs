@@ -23,6 +23,9 @@ pub(super) fn told(held: &Held) -> Vec<String> {
 
 async fn take_up(links: &Links, pem: &str) -> Result<(), String> {
     let before = links.held.identity();
+    if before.given {
+        return Err("another system says which they are (identity.ca)".to_owned());
+    }
     let roots = before.read_roots(pem).map_err(|error| error.to_string())?;
     if roots == before.roots {
         return Ok(());

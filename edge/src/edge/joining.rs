@@ -10,10 +10,32 @@ use crate::{
 };
 use causeway_certs::{EdgeIdentity, JoinToken, Store};
 use std::time::{Duration, SystemTime};
-use tracing::info;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+/// The identity in the data directory; without one it is joined for.
+pub(super) async fn own(
+    config: &Config,
+    store: &Store,
+    (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
+) -> Result<EdgeIdentity, Error> {
+    let (identity, expired) = usable(store.edge()?, config);
+    if let Some(identity) = identity {
+        return Ok(identity);
+    }
+    let joined = stop.run_until_cancelled(join(config, store, tell)).await;
+    match (joined.ok_or(Error::Stopped)?, expired) {
+        // It may be the clock that is wrong: the certificate is tried until the one or the other is mended.
+        (Err(Error::Enrol(error)), Some(identity)) if error.is_of_token() => {
+            warn!(%error, "going on with the certificate that seems to have expired");
+            Ok(identity)
+        }
+        (joined, _) => joined,
+    }
+}
 
 /// The identity to go on with, or one that has ended where there is a token for another.
-pub(super) fn usable(
+fn usable(
     stored: Option<EdgeIdentity>,
     config: &Config,
 ) -> (Option<EdgeIdentity>, Option<EdgeIdentity>) {
@@ -35,8 +57,22 @@ pub(super) fn usable(
     }
 }
 
-pub(super) fn end_of(identity: &EdgeIdentity) -> SystemTime {
+fn end_of(identity: &EdgeIdentity) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(identity.leaf.not_after().as_secs())
+}
+
+/// An expired certificate is refused by the gateway; only this machine can say that its clock may be why.
+pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
+    let end = end_of(identity);
+    let now = SystemTime::now();
+    // Of what another system makes, it is told as long as that lasts.
+    if now > end && !identity.given {
+        warn!(
+            expired = %humantime::format_rfc3339_seconds(end),
+            now = %humantime::format_rfc3339_seconds(now),
+            "this node's certificate has expired, unless this machine's clock is wrong; rejoin with a fresh token, by --join",
+        );
+    }
 }
 
 /// The configured token; its file is read only now, for it may be gone once it was used.
@@ -55,7 +91,7 @@ fn token(config: &Config) -> Result<JoinToken, Error> {
     Ok(JoinToken::parse(text.expose().trim())?)
 }
 
-pub(super) async fn join(
+async fn join(
     config: &Config,
     store: &Store,
     tell: &enrol::Listener<'_>,

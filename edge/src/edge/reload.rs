@@ -3,7 +3,7 @@
 //! Streams that are open keep the way that they began on, with its connections to apps. What cannot change while an
 //! edge runs is named, and takes effect at the next start.
 
-use super::Error;
+use super::{Error, brought};
 use crate::{
     config::Config,
     control::link::Serve,
@@ -11,13 +11,17 @@ use crate::{
     proxy::{Policy, Way},
 };
 use arc_swap::ArcSwap;
+use causeway_certs::EdgeIdentity;
 use causeway_tunnel::task::Tasks;
 use std::{
     fmt,
     sync::{Arc, Weak},
     time::Duration,
 };
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
 
 /// How often kept connections to apps are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -63,12 +67,15 @@ pub(super) struct Parts {
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<Tasks>,
+    /// The identity that another system makes, where it is not this edge's own.
+    pub(super) given: watch::Sender<Option<EdgeIdentity>>,
 }
 
 /// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
 pub struct Prepared<'a> {
     parts: &'a Parts,
     policy: Policy,
+    given: Option<EdgeIdentity>,
     at_restart: Vec<&'static str>,
 }
 
@@ -98,8 +105,27 @@ impl Reloader {
     pub fn prepare(&self, config: &Config) -> Result<Prepared<'_>, Error> {
         Ok(Prepared {
             policy: Policy::new(&self.0.node, config)?,
+            given: self.given(config)?,
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
+        })
+    }
+
+    /// What another system has made meanwhile. Of its own an edge takes care itself.
+    fn given(&self, config: &Config) -> Result<Option<EdgeIdentity>, Error> {
+        let (Some(files), Some(_)) = (&config.identity, &self.0.began.identity) else {
+            return Ok(None);
+        };
+        let next = brought::read(files)?;
+        if next.node.as_str() == self.0.node {
+            return Ok(Some(next));
+        }
+        Err(Error::Identity {
+            path: files.chain.display().to_string(),
+            why: format!(
+                "it is for node {}, and this edge is {} until its next start",
+                next.node, self.0.node
+            ),
         })
     }
 
@@ -115,8 +141,12 @@ impl Prepared<'_> {
         let Self {
             parts: edge,
             policy,
+            given,
             at_restart,
         } = self;
+        if given.is_some() {
+            edge.given.send_replace(given);
+        }
         let ports = policy.ports();
         let way = Way::new(
             policy,
@@ -137,6 +167,10 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("data_dir", began.data_dir != now.data_dir),
         ("node", began.node != now.node),
         ("gateways", began.gateways != now.gateways),
+        (
+            "identity",
+            began.identity.is_some() != now.identity.is_some(),
+        ),
         ("proxy", began.proxy != now.proxy),
         ("no_proxy", began.no_proxy != now.no_proxy),
         ("admin", began.admin != now.admin),

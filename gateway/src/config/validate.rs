@@ -16,6 +16,14 @@ impl Validate for Config {
         let mut faults = Faults::default();
         self.numbers(&mut faults);
         self.addresses(&mut faults);
+        if let Some(identity) = &self.tunnel.identity
+            && identity.client_ca.is_empty()
+        {
+            faults.add(
+                "tunnel.identity.client_ca",
+                "names nobody whose edges are let in; give a file of CA certificates",
+            );
+        }
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
             let path = format!("fronts[{index}]");

@@ -8,41 +8,37 @@
 
 mod conversation;
 mod link;
+mod tls;
 
 #[cfg(test)]
 mod tests;
 
 use crate::{
     audit, config,
-    control::http::{self, Peer},
+    control::{
+        arrivals::Arrivals,
+        http::{self, Peer},
+    },
     core::{CoreId, Cores},
     metrics::Metrics,
     state::{Advertised, Nodes, Registry, registry::Shown},
 };
-use arc_swap::ArcSwap;
 use axum::Router;
-use causeway_certs::{
-    Ca, Identity, LiveCa, NodeName, PeerRefused, Purpose, Trust,
-    verify::{self, Proven, TicketSecret, TrustError, prove_peer},
-};
+use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused, Purpose, verify::Proven};
 use causeway_tunnel::{
     listener::{self, Bound, Listener},
-    socket::{Counted, Detached, Socket, tune_tunnel},
+    socket::{Counted, Detached, Socket},
     task::Tasks,
     unread::Pressure,
-    wire,
-};
-use rustls::{
-    ServerConfig,
-    pki_types::UnixTime,
-    server::{ClientHello, ResolvesServerCert},
 };
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use tls::Way;
+pub use tls::{LiveTls, Tls};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
-    time::{Instant, timeout},
+    time::timeout,
 };
-use tokio_rustls::{LazyConfigAcceptor, server::TlsStream};
+use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
@@ -57,64 +53,6 @@ const LISTENER: &str = "tunnel";
 
 type Io = TlsStream<Counted<Socket>>;
 
-/// The tunnel port's TLS: two configurations, and who is believed.
-#[derive(Clone, Debug)]
-pub struct Tls {
-    tunnel: Arc<ServerConfig>,
-    join: Arc<ServerConfig>,
-    trust: Trust,
-}
-
-/// The tunnel port's TLS as it is now.
-pub type LiveTls = Arc<ArcSwap<Tls>>;
-
-impl Tls {
-    /// For a gateway that shows `leaf`, believes what `ca` signs and seals sessions by `tickets`.
-    ///
-    /// # Errors
-    /// If the CA is unusable.
-    pub fn new(
-        leaf: Arc<dyn ResolvesServerCert>,
-        ca: &Ca,
-        tickets: &TicketSecret,
-    ) -> Result<Self, TrustError> {
-        let trust = Trust::of(ca)?;
-        Ok(Self {
-            tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
-            join: verify::join_server(leaf, &trust)?,
-            trust,
-        })
-    }
-
-    fn choose(&self, hello: &ClientHello<'_>) -> (Way, Arc<ServerConfig>) {
-        let mut offered = hello.alpn().into_iter().flatten();
-        if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
-            (Way::Tunnel, self.tunnel.clone())
-        } else {
-            // What offers neither is refused by this configuration, with the right alert.
-            (Way::Join, self.join.clone())
-        }
-    }
-
-    fn check(&self, io: &Io) -> Result<Proven, PeerRefused> {
-        let chain = io.get_ref().1.peer_certificates();
-        let now = UnixTime::now();
-        prove_peer(
-            chain,
-            Purpose::Edge,
-            now,
-            &self.trust,
-            &verify::none_revoked,
-        )
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    Tunnel,
-    Join,
-}
-
 /// What admits edges.
 #[derive(Clone, Debug)]
 pub struct Admission {
@@ -128,6 +66,8 @@ pub struct Admission {
     pub metrics: Arc<Metrics>,
     /// The tunnel port's certificates.
     pub tls: LiveTls,
+    /// Notes nodes that nobody has let join.
+    pub arrivals: Arrivals,
     /// Who signs.
     pub ca: LiveCa,
     /// Bounds.
@@ -295,7 +235,7 @@ impl Desk {
         let bound = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
         let shaken = match timeout(bound, tls.handshake(socket)).await {
-            Ok(shaken) => shaken,
+            Ok(shaken) => shaken.map_err(Failed::from),
             Err(_) => Err(Failed::TooSlow(bound)),
         };
         drop(permit);
@@ -323,7 +263,9 @@ impl Desk {
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), Failed> {
-        let (node, certificate) = match self.admission.tls.load().check(&io) {
+        let tls = self.admission.tls.load();
+        let given = tls.trust().is_given();
+        let (node, certificate) = match tls.check(&io) {
             Ok(Proven {
                 identity: Identity::Edge(node),
                 serial,
@@ -333,9 +275,11 @@ impl Desk {
             }) => {
                 let shown = Shown {
                     serial,
-                    issued_at,
+                    // How a node joins anew is another system's affair, and so is when.
+                    issued_at: if given { u64::MAX } else { issued_at },
                     not_after,
                     root,
+                    given,
                 };
                 (Ok(node), Some(shown))
             }
@@ -375,22 +319,5 @@ impl Desk {
         };
         http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
         Ok(())
-    }
-}
-
-impl Tls {
-    /// Finishes TLS, and takes the time that its last flight needed: one round trip.
-    async fn handshake(&self, socket: io::Result<Detached>) -> Result<(Way, Io, Duration), Failed> {
-        let socket = socket?.attach()?;
-        if let Some(tcp) = socket.tcp() {
-            tune_tunnel(tcp);
-        }
-        let acceptor = rustls::server::Acceptor::default();
-        let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
-        let (way, config) = self.choose(&begun.client_hello());
-        let answered = Instant::now();
-        let mut io = begun.into_stream(config).await?;
-        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
-        Ok((way, io, answered.elapsed()))
     }
 }

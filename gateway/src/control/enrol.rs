@@ -5,6 +5,7 @@
 //! request. A token is spent on disk before the certificate leaves. Every refusal has one word for
 //! the edge (it decides whether to try again) and a sentence for its operator.
 
+mod issuing;
 mod strangers;
 
 #[cfg(test)]
@@ -13,11 +14,11 @@ mod tests;
 use crate::{
     audit,
     control::{
-        expel::{retired, unwelcome},
+        expel::unwelcome,
         http::{Peer, Problem},
     },
     metrics::Metrics,
-    state::{Advertised, Node, NodesWriter},
+    state::{Advertised, Node, NodesWriter, registry::Shown},
 };
 use axum::{
     Extension, Json, Router,
@@ -26,11 +27,7 @@ use axum::{
     routing::post,
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
-use causeway_certs::{
-    CsrKey, Fingerprint, Identity, Issued, JoinToken, LiveCa, NodeName, NodeRecord, Standing,
-    Store, TokenBook, TokenRecord, TokenRefused,
-};
-use rustls::pki_types::UnixTime;
+use causeway_certs::{CsrKey, Identity, JoinToken, LiveCa, NodeName, Store, TokenRefused};
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
@@ -122,6 +119,22 @@ pub fn router(enrolment: Enrolment) -> Router {
         .with_state(Arc::new(desk))
 }
 
+/// The same where edges bring certificates of another system: nothing is to be had here, and it says so.
+pub fn closed() -> Router {
+    let refused = || async {
+        refuse(
+            StatusCode::NOT_IMPLEMENTED,
+            "certificates_given",
+            "this gateway makes no certificates: edges bring those of another system (identity)",
+        )
+    };
+    Router::new()
+        .route("/v1/enrol", post(refused))
+        .route("/v1/renew", post(refused))
+        .layer(RequestBodyLimitLayer::new(MAX_BODY))
+        .layer(TraceLayer::new_for_http())
+}
+
 async fn enrol(
     State(desk): State<Arc<Desk>>,
     Extension(peer): Extension<Peer>,
@@ -203,7 +216,12 @@ impl Desk {
         };
         let key = key(&renew.csr)?;
         let nodes = self.enrolment.nodes.reader();
-        match (nodes.get(&node), unwelcome(&nodes, &node, peer.issued)) {
+        let shown = Shown {
+            issued_at: peer.issued,
+            root: peer.root,
+            ..Shown::default()
+        };
+        match (nodes.get(&node), unwelcome(&nodes, &node, &shown)) {
             (None, _) => return Err(unknown(&node)),
             (
                 Some(Node {
@@ -216,135 +234,12 @@ impl Desk {
             }
             (Some(_), None) => {}
         }
-        let root = peer.root;
         let version = renew.version;
         let renewed = spawn_blocking(move || {
             info!(%node, ?version, "a certificate is renewed");
-            self.reissue(&key, node, root)
+            self.reissue(&key, node, &shown)
         });
         renewed.await.map_err(|error| broken(&error))?
-    }
-
-    /// Spends the token. Blocks on the disk.
-    fn redeem(
-        &self,
-        token: &JoinToken,
-        node: Option<NodeName>,
-    ) -> Result<(NodeName, TokenRecord), Problem> {
-        // An edge that does not say who it is becomes who the token says.
-        let node = node.map_or_else(|| self.meant(token), Ok)?;
-        let known = self.enrolment.nodes.reader().get(&node);
-        let standing = match &known {
-            Some(_) => Standing::Known,
-            None => Standing::New,
-        };
-        if let Some(reason) = known.and_then(|known| known.revoked) {
-            return Err(revoked(&node, &reason));
-        }
-        let redeemed = self
-            .tokens()
-            .redeem(token, (&node, standing), UnixTime::now());
-        let record = redeemed.map_err(|why| refused(&why))?;
-        Ok((node, record))
-    }
-
-    /// Tokens of all roots that are trusted.
-    fn tokens(&self) -> TokenBook {
-        self.enrolment.store.tokens_of(&self.enrolment.ca.get())
-    }
-
-    /// The node for which a token was made.
-    fn meant(&self, token: &JoinToken) -> Result<NodeName, Problem> {
-        let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
-        nodes.node().ok_or_else(|| {
-            let detail = format!(
-                "the join token is for nodes {nodes}: the edge has to say which it is (node)"
-            );
-            refuse(StatusCode::FORBIDDEN, "node_missing", detail)
-        })
-    }
-
-    /// The certificate of an edge that joins. Blocks on the disk.
-    fn issue(
-        &self,
-        key: &CsrKey,
-        node: NodeName,
-        record: TokenRecord,
-    ) -> Result<Enrolled, Problem> {
-        let TokenRecord {
-            addresses,
-            pool,
-            labels,
-            ..
-        } = record;
-        let now = UnixTime::now().as_secs();
-        let known = self.enrolment.nodes.reader().get(&node).unwrap_or_default();
-        let confirmed = Node {
-            addresses,
-            pool,
-            labels,
-            joined_at: now,
-            ..known
-        };
-        let issued = self.sign(key, &node)?;
-        let record = NodeRecord {
-            node: node.clone(),
-            addresses: confirmed.addresses.clone(),
-            pool: confirmed.pool.clone(),
-            labels: confirmed.labels.clone(),
-            enrolled_at: now,
-            serial: issued.serial_hex(),
-            root: Some(issued.root),
-            not_after: Some(issued.not_after.as_secs()),
-            // What was noted of that stays.
-            revoked: None,
-        };
-        let Enrolment { store, nodes, .. } = &self.enrolment;
-        store.nodes().put(record).map_err(|error| broken(&error))?;
-        nodes.put(node.clone(), confirmed);
-        Ok(self.granted(node, &issued))
-    }
-
-    /// The next certificate of an enrolled edge. Blocks on the disk, which has the last word: a node that is removed
-    /// or revoked meanwhile stays so.
-    fn reissue(
-        &self,
-        key: &CsrKey,
-        node: NodeName,
-        root: Option<Fingerprint>,
-    ) -> Result<Enrolled, Problem> {
-        // The connection may be older than the end of the root by which it was let in.
-        if let Some(why) = retired(&self.enrolment.ca.get(), &node, root) {
-            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
-        }
-        let issued = self.sign(key, &node)?;
-        let nodes = self.enrolment.store.nodes();
-        let noted = nodes.renewed(&node, &issued);
-        match noted.map_err(|error| broken(&error))? {
-            None => Err(unknown(&node)),
-            Some(NodeRecord {
-                revoked: Some(why), ..
-            }) => Err(revoked(&node, &why.reason)),
-            Some(_) => Ok(self.granted(node, &issued)),
-        }
-    }
-
-    fn sign(&self, key: &CsrKey, node: &NodeName) -> Result<Issued, Problem> {
-        let Enrolment { ca, lifetime, .. } = &self.enrolment;
-        let issued = ca.get().issue_edge(key, node, *lifetime);
-        issued.map_err(|error| broken(&error))
-    }
-
-    fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
-        let Enrolment { ca, advertised, .. } = &self.enrolment;
-        let ca = ca.get();
-        Enrolled {
-            certificate: issued.pem(),
-            root: ca.bundle_pem(),
-            trust_domain: ca.trust_domain().to_string(),
-            node,
-            gateways: advertised.all(),
-        }
     }
 
     /// Counts and logs how it ended.

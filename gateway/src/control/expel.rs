@@ -3,8 +3,9 @@
 //! The commands beside a gateway change the directory and then ask for this. An edge that comes in the same moment is
 //! judged before it is registered and again afterwards: it meets either the new table or this.
 
-use crate::state::{Edge, Node, Nodes, NodesWriter, Registry};
-use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, Store, StoreError};
+use super::admit::LiveTls;
+use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
+use causeway_certs::{Fingerprint, NodeName, Store, StoreError};
 use causeway_tunnel::{
     hello::{Dismissal, ToEdge},
     task::Tasks,
@@ -40,8 +41,8 @@ pub struct Roll {
     pub store: Store,
     /// The table.
     pub nodes: NodesWriter,
-    /// Who signs, and who did.
-    pub ca: LiveCa,
+    /// Who is believed.
+    pub tls: LiveTls,
     /// Who is here.
     pub registry: Registry,
     /// Who ends the tunnels, even where whoever has asked for it goes away.
@@ -109,21 +110,23 @@ impl Roll {
     /// Tunnels of those who are not welcome, and why. A tunnel from which another has taken over gets no new streams: it
     /// keeps what it has where its root was retired and its process has come by one that is trusted.
     fn leaving(&self) -> Vec<(NodeName, Edge, String)> {
-        let (nodes, ca) = (self.nodes.reader(), self.ca.get());
+        let (nodes, tls) = (self.nodes.reader(), self.tls.load());
         let process = |node: &NodeName, edge: &Edge| {
             let instance = edge.admitted.welcome.instance.clone();
             (node.clone(), instance)
         };
-        let why = |node: &NodeName, edge: &Edge| retired(&ca, node, edge.admitted.certificate.root);
+        let why = |node: &NodeName, edge: &Edge| {
+            let knows = |root| tls.trust().knows(root);
+            retired(knows, node, &edge.admitted.certificate)
+        };
         let edges = self.registry.all();
         let standing = edges
             .iter()
             .filter(|(node, edge)| !edge.is_taken_over() && why(node, edge).is_none());
         let standing: BTreeSet<_> = standing.map(|(node, edge)| process(node, edge)).collect();
         let unwelcome = |(node, edge): (NodeName, Edge)| {
-            let issued = edge.admitted.certificate.issued_at;
             let spared = edge.is_taken_over() && standing.contains(&process(&node, &edge));
-            let why = unwelcome(&nodes, &node, issued)
+            let why = unwelcome(&nodes, &node, &edge.admitted.certificate)
                 .or_else(|| why(&node, &edge).filter(|_| !spared))?;
             Some((node, edge, why))
         };
@@ -140,9 +143,12 @@ pub(super) fn dismissal(why: Dismissal, detail: String) -> ToEdge {
     }
 }
 
-/// Why a node is not welcome here with a certificate that was `issued` then, if it is not.
-pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, issued: u64) -> Option<String> {
+/// Why a node is not welcome here with the certificate that it has `shown`, if it is not.
+pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option<String> {
     match nodes.get(node) {
+        None if shown.given => Some(format!(
+            "node {node} is not known at this gateway: `causeway edge add {node}` there lets it in"
+        )),
         None => Some(format!(
             "node {node} is not enrolled at this gateway (or was removed); join again with a new token"
         )),
@@ -151,21 +157,26 @@ pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, issued: u64) -> Option<S
             ..
         }) => Some(format!("node {node} is revoked: {reason}")),
         // A machine that was stolen has the certificate of the one that took its place.
-        Some(Node { joined_at, .. }) if issued < joined_at => Some(format!(
+        Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
             "this certificate of node {node} is from before the node joined anew; join again with a new token"
         )),
         Some(_) => None,
     }
 }
 
-/// Why a certificate that hangs on this root is good no more, if it is not.
-pub(super) fn retired(ca: &Ca, node: &NodeName, root: Option<Fingerprint>) -> Option<String> {
-    let trusted = root.is_none_or(|root| ca.fingerprints().contains(&root));
-    (!trusted).then(|| {
-        format!(
-            "the certificate of node {node} hangs on a root that was retired; join again with a new token"
-        )
-    })
+/// Why the certificate that a node has `shown` is good no more, since its root is not, if that is so.
+pub(super) fn retired(
+    knows: impl FnOnce(Fingerprint) -> bool,
+    node: &NodeName,
+    shown: &Shown,
+) -> Option<String> {
+    let why = if shown.given {
+        "is not believed here any more (tunnel.identity.client_ca)"
+    } else {
+        "was retired; join again with a new token"
+    };
+    let trusted = shown.root.is_none_or(knows);
+    (!trusted).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
 }
 
 /// What the disk says of nodes.

@@ -30,6 +30,9 @@ pub(crate) fn missing(ca: &Ca, admitted: &Admitted, tunnels: usize) -> Vec<ToEdg
     let Some(believes) = admitted.roots.load_full() else {
         return Vec::new();
     };
+    if admitted.certificate.given {
+        return Vec::new();
+    }
     let mut lines = Vec::new();
     if *believes != ca.fingerprints() {
         lines.push(ToEdge::Roots {
@@ -81,7 +84,9 @@ struct Root {
 pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> Progress {
     let ca = ca.get();
     let edges = registry.all();
-    let current = || edges.iter().filter(|(_, edge)| !edge.is_taken_over());
+    // Certificates of another system are none of this CA's.
+    let counts = |edge: &Edge| !edge.is_taken_over() && !edge.admitted.certificate.given;
+    let current = || edges.iter().filter(|(_, edge)| counts(edge));
     let those = |is: &dyn Fn(&Edge) -> bool| {
         let found = current().filter(|(_, edge)| is(edge));
         found.map(|(node, _)| node.clone()).collect()

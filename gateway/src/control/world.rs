@@ -2,6 +2,7 @@
 
 use super::{
     admit::{Admission, LiveTls, Tls},
+    arrivals::Arrivals,
     drain::Readiness,
     enrol::{self, Enrolment},
     expel::Roll,
@@ -14,7 +15,7 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName, Store,
+    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName, Store, Trust,
     TrustDomain, install_provider,
     verify::{self, TicketSecret},
 };
@@ -94,14 +95,13 @@ impl World {
         let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
         let ca = Arc::new(new_ca("test.example"));
         store.save_ca(&ca).unwrap();
-        let leaf = ca
-            .issue_gateway(&[GatewayName::parse("127.0.0.1").unwrap()], LIFE)
-            .unwrap();
+        let names = [GatewayName::parse("127.0.0.1").unwrap()];
+        let leaf = ca.issue_gateway(&names, LIFE).unwrap();
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
-        let tls = Tls::new(leaf.resolver(), &ca, &tickets).unwrap();
-        let tls = Arc::new(ArcSwap::from_pointee(tls));
+        let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets);
+        let tls = Arc::new(ArcSwap::from_pointee(tls.unwrap()));
         let enrolment = Enrolment {
             ca: live.clone(),
             store: store.clone(),
@@ -116,6 +116,7 @@ impl World {
             nodes: nodes.reader(),
             metrics: metrics.clone(),
             tls: tls.clone(),
+            arrivals: Arrivals::new(&store, &nodes),
             ca: live.clone(),
             settings: config::Tunnel {
                 handshake_timeout: SHORT,
@@ -158,7 +159,8 @@ impl World {
     /// The tunnel port believes whom the CA has signed that is in force now. It shows what it showed.
     pub(super) fn take_up(&self) {
         let tickets = TicketSecret::random();
-        let tls = Tls::new(self.leaf.resolver(), &self.live.get(), &tickets);
+        let trust = Trust::of(&self.live.get()).unwrap();
+        let tls = Tls::new(self.leaf.resolver(), trust, &tickets);
         self.tls.store(Arc::new(tls.unwrap()));
     }
 
@@ -167,7 +169,7 @@ impl World {
         Roll {
             store: self.store.clone(),
             nodes: self.nodes.clone(),
-            ca: self.live.clone(),
+            tls: self.tls.clone(),
             registry: self.registry.clone(),
             tasks: Arc::default(),
             runtime: Handle::current(),

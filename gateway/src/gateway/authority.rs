@@ -5,7 +5,7 @@
 //! 3. swap it in, which cannot fail: handshakes that begin now see the new, connections that stand go on;
 //! 4. tell the edges. Where a root is gone, edges that hang on it are sent away; callers begin nothing new (`proxy.rs`).
 
-use super::{BindError, build::Identity, fronts::Fronts};
+use super::{BindError, fronts::Fronts, identity::Identity};
 use crate::{
     control::{
         admit::{LiveTls, Tls},
@@ -38,8 +38,12 @@ impl Authority {
     /// If it cannot be read or used; then all is as it was.
     pub(super) fn take_up(&self) -> Result<bool, BindError> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let missing = || BindError::NoCa(self.store.root_path());
-        let next = self.store.ca()?.ok_or_else(missing)?;
+        let Some(next) = self.store.ca()? else {
+            if !self.ca.get().is_believed() {
+                return Ok(false);
+            }
+            return Err(BindError::NoCa(self.store.root_path()));
+        };
         let stages = |ca: &Ca| (ca.fingerprints(), ca.other());
         if stages(&next) == stages(&self.ca.get()) {
             return Ok(false);
@@ -48,25 +52,17 @@ impl Authority {
             let why = "the CA in the data directory is of another trust domain; it counts from the next start";
             return Err(BindError::Name(why.to_owned()));
         }
-        let trust = |cause| BindError::Trust {
-            what: "the tunnel port".to_owned(),
-            cause,
-        };
-        let tls = Tls::new(
-            self.identity.resolver(),
-            &next,
-            &self.store.ticket_secret()?,
-        );
-        let tls = tls.map_err(trust)?;
-        let leaf = self.identity.leaf_of(&next)?;
+        let port = self.identity.turn_to(&next)?;
         let fronts = self.fronts.turn_to(&next)?;
         let stays = next.fingerprints();
         let gone = self.ca.get().fingerprints();
         let gone = !gone.iter().all(|root| stays.contains(root));
         let (first, other) = (next.fingerprint(), next.other());
         self.ca.swap(next);
-        self.tls.store(Arc::new(tls));
-        self.identity.show(leaf);
+        if let Some((tls, leaf)) = port {
+            self.tls.store(Arc::new(tls));
+            self.identity.show(leaf);
+        }
         fronts.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
         rotation::tell(&self.ca.get(), &self.registry);
@@ -74,5 +70,11 @@ impl Authority {
             self.roll.look();
         }
         Ok(true)
+    }
+
+    /// The tunnel port believes others from now on: edges that hang on nobody of these are sent away.
+    pub(super) fn turn(&self, tls: Tls) {
+        self.tls.store(Arc::new(tls));
+        self.roll.look();
     }
 }

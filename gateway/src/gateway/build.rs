@@ -8,13 +8,15 @@ use super::{
     BindError, Bound, Deciding, Gateway, Threads,
     authority::Authority,
     fronts::Fronts,
+    identity::{Given, Identity},
     reload::{Parts, Reloader},
 };
 use crate::{
     config::{self, Config, Listen, Reloads},
     control::{
         admin,
-        admit::{Admission, Tls},
+        admit::Admission,
+        arrivals::Arrivals,
         drain::Readiness,
         enrol,
         expel::{self, Roll},
@@ -30,132 +32,50 @@ use crate::{
     state::{Advertised, NodesWriter, Registry},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::{Access, Ca, CaError, HostName, Leaf, LiveCa, LiveLeaf, Store, StoreError};
-use causeway_tunnel::{listener, target, task::Tasks};
-use rustls::server::ResolvesServerCert;
+use causeway_certs::{Access, Ca, LiveCa, Store, StoreError};
+use causeway_tunnel::{listener, task::Tasks};
 use std::{
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::SocketAddr,
     sync::{Arc, Mutex},
-    time::Duration,
 };
 use tokio_util::sync::CancellationToken;
 
-/// How long the gateway's own certificate is valid; it is renewed at half of that.
-const LIFETIME: Duration = Duration::from_hours(7 * 24);
-
-/// The certificate that edges see, and what renews it.
-#[derive(Clone, Debug)]
-pub(super) struct Identity {
-    ca: LiveCa,
-    names: Arc<ArcSwap<Vec<HostName>>>,
-    leaf: Arc<LiveLeaf>,
-}
-
-impl Identity {
-    fn new(ca: &LiveCa, config: &config::Tunnel) -> Result<Self, BindError> {
-        let names = names(&config.advertise, config.listen.ip())?;
-        let leaf = Arc::new(LiveLeaf::new(ca.get().issue_gateway(&names, LIFETIME)?));
-        Ok(Self {
-            ca: ca.clone(),
-            names: Arc::new(ArcSwap::from_pointee(names)),
-            leaf,
-        })
-    }
-
-    /// The names that a configuration asks for, with a certificate where they are others than now.
-    pub(super) fn prepare(
-        &self,
-        config: &config::Tunnel,
-    ) -> Result<(Vec<HostName>, Option<Leaf>), BindError> {
-        let names = names(&config.advertise, config.listen.ip())?;
-        let leaf = if **self.names.load() == names {
-            None
-        } else {
-            Some(self.ca.get().issue_gateway(&names, LIFETIME)?)
-        };
-        Ok((names, leaf))
-    }
-
-    /// Shows this one from now on, and renews it under these names.
-    pub(super) fn replace(&self, names: Vec<HostName>, leaf: Leaf) {
-        self.names.store(Arc::new(names));
-        self.leaf.swap(leaf);
-    }
-
-    /// A certificate by another CA.
-    pub(super) fn leaf_of(&self, ca: &Ca) -> Result<Leaf, CaError> {
-        ca.issue_gateway(&self.names.load(), LIFETIME)
-    }
-
-    /// Shows this one from now on.
-    pub(super) fn show(&self, leaf: Leaf) {
-        self.leaf.swap(leaf);
-    }
-
-    /// What shows the certificate, whichever it is.
-    pub(super) fn resolver(&self) -> Arc<dyn ResolvesServerCert> {
-        self.leaf.clone()
-    }
-
-    /// Issues a new certificate whenever half of the old one's life is over. Never ends.
-    pub(super) async fn renew(self) {
-        loop {
-            tokio::time::sleep(LIFETIME / 2).await;
-            match self.leaf_of(&self.ca.get()) {
-                Ok(leaf) => self.leaf.swap(leaf),
-                Err(error) => {
-                    tracing::error!(%error, "the gateway's certificate cannot be renewed");
-                }
-            }
-        }
-    }
-}
-
-/// The names in `host:port` texts; without any, the address itself and the loopback.
-fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
-    let mut names = Vec::new();
-    for text in texts {
-        let host = target::split(text).map_or(text.as_str(), |(host, _)| host);
-        let name =
-            HostName::parse(host).map_err(|error| BindError::Name(format!("{text:?}: {error}")))?;
-        names.push(name);
-    }
-    if names.is_empty() {
-        let loopback = [
-            IpAddr::V4(Ipv4Addr::LOCALHOST),
-            IpAddr::V6(Ipv6Addr::LOCALHOST),
-        ];
-        names.extend(
-            loopback
-                .into_iter()
-                .chain((!listen.is_unspecified()).then_some(listen))
-                .map(HostName::from),
-        );
-    }
-    Ok(names)
-}
-
-/// What a data directory holds: the CA, and the nodes that have joined.
+/// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
 struct Base {
     store: Store,
     ca: LiveCa,
     nodes: NodesWriter,
+    given: Option<Given>,
 }
 
 impl Base {
     fn open(config: &Config) -> Result<Self, BindError> {
-        let store = match Store::open(&config.data_dir, Access::Existing) {
-            Err(StoreError::Missing { .. }) => {
-                return Err(BindError::NoCa(config.data_dir.clone()));
-            }
+        let given = config.tunnel.identity.as_ref().map(Given::read);
+        let given = given.transpose()?;
+        let no_ca = || BindError::NoCa(config.data_dir.clone());
+        // Where edges bring certificates there may be no CA, and so nothing to begin with.
+        let access = given.as_ref().map_or(Access::Existing, |_| Access::Create);
+        let store = match Store::open(&config.data_dir, access) {
+            Err(StoreError::Missing { .. }) => return Err(no_ca()),
             opened => opened?,
         };
-        let ca = store.ca()?;
-        let ca = ca.ok_or_else(|| BindError::NoCa(config.data_dir.clone()))?;
+        let ca = match (store.ca()?, &given) {
+            (Some(ca), Some(given)) if *ca.trust_domain() != given.domain => {
+                let (own, given) = (ca.trust_domain(), &given.domain);
+                return Err(BindError::Name(format!(
+                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one",
+                    config.data_dir.display()
+                )));
+            }
+            (Some(ca), _) => ca,
+            (None, Some(given)) => Ca::unbelieved(&given.domain)?,
+            (None, None) => return Err(no_ca()),
+        };
         Ok(Self {
             nodes: known(&store)?,
             ca: LiveCa::new(ca),
             store,
+            given,
         })
     }
 }
@@ -177,7 +97,8 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     };
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let identity = Identity::new(&base.ca, &config.tunnel)?;
+    let given = base.given.clone();
+    let identity = Identity::new(&base.ca, &base.store, &config.tunnel, given)?;
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
     let fronts = Arc::new(Fronts::new(&base.ca, &shared, &cores, (&tasks, &ending)));
@@ -235,7 +156,7 @@ fn authority(
         roll: Roll {
             store: base.store.clone(),
             nodes: base.nodes.clone(),
-            ca: base.ca.clone(),
+            tls: admission.tls.clone(),
             registry: admission.registry.clone(),
             tasks: Arc::default(),
             runtime: admission.cores.runtime(CoreId(0)).clone(),
@@ -347,23 +268,23 @@ fn admission(
         lifetime: settings.edge_certificate_lifetime,
         advertised: advertised.clone(),
     };
-    let trust = |cause| BindError::Trust {
-        what: "the tunnel port".to_owned(),
-        cause,
+    let tls = identity.tls(&base.ca.get())?;
+    let enrol = match base.given {
+        Some(_) => enrol::closed(),
+        None => enrol::router(enrolment),
     };
-    let secret = base.store.ticket_secret()?;
-    let tls = Tls::new(identity.resolver(), &base.ca.get(), &secret);
     Ok(Admission {
         cores: cores.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),
         metrics: shared.metrics.clone(),
-        tls: Arc::new(ArcSwap::from_pointee(tls.map_err(trust)?)),
+        tls: Arc::new(ArcSwap::from_pointee(tls)),
+        arrivals: Arrivals::new(&base.store, &base.nodes),
         ca: base.ca.clone(),
         settings,
         pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),
-        enrol: enrol::router(enrolment),
+        enrol,
     })
 }

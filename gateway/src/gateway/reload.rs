@@ -6,15 +6,15 @@
 use super::{
     BindError,
     authority::Authority,
-    build::{Identity, advertised},
+    build::advertised,
     fronts::{Fronts, Plan, Turnover},
+    identity::{Identity, Next},
 };
 use crate::{
     config::{self, Config},
     metrics::Metrics,
     state::{Advertised, Registry},
 };
-use causeway_certs::{HostName, Leaf};
 use causeway_tunnel::hello::ToEdge;
 use std::{fmt, net::SocketAddr, sync::Arc};
 
@@ -42,7 +42,7 @@ pub(super) struct Parts {
 pub struct Prepared<'a> {
     parts: &'a Parts,
     fronts: Plan<'a>,
-    identity: (Vec<HostName>, Option<Leaf>),
+    identity: Next,
     advertised: Vec<String>,
     at_restart: Vec<&'static str>,
 }
@@ -110,9 +110,8 @@ impl Prepared<'_> {
     /// last and those of the new ones nothing.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> Changed {
         let parts = self.parts;
-        let (names, leaf) = self.identity;
-        if let Some(leaf) = leaf {
-            parts.identity.replace(names, leaf);
+        if let Some(tls) = parts.identity.apply(self.identity) {
+            parts.authority.turn(tls);
         }
         let advertised = parts.advertised.replace(self.advertised);
         if advertised {
@@ -140,16 +139,19 @@ fn tell(registry: &Registry, advertised: &Advertised) {
 }
 
 fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
-    // Of the tunnel port only who is told of it changes while it is there.
+    // Of the tunnel port only who is told of it changes while it is there, and what the files say that it goes by.
     let tunnel = |config: &Config| config::Tunnel {
         advertise: Vec::new(),
         gateways: Vec::new(),
+        identity: None,
         ..config.tunnel.clone()
     };
+    let given = |config: &Config| config.tunnel.identity.is_some();
     let keys = [
         ("data_dir", began.data_dir != now.data_dir),
         ("cores", began.cores != now.cores),
         ("tunnel", tunnel(began) != tunnel(now)),
+        ("tunnel.identity", given(began) != given(now)),
         ("admin", began.admin != now.admin),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),

@@ -79,6 +79,15 @@ impl NodesWriter {
         });
     }
 
+    /// Adds those that are not known yet; of each this is confirmed.
+    pub fn add(&self, names: impl IntoIterator<Item = NodeName>, node: &Node) {
+        self.change(|nodes| {
+            for name in names {
+                nodes.entry(name).or_insert_with(|| node.clone());
+            }
+        });
+    }
+
     /// Replaces all nodes by what is `read` now; nobody changes them meanwhile.
     ///
     /// # Errors

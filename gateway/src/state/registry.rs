@@ -63,6 +63,8 @@ pub struct Shown {
     pub not_after: u64,
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
+    /// Another system has made it.
+    pub given: bool,
 }
 
 /// A registered tunnel, as seen from outside.

@@ -67,7 +67,7 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    pub(in crate::world) fn new(place: Place, root: &CertificateDer<'static>, log: Log) -> Self {
+    pub(crate) fn new(place: Place, root: &CertificateDer<'static>, log: Log) -> Self {
         Self {
             place,
             root: root.clone(),

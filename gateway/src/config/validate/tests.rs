@@ -1,4 +1,5 @@
 use serde_json::{Value, json};
+use std::path::PathBuf;
 
 use super::*;
 
@@ -280,4 +281,14 @@ fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_front() {
         "fronts[0].identity_headers.groups",
         "other field",
     );
+}
+
+#[test]
+fn an_identity_that_lets_nobody_in_is_a_fault() {
+    let identity = |client_ca: &[&str]| json!({ "tunnel": { "identity": { "chain": "a.pem", "key": "a.key", "client_ca": client_ca } } });
+    one_fault(identity(&[]), "tunnel.identity.client_ca", "names nobody");
+    let config: Config = serde_json::from_value(identity(&["ca.pem"])).unwrap();
+    assert_eq!(config.validate(), []);
+    let files = ["a.pem", "a.key", "ca.pem"].map(PathBuf::from);
+    assert!(files.iter().all(|file| config.files().contains(file)));
 }

@@ -8,7 +8,7 @@
 
 use super::{
     Admission, Arrived,
-    link::{Leaving, Link, Registered, over},
+    link::{Leaving, Link, Registered, explain, over},
 };
 use crate::audit;
 use crate::control::{
@@ -17,14 +17,14 @@ use crate::control::{
 };
 use crate::state::{
     Admitted,
-    registry::{Fate, Replaced, Shown, Unregistered},
+    registry::{Fate, Replaced, Shown},
 };
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
     Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
-    wire::{self, MOST_TUNNELS},
+    wire::{self},
 };
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -147,13 +147,15 @@ impl Admission {
         node: Result<NodeName, PeerRefused>,
         shown: (SocketAddr, Shown),
     ) -> Result<(Conversation, NodeName), (String, End)> {
-        let issued = shown.1.issued_at;
         let name = node
             .as_ref()
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
         // Who is refused whatever it says is refused for that, and not for having said nothing.
         let refused = match &node {
-            Ok(node) => unwelcome(&self.nodes, node, issued),
+            Ok(node) => match self.arrive(node).await {
+                Ok(()) => unwelcome(&self.nodes, node, &shown.1),
+                Err(why) => Some(why),
+            },
             Err(refused) => Some(refused.to_string()),
         };
         let failed = |end: End| match (end, &refused) {
@@ -192,6 +194,18 @@ impl Admission {
             Ok(conversation) => Ok((conversation, node)),
             Err(end) => Err(failed(end)),
         }
+    }
+
+    /// Notes a node that nobody has let join, where that is not asked for.
+    async fn arrive(&self, node: &NodeName) -> Result<(), String> {
+        if !self.tls.load().lets_any_in() {
+            return Ok(());
+        }
+        let noted = self.arrivals.note(node).await;
+        noted.map_err(|why| {
+            tracing::error!(%node, why, "a node that comes first cannot be noted");
+            format!("node {node} cannot be noted at this gateway; its log says why")
+        })
     }
 
     /// Opens the control stream, says hello, and hears one line.
@@ -247,7 +261,7 @@ impl Admission {
         node: &NodeName,
         (welcome, (from, certificate)): (Welcome, (SocketAddr, Shown)),
     ) -> Result<Conversation, End> {
-        let (issued, root) = (certificate.issued_at, certificate.root);
+        let by = certificate.clone();
         let (tell, lines) = mpsc::channel(LINES);
         let taken_over = CancellationToken::new();
         let version = welcome.version.clone();
@@ -276,8 +290,10 @@ impl Admission {
         let registered = Registered::new(self, node, id, &link.tunnel);
         retire(node, from, replaced);
         // Whoever was sent away between the two was not here to be sent away.
-        let unwelcome = unwelcome(&self.nodes, node, issued);
-        let unwelcome = unwelcome.or_else(|| retired(&self.ca.get(), node, root));
+        let unwelcome = unwelcome(&self.nodes, node, &by);
+        let knows = |root| self.tls.load().trust().knows(root);
+        let retired = || retired(knows, node, &by);
+        let unwelcome = unwelcome.or_else(retired);
         if let Some(why) = unwelcome {
             link.tunnel.drain();
             return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
@@ -297,19 +313,6 @@ impl Admission {
             drain: self.drain,
             _registered: registered,
         })
-    }
-}
-
-fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, String) {
-    match refused {
-        Unregistered::Superseded { from, .. } => {
-            let detail = format!("{node} is served by a later process that dialled from {from}");
-            (Dismissal::Superseded, detail)
-        }
-        Unregistered::Full => {
-            let detail = format!("{node} has as many tunnels as it may have: {MOST_TUNNELS}");
-            (Dismissal::Full, detail)
-        }
     }
 }
 

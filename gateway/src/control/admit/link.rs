@@ -8,7 +8,7 @@ use super::{Admission, Arrived, conversation::End};
 use crate::{
     control::expel::dismissal,
     metrics::TunnelGuard,
-    state::{Registry, TunnelId},
+    state::{Registry, TunnelId, registry::Unregistered},
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{
@@ -17,6 +17,7 @@ use causeway_tunnel::{
     hello::{Control, ControlError, Dismissal, ToEdge},
     liveness::Bounds,
     task::Tasks,
+    wire::MOST_TUNNELS,
 };
 use futures_util::future::BoxFuture;
 use std::{future::pending, sync::Arc, time::Duration};
@@ -210,5 +211,19 @@ impl Drop for Registered {
     fn drop(&mut self) {
         self.tunnel.close();
         self.registry.unregister(&self.node, self.id);
+    }
+}
+
+/// Why a tunnel was not registered, for its edge.
+pub(super) fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, String) {
+    match refused {
+        Unregistered::Superseded { from, .. } => {
+            let detail = format!("{node} is served by a later process that dialled from {from}");
+            (Dismissal::Superseded, detail)
+        }
+        Unregistered::Full => {
+            let detail = format!("{node} has as many tunnels as it may have: {MOST_TUNNELS}");
+            (Dismissal::Full, detail)
+        }
     }
 }

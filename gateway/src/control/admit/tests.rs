@@ -414,6 +414,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     let (_after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
     step(Ca::retire);
+    world.take_up();
     world.roll().look();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();

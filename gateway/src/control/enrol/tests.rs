@@ -4,6 +4,7 @@ use axum::{body::Body, http::Request};
 use causeway_certs::{Confirmed, EdgeIdentity, EdgeKey, verify};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::UnixTime;
 use serde_json::{Value, json};
 use std::net::IpAddr;
 use tower::Service;

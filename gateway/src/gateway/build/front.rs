@@ -2,11 +2,10 @@
 //!
 //! Reads the files that its configuration names; each fault says which front and which file.
 
-use super::names;
 use crate::{
     config::{self, Jwks, Kind, Listen},
     control::jwks::Issuers,
-    gateway::BindError,
+    gateway::{BindError, identity::names},
     proxy::{
         Shared,
         caller::{
@@ -82,6 +81,7 @@ impl Material {
             ),
             None => None,
         };
+        self.without_ca(&ca.get())?;
         let tls = self.tls(&ca.get(), (ca, &shared.nodes))?;
         let shown = front.callers.own_ca || !self.client_roots.is_empty();
         Ok(Front {
@@ -106,6 +106,26 @@ impl Material {
             metrics: shared.metrics.front(&front.name),
             retired: OnceLock::new(),
         })
+    }
+
+    /// A front that would want a CA where there is none says so, and does not stand there for nobody.
+    fn without_ca(&self, ca: &Ca) -> Result<(), BindError> {
+        let (front, callers) = (&self.front, &self.front.callers);
+        if ca.is_believed() || !front.has_tls() {
+            return Ok(());
+        }
+        let others = callers.tokens.is_some() || !callers.jwt.is_empty() || front.anonymous;
+        let lacks = if self.leaf.is_none() {
+            "certificate: there is no CA to make one"
+        } else if self.client_roots.is_empty() && !others {
+            "callers: there is no CA that makes certificates for them; name client_ca, tokens or jwt"
+        } else {
+            return Ok(());
+        };
+        Err(BindError::Name(format!(
+            "front {:?} lacks {lacks}",
+            front.name
+        )))
     }
 
     fn tokens(&self) -> Result<Option<CallerTokens>, BindError> {
@@ -154,7 +174,7 @@ impl Material {
         }
         // Whoever may come with a token, or as nobody, shows no certificate: the refusal is then ours, in words.
         let trust = FrontTrust {
-            own: self.front.callers.own_ca,
+            own: self.front.callers.own_ca && ca.is_believed(),
             client_roots: self.client_roots.clone(),
             require: false,
         };

@@ -2,7 +2,7 @@
 //!
 //! Each site has its own directory, ports that the system chose, and dies with the test.
 
-use super::{Causeway, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
+use super::{Causeway, Ended, Process, causeway, causeway_on_a_full_disk, causeway_with_files};
 use crate::world::{
     Metrics,
     caller::{Caller, Place},
@@ -71,11 +71,12 @@ impl Site {
             .run()
             .await
             .ok();
-        let text = format!(
-            "data_dir: {}\nadmin: {{ listen: \"127.0.0.1:0\" }}\n{configuration}\n",
-            data.display()
-        );
-        fs::write(folder.path().join("gateway.yaml"), text).unwrap();
+        Self::of(folder, tunnel, configuration).await
+    }
+
+    /// A running gateway in a folder that has all it needs.
+    pub(crate) async fn of(folder: TempDir, tunnel: &str, configuration: &str) -> Self {
+        write(&folder, configuration);
         let (gateway, [tunnel, admin, front]) = {
             let first = gateway(causeway(""), folder.path(), tunnel);
             open(first).await
@@ -87,6 +88,13 @@ impl Site {
             admin,
             front,
         }
+    }
+
+    /// What a gateway says that does not come to run in this folder.
+    pub(crate) async fn refused(folder: &TempDir, configuration: &str) -> Ended {
+        write(folder, configuration);
+        let gateway = gateway(causeway(""), folder.path(), "127.0.0.1:0");
+        gateway.run().await
     }
 
     /// Kills the gateway, lets `change` see its data directory, and starts it at the same tunnel port.
@@ -160,6 +168,11 @@ impl Site {
             admin,
             front,
         }
+    }
+
+    /// The site's directory.
+    pub(crate) fn folder(&self) -> &TempDir {
+        &self.folder
     }
 
     /// A path in the site's directory.
@@ -241,6 +254,15 @@ impl Site {
             .args(["--connect-to", &to])
             .args([format!("https://{node}:{PORT}/{rest}")])
     }
+}
+
+fn write(folder: &TempDir, configuration: &str) {
+    let data = folder.path().join("gateway");
+    let text = format!(
+        "data_dir: {}\nadmin: {{ listen: \"127.0.0.1:0\" }}\n{configuration}\n",
+        data.display()
+    );
+    fs::write(folder.path().join("gateway.yaml"), text).unwrap();
 }
 
 fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {

@@ -1,0 +1,115 @@
+//! The tunnel port's TLS: what is shown, who is believed, and the handshake.
+
+use super::Io;
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    PeerRefused, Purpose, Trust,
+    verify::{self, Proven, TicketSecret, TrustError, prove_peer},
+};
+use causeway_tunnel::{
+    socket::{Counted, Detached, tune_tunnel},
+    wire,
+};
+use rustls::{
+    ServerConfig,
+    pki_types::UnixTime,
+    server::{ClientHello, ResolvesServerCert},
+};
+use std::{io, sync::Arc, time::Duration};
+use tokio::time::Instant;
+use tokio_rustls::LazyConfigAcceptor;
+
+/// The tunnel port's TLS: two configurations, and who is believed.
+#[derive(Clone, Debug)]
+pub struct Tls {
+    tunnel: Arc<ServerConfig>,
+    join: Arc<ServerConfig>,
+    trust: Trust,
+    any_node: bool,
+}
+
+/// The tunnel port's TLS as it is now.
+pub type LiveTls = Arc<ArcSwap<Tls>>;
+
+impl Tls {
+    /// For a gateway that shows `leaf`, believes whom `trust` names and seals sessions by `tickets`.
+    ///
+    /// # Errors
+    /// If nobody could be believed so.
+    pub fn new(
+        leaf: Arc<dyn ResolvesServerCert>,
+        trust: Trust,
+        tickets: &TicketSecret,
+    ) -> Result<Self, TrustError> {
+        Ok(Self {
+            tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
+            join: verify::join_server(leaf, &trust)?,
+            trust,
+            any_node: false,
+        })
+    }
+
+    /// Whether a certificate that is believed is enough, of whichever node.
+    #[must_use]
+    pub fn any_node(self, any_node: bool) -> Self {
+        Self { any_node, ..self }
+    }
+
+    /// Who is believed.
+    pub fn trust(&self) -> &Trust {
+        &self.trust
+    }
+
+    /// Whether each node with a certificate that is believed is let in.
+    pub(super) fn lets_any_in(&self) -> bool {
+        self.any_node
+    }
+
+    /// Whose certificate it is, resumed or not.
+    pub(super) fn check(&self, io: &Io) -> Result<Proven, PeerRefused> {
+        let chain = io.get_ref().1.peer_certificates();
+        let now = UnixTime::now();
+        prove_peer(
+            chain,
+            Purpose::Edge,
+            now,
+            &self.trust,
+            &verify::none_revoked,
+        )
+    }
+
+    /// Finishes TLS, and takes the time that its last flight needed: one round trip.
+    pub(super) async fn handshake(
+        &self,
+        socket: io::Result<Detached>,
+    ) -> io::Result<(Way, Io, Duration)> {
+        let socket = socket?.attach()?;
+        if let Some(tcp) = socket.tcp() {
+            tune_tunnel(tcp);
+        }
+        let acceptor = rustls::server::Acceptor::default();
+        let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
+        let (way, config) = self.choose(&begun.client_hello());
+        let answered = Instant::now();
+        let mut io = begun.into_stream(config).await?;
+        io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
+        Ok((way, io, answered.elapsed()))
+    }
+
+    fn choose(&self, hello: &ClientHello<'_>) -> (Way, Arc<ServerConfig>) {
+        let mut offered = hello.alpn().into_iter().flatten();
+        if offered.any(|protocol| protocol == wire::ALPN_TUNNEL) {
+            (Way::Tunnel, self.tunnel.clone())
+        } else {
+            // What offers neither is refused by this configuration, with the right alert.
+            (Way::Join, self.join.clone())
+        }
+    }
+}
+
+/// What somebody wants here, by the ALPN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Tunnel,
+    Join,
+}

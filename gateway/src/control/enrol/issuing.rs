@@ -1,0 +1,138 @@
+//! Tokens spent and certificates given: what blocks on the disk.
+
+use super::{Desk, Enrolled, Enrolment, broken, refuse, refused, revoked, unknown};
+use crate::{
+    control::{expel::retired, http::Problem},
+    state::{Node, registry::Shown},
+};
+use axum::http::StatusCode;
+use causeway_certs::{
+    CsrKey, Issued, JoinToken, NodeName, NodeRecord, Standing, TokenBook, TokenRecord,
+};
+use rustls::pki_types::UnixTime;
+
+impl Desk {
+    /// Spends the token. Blocks on the disk.
+    pub(super) fn redeem(
+        &self,
+        token: &JoinToken,
+        node: Option<NodeName>,
+    ) -> Result<(NodeName, TokenRecord), Problem> {
+        // An edge that does not say who it is becomes who the token says.
+        let node = node.map_or_else(|| self.meant(token), Ok)?;
+        let known = self.enrolment.nodes.reader().get(&node);
+        let standing = match &known {
+            Some(_) => Standing::Known,
+            None => Standing::New,
+        };
+        if let Some(reason) = known.and_then(|known| known.revoked) {
+            return Err(revoked(&node, &reason));
+        }
+        let redeemed = self
+            .tokens()
+            .redeem(token, (&node, standing), UnixTime::now());
+        let record = redeemed.map_err(|why| refused(&why))?;
+        Ok((node, record))
+    }
+
+    /// Tokens of all roots that are trusted.
+    fn tokens(&self) -> TokenBook {
+        self.enrolment.store.tokens_of(&self.enrolment.ca.get())
+    }
+
+    /// The node for which a token was made.
+    fn meant(&self, token: &JoinToken) -> Result<NodeName, Problem> {
+        let nodes = self.tokens().meant(token).map_err(|why| refused(&why))?;
+        nodes.node().ok_or_else(|| {
+            let detail = format!(
+                "the join token is for nodes {nodes}: the edge has to say which it is (node)"
+            );
+            refuse(StatusCode::FORBIDDEN, "node_missing", detail)
+        })
+    }
+
+    /// The certificate of an edge that joins. Blocks on the disk.
+    pub(super) fn issue(
+        &self,
+        key: &CsrKey,
+        node: NodeName,
+        record: TokenRecord,
+    ) -> Result<Enrolled, Problem> {
+        let TokenRecord {
+            addresses,
+            pool,
+            labels,
+            ..
+        } = record;
+        let now = UnixTime::now().as_secs();
+        let known = self.enrolment.nodes.reader().get(&node).unwrap_or_default();
+        let confirmed = Node {
+            addresses,
+            pool,
+            labels,
+            joined_at: now,
+            ..known
+        };
+        let issued = self.sign(key, &node)?;
+        let record = NodeRecord {
+            node: node.clone(),
+            addresses: confirmed.addresses.clone(),
+            pool: confirmed.pool.clone(),
+            labels: confirmed.labels.clone(),
+            enrolled_at: now,
+            serial: issued.serial_hex(),
+            root: Some(issued.root),
+            not_after: Some(issued.not_after.as_secs()),
+            // What was noted of that stays.
+            revoked: None,
+        };
+        let Enrolment { store, nodes, .. } = &self.enrolment;
+        store.nodes().put(record).map_err(|error| broken(&error))?;
+        nodes.put(node.clone(), confirmed);
+        Ok(self.granted(node, &issued))
+    }
+
+    /// The next certificate of an enrolled edge. Blocks on the disk, which has the last word: a node that is removed
+    /// or revoked meanwhile stays so.
+    pub(super) fn reissue(
+        &self,
+        key: &CsrKey,
+        node: NodeName,
+        shown: &Shown,
+    ) -> Result<Enrolled, Problem> {
+        // The connection may be older than the end of the root by which it was let in.
+        let ca = self.enrolment.ca.get();
+        let knows = |root| ca.fingerprints().contains(&root);
+        if let Some(why) = retired(knows, &node, shown) {
+            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+        }
+        let issued = self.sign(key, &node)?;
+        let nodes = self.enrolment.store.nodes();
+        let noted = nodes.renewed(&node, &issued);
+        match noted.map_err(|error| broken(&error))? {
+            None => Err(unknown(&node)),
+            Some(NodeRecord {
+                revoked: Some(why), ..
+            }) => Err(revoked(&node, &why.reason)),
+            Some(_) => Ok(self.granted(node, &issued)),
+        }
+    }
+
+    fn sign(&self, key: &CsrKey, node: &NodeName) -> Result<Issued, Problem> {
+        let Enrolment { ca, lifetime, .. } = &self.enrolment;
+        let issued = ca.get().issue_edge(key, node, *lifetime);
+        issued.map_err(|error| broken(&error))
+    }
+
+    fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
+        let Enrolment { ca, advertised, .. } = &self.enrolment;
+        let ca = ca.get();
+        Enrolled {
+            certificate: issued.pem(),
+            root: ca.bundle_pem(),
+            trust_domain: ca.trust_domain().to_string(),
+            node,
+            gateways: advertised.all(),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! What the tunnel port shows to edges, and whom it believes.
+//!
+//! By our CA: a certificate for the names by which edges reach this gateway, made here and renewed by itself. Or given: the
+//! files of another system, which are read at each reload, and whoever renews them causes one. Which of the two it is holds
+//! as long as the gateway runs.
+
+use super::BindError;
+use crate::{config, control::admit::Tls};
+use arc_swap::ArcSwap;
+use causeway_certs::{
+    Ca, CaError, Certificate, HostName, Leaf, LiveCa, LiveLeaf, Store, Trust, TrustDomain, given,
+};
+use causeway_tunnel::target;
+use rustls::{
+    pki_types::{CertificateDer, UnixTime},
+    server::ResolvesServerCert,
+};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::time::sleep;
+
+/// How long a certificate of the gateway's own making is valid; it is renewed at half of that.
+const LIFETIME: Duration = Duration::from_hours(7 * 24);
+/// How often is looked whether somebody renews what was given. A timer stands still while a machine is suspended.
+const LOOK: Duration = Duration::from_hours(1);
+
+/// What the tunnel port shows and believes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct Identity {
+    ca: LiveCa,
+    store: Store,
+    names: Arc<ArcSwap<Vec<HostName>>>,
+    leaf: Arc<LiveLeaf>,
+    given: Option<Arc<Mutex<Given>>>,
+}
+
+/// What another system has made.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Given {
+    leaf: Leaf,
+    chain: PathBuf,
+    roots: Vec<CertificateDer<'static>>,
+    pub(super) domain: TrustDomain,
+    any_node: bool,
+}
+
+/// What a configuration asks for, built and not in force.
+#[derive(Debug)]
+pub(super) struct Next {
+    names: Vec<HostName>,
+    leaf: Option<Leaf>,
+    given: Option<(Given, Tls)>,
+}
+
+impl Given {
+    /// Reads the files.
+    pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
+        let (chain, key) = (text(&files.chain)?, text(&files.key)?);
+        let read = given::gateway(&chain, &key);
+        let (leaf, domain) = read.map_err(|error| file(&files.chain, error.to_string()))?;
+        let mut roots = Vec::new();
+        for path in &files.client_ca {
+            let found = given::roots(&text(path)?);
+            roots.extend(found.map_err(|error| file(path, error.to_string()))?);
+        }
+        Ok(Self {
+            leaf,
+            chain: files.chain.clone(),
+            roots,
+            domain,
+            any_node: files.any_node,
+        })
+    }
+
+    fn tls(&self, shows: Arc<dyn ResolvesServerCert>, store: &Store) -> Result<Tls, BindError> {
+        let trust = Trust::given(&self.roots, &self.domain).map_err(unbuilt)?;
+        let tickets = store.ticket_secret()?;
+        let tls = Tls::new(shows, trust, &tickets).map_err(unbuilt)?;
+        Ok(tls.any_node(self.any_node))
+    }
+
+    /// Says so where the certificate has ended, or whoever renews it should have.
+    fn look(&self) {
+        let facts = self.leaf.chain().first().map(Certificate::read);
+        let Some(Ok(facts)) = facts else { return };
+        let (now, ends) = (UnixTime::now().as_secs(), facts.not_after);
+        let life = ends.saturating_sub(facts.not_before);
+        let (chain, left) = (self.chain.display(), ends.saturating_sub(now));
+        if now > ends {
+            tracing::error!(%chain, "the certificate of the tunnel port has ended: no edge takes it");
+        } else if left < life / 6 {
+            let left = humantime::format_duration(Duration::from_secs(left));
+            tracing::warn!(%chain, %left, "the certificate of the tunnel port ends soon, and nobody has renewed it");
+        }
+    }
+}
+
+impl Identity {
+    pub(super) fn new(
+        ca: &LiveCa,
+        store: &Store,
+        config: &config::Tunnel,
+        given: Option<Given>,
+    ) -> Result<Self, BindError> {
+        let names = names(&config.advertise, config.listen.ip())?;
+        let leaf = match &given {
+            Some(given) => given.leaf.clone(),
+            None => ca.get().issue_gateway(&names, LIFETIME)?,
+        };
+        Ok(Self {
+            ca: ca.clone(),
+            store: store.clone(),
+            names: Arc::new(ArcSwap::from_pointee(names)),
+            leaf: Arc::new(LiveLeaf::new(leaf)),
+            given: given.map(|given| Arc::new(Mutex::new(given))),
+        })
+    }
+
+    fn given(&self) -> Option<Given> {
+        let given = self.given.as_ref()?;
+        let given = given.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(given.clone())
+    }
+
+    /// The tunnel port's TLS where `ca` signs what is not given.
+    pub(super) fn tls(&self, ca: &Ca) -> Result<Tls, BindError> {
+        if let Some(given) = self.given() {
+            return given.tls(self.leaf.clone(), &self.store);
+        }
+        let trust = Trust::of(ca).map_err(unbuilt)?;
+        let tickets = self.store.ticket_secret()?;
+        Tls::new(self.leaf.clone(), trust, &tickets).map_err(unbuilt)
+    }
+
+    /// What a configuration asks for.
+    pub(super) fn prepare(&self, config: &config::Tunnel) -> Result<Next, BindError> {
+        let names = names(&config.advertise, config.listen.ip())?;
+        match (&config.identity, self.given()) {
+            (Some(files), Some(now)) => {
+                let next = Given::read(files)?;
+                if next.domain != now.domain {
+                    let (next, now) = (next.domain, now.domain);
+                    return Err(file(
+                        &files.chain,
+                        format!(
+                            "it is of trust domain {next}, and this gateway of {now} until its next start"
+                        ),
+                    ));
+                }
+                next.look();
+                let given = (next != now).then(|| {
+                    let tls = next.tls(self.leaf.clone(), &self.store)?;
+                    Ok::<_, BindError>((next, tls))
+                });
+                Ok(Next {
+                    names,
+                    leaf: None,
+                    given: given.transpose()?,
+                })
+            }
+            // That waits for the next start.
+            (None, Some(_)) => Ok(Next {
+                names,
+                leaf: None,
+                given: None,
+            }),
+            (_, None) => {
+                let same = **self.names.load() == names;
+                let leaf = (!same).then(|| self.ca.get().issue_gateway(&names, LIFETIME));
+                Ok(Next {
+                    leaf: leaf.transpose()?,
+                    names,
+                    given: None,
+                })
+            }
+        }
+    }
+
+    /// Shows that from now on, and renews it under its names. What the tunnel port believes then, if that is new.
+    pub(super) fn apply(&self, next: Next) -> Option<Tls> {
+        self.names.store(Arc::new(next.names));
+        if let Some(leaf) = next.leaf {
+            self.leaf.swap(leaf);
+        }
+        let (next, tls) = next.given?;
+        self.leaf.swap(next.leaf.clone());
+        if let Some(given) = &self.given {
+            *given.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        }
+        tracing::info!("the tunnel port goes by other files from now on");
+        Some(tls)
+    }
+
+    /// What is believed and shown where this CA signs; nothing changes where it is given.
+    pub(super) fn turn_to(&self, ca: &Ca) -> Result<Option<(Tls, Leaf)>, BindError> {
+        if self.given.is_some() {
+            return Ok(None);
+        }
+        Ok(Some((self.tls(ca)?, self.leaf_of(ca)?)))
+    }
+
+    fn leaf_of(&self, ca: &Ca) -> Result<Leaf, CaError> {
+        ca.issue_gateway(&self.names.load(), LIFETIME)
+    }
+
+    /// Shows this one from now on.
+    pub(super) fn show(&self, leaf: Leaf) {
+        self.leaf.swap(leaf);
+    }
+
+    /// Issues a new certificate whenever half of the old one's life is over, or says that whoever does that has not. Never
+    /// ends.
+    pub(super) async fn renew(self) {
+        loop {
+            if let Some(given) = self.given() {
+                given.look();
+                sleep(LOOK).await;
+                continue;
+            }
+            sleep(LIFETIME / 2).await;
+            match self.leaf_of(&self.ca.get()) {
+                Ok(leaf) => self.leaf.swap(leaf),
+                Err(error) => {
+                    tracing::error!(%error, "the gateway's certificate cannot be renewed");
+                }
+            }
+        }
+    }
+}
+
+/// The names in `host:port` texts; without any, the address itself and the loopback.
+pub(super) fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, BindError> {
+    let mut names = Vec::new();
+    for text in texts {
+        let host = target::split(text).map_or(text.as_str(), |(host, _)| host);
+        let name =
+            HostName::parse(host).map_err(|error| BindError::Name(format!("{text:?}: {error}")))?;
+        names.push(name);
+    }
+    if names.is_empty() {
+        let loopback = [
+            IpAddr::V4(Ipv4Addr::LOCALHOST),
+            IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ];
+        names.extend(
+            loopback
+                .into_iter()
+                .chain((!listen.is_unspecified()).then_some(listen))
+                .map(HostName::from),
+        );
+    }
+    Ok(names)
+}
+
+fn text(path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(path, error.to_string()))
+}
+
+fn file(path: &Path, why: String) -> BindError {
+    BindError::File {
+        what: "tunnel.identity".to_owned(),
+        path: path.to_owned(),
+        why,
+    }
+}
+
+fn unbuilt(cause: causeway_certs::verify::TrustError) -> BindError {
+    BindError::Trust {
+        what: "the tunnel port".to_owned(),
+        cause,
+    }
+}

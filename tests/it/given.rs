@@ -1,0 +1,467 @@
+//! Certificates that another system makes and renews: a company's PKI, which here is openssl.
+
+use crate::{
+    certificates::{PACE, app, download, requests, session, span},
+    world::{
+        app::App,
+        caller::{Caller, Place},
+        log::Log,
+        process::{Causeway, Process, Site, causeway},
+        tool::{Tool, need},
+        until,
+    },
+};
+use causeway_certs::Leaf;
+use rustls::pki_types::{CertificateDer, pem::PemObject};
+use serde_json::Value;
+use std::{collections::BTreeSet, fs, path::PathBuf};
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+
+/// Makes in `$1` the root `$2-root.pem` and, by it, `$2.pem`, which signs for everybody.
+const COMPANY: &str = r#"
+set -e; cd "$1"
+new() { openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$1.key" -subj "/CN=$1" "${@:2}"; }
+new "$2-root" -x509 -days 30 -addext keyUsage=critical,keyCertSign,cRLSign -out "$2-root.pem"
+new "$2" -out "$2.csr"
+printf '%s\n' 'basicConstraints=critical,CA:TRUE,pathlen:0' 'keyUsage=critical,keyCertSign' >"$2.ext"
+openssl x509 -req -in "$2.csr" -CA "$2-root.pem" -CAkey "$2-root.key" -days 30 -extfile "$2.ext" -out "$2.pem"
+"#;
+/// Makes `$2.key` and `$2.pem`, with the certificate behind it, in `$1`: usage `$3`, names `$4`, by `$5.pem`.
+const ISSUE: &str = r#"
+set -e; cd "$1"
+openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
+printf '%s\n' 'basicConstraints=critical,CA:FALSE' "extendedKeyUsage=$3" "subjectAltName=$4" >"$2.ext"
+openssl x509 -req -in "$2.csr" -CA "$5.pem" -CAkey "$5.key" -days 2 -extfile "$2.ext" -out "$2.own"
+cat "$2.own" "$5.pem" >"$2.pem"
+"#;
+const GATEWAY: &str = "URI:spiffe://company.test/gateway";
+const EDGE_1: &str = "URI:spiffe://company.test/edge/edge-1";
+
+/// A company, with certificates for a gateway, a front, two edges and a caller.
+async fn company() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    found(&folder, "company").await;
+    for (name, usage, names) in [
+        ("gateway", "serverAuth", GATEWAY),
+        ("front", "serverAuth", "DNS:edge-1,DNS:edge-2"),
+        ("alice", "clientAuth", "DNS:alice"),
+        ("edge-1", "clientAuth", EDGE_1),
+        (
+            "edge-2",
+            "clientAuth",
+            "URI:spiffe://company.test/edge/edge-2",
+        ),
+    ] {
+        issue(&folder, (name, usage, names), "company").await;
+    }
+    // What callers of these tests show.
+    fs::rename(
+        folder.path().join("alice.key"),
+        folder.path().join("alice-key.pem"),
+    )
+    .unwrap();
+    folder
+}
+
+async fn found(folder: &TempDir, name: &str) {
+    let made = Tool::new("bash").args(["-c", COMPANY, "bash"]);
+    made.args([folder.path().to_str().unwrap(), name])
+        .run()
+        .await
+        .ok();
+}
+
+async fn issue(folder: &TempDir, (name, usage, names): (&str, &str, &str), by: &str) {
+    let made = Tool::new("sh").args(["-c", ISSUE, "sh"]);
+    let folder = folder.path().to_str().unwrap();
+    made.args([folder, name, usage, names, by]).run().await.ok();
+}
+
+fn tunnel(folder: &TempDir, more: &str) -> String {
+    let at = folder.path().display();
+    format!(
+        "tunnel: {{ identity: {{ chain: {at}/gateway.pem, key: {at}/gateway.key, client_ca: [{at}/company-root.pem]{more} }} }}\n"
+    )
+}
+
+fn fronts(folder: &TempDir) -> String {
+    let at = folder.path().display();
+    format!(
+        "fronts: [{{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100, certificate: {{ chain: {at}/front.pem, key: {at}/front.key }}, callers: {{ client_ca: [{at}/company-root.pem] }} }}]\n"
+    )
+}
+
+/// A gateway without a CA, which lets in nodes that are added, or any.
+async fn site(more: &str) -> Site {
+    let folder = company().await;
+    let configuration = tunnel(&folder, more) + &fronts(&folder);
+    Site::of(folder, "127.0.0.1:0", &configuration).await
+}
+
+fn brings(site: &Site, edge: Causeway, name: &str) -> Causeway {
+    let at = site.path("").display().to_string();
+    edge.flag(
+        "--identity",
+        format!("{{ chain: {at}/{name}.pem, key: {at}/{name}.key, ca: {at}/company-root.pem }}"),
+    )
+}
+
+fn edge(site: &Site, name: &str, app: u16) -> Causeway {
+    brings(site, site.edge(name, app), name)
+}
+
+async fn add(site: &Site, node: &str) {
+    let added = causeway("edge add").args([node]);
+    let added = added.flag("--data-dir", site.data()).run().await.ok();
+    assert_eq!(added.stdout, format!("{node} is let in\n"));
+}
+
+async fn stands(site: &Site, name: &str, app: u16) -> Process {
+    let mut edge = edge(site, name, app).start();
+    edge.said("tunnel registered").await;
+    edge
+}
+
+/// alice, as far as the company's certificates say so.
+async fn calls(site: &Site, node: &str) -> String {
+    let curl = site
+        .curl(node, "")
+        .args(["--cacert".into(), site.path("company-root.pem")]);
+    curl.args(["-w", " %{http_code}"]).run().await.ok().text()
+}
+
+async fn nodes(site: &Site) -> Vec<Value> {
+    let asked = causeway("status -o json").flag("--data-dir", site.data());
+    serde_json::from_str(&asked.run().await.ok().stdout).unwrap()
+}
+
+#[tokio::test]
+async fn a_gateway_without_a_ca_serves_edges_and_callers_by_certificates_of_another_system() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let site = site("").await;
+    let mut stranger = edge(&site, "edge-1", app.port()).start();
+    stranger.said("`causeway edge add edge-1`").await;
+    stranger.kill().await;
+    add(&site, "edge-1").await;
+    let edge_1 = stands(&site, "edge-1", app.port()).await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+    for (folder, file) in [
+        (site.data(), "ca.json"),
+        (site.edge_data("edge-1"), "edge.json"),
+    ] {
+        assert!(
+            !folder.join(file).exists(),
+            "{file}: keys stay where they were made"
+        );
+    }
+    let token = causeway("token create --node edge-2").flag("--data-dir", site.data());
+    token.run().await.failed(&["no CA in"]);
+    let url = format!("https://{}/v1/enrol", site.tunnel);
+    let asked = Tool::curl().args(["-k", "-d", "{}", &url, "-w", " %{http_code}"]);
+    let said = asked.run().await.text();
+    assert!(
+        said.contains("certificates_given") && said.ends_with(" 501"),
+        "{said}"
+    );
+
+    // What is confirmed of a node can be said again, and both ends come back after a restart.
+    let again = causeway("edge add edge-1 --pool north").flag("--data-dir", site.data());
+    again.run().await.ok();
+    assert_eq!(nodes(&site).await[0]["pool"], "north");
+    edge_1.stop().await.ok();
+    let site = site.restart(|_| {}).await;
+    let _edge = stands(&site, "edge-1", app.port()).await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+}
+
+/// Name, usage, names and signer of certificates that one thing is wrong with.
+const SPOILT: [(&str, &str, &str, &str); 6] = [
+    ("server", "serverAuth", EDGE_1, "company"),
+    (
+        "elsewhere",
+        "clientAuth",
+        "URI:spiffe://other.test/edge/edge-1",
+        "company",
+    ),
+    (
+        "both",
+        "clientAuth",
+        "URI:spiffe://company.test/edge/edge-1,URI:spiffe://company.test/edge/edge-2",
+        "company",
+    ),
+    ("gate", "clientAuth", GATEWAY, "company"),
+    ("by-stranger", "clientAuth", EDGE_1, "stranger"),
+    ("by-leaf", "clientAuth", EDGE_1, "edge-2"),
+];
+
+/// The same certificate at the wrong door, and others with one thing wrong.
+#[tokio::test]
+async fn of_one_ca_an_edge_is_no_caller_and_a_caller_no_edge() {
+    need!("openssl", "curl");
+    let site = site(", any_node: true").await;
+    let folder = site.folder();
+    found(folder, "stranger").await;
+    for (name, usage, names, by) in SPOILT {
+        issue(folder, (name, usage, names), by).await;
+    }
+    fs::copy(site.path("alice-key.pem"), site.path("alice.key")).unwrap();
+    for (name, said) in [
+        ("alice", "0 identities"),
+        ("server", "extended key usage"),
+        ("elsewhere", "is none of trust domain company.test"),
+        ("both", "2 identities"),
+        ("gate", "a certificate of kind gateway cannot come as edge"),
+        ("by-stranger", "UnknownIssuer"),
+        ("by-leaf", "CaUsedAsEndEntity|EndEntityUsedAsCa"),
+    ] {
+        let before = site.gateway.written();
+        let dial = Tool::new("openssl").args(["s_client", "-alpn", "rh2", "-ign_eof"]);
+        let dial = dial.args(["-connect", &site.tunnel]);
+        let dial = dial.args(["-cert".into(), site.path(&format!("{name}.own"))]);
+        let dial = dial.args(["-key".into(), site.path(&format!("{name}.key"))]);
+        let dial = dial.args(["-cert_chain".into(), site.path(&format!("{name}.pem"))]);
+        dial.run().await;
+        let any = |line: &str| said.split('|').any(|said| line.contains(said));
+        let news = || async {
+            let now = site.gateway.written();
+            now.stdout[before.stdout.len()..].lines().any(any)
+                || now.stderr[before.stderr.len()..].lines().any(any)
+        };
+        until(&format!("{name} is refused: {said}"), news).await;
+    }
+    assert!(nodes(&site).await.is_empty(), "nobody of these has come");
+    for name in ["edge-1", "both", "gate"] {
+        let curl = site.curl_as_nobody("edge-1", "");
+        let curl = curl.args(["--cacert".into(), site.path("company-root.pem")]);
+        let curl = curl.args(["--cert".into(), site.path(&format!("{name}.pem"))]);
+        let curl = curl.args(["--key".into(), site.path(&format!("{name}.key"))]);
+        let said = curl.args(["-w", " %{http_code}"]).run().await.text();
+        assert!(
+            said.contains("cannot come as caller") && said.ends_with(" 401"),
+            "{name}: {said}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let site = site(", any_node: true").await;
+    let edge_1 = stands(&site, "edge-1", app.port()).await;
+    let edge_2 = stands(&site, "edge-2", app.port()).await;
+    assert_eq!(calls(&site, "edge-2").await, "it 200");
+    let revoke = causeway("edge revoke edge-2 --reason stolen").flag("--data-dir", site.data());
+    revoke.run().await.ok();
+    assert!(calls(&site, "edge-2").await.ends_with(" 503"));
+    edge_2.kill().await;
+    // That holds with the gateway restarted, whatever certificate it brings.
+    issue(
+        site.folder(),
+        (
+            "edge-2",
+            "clientAuth",
+            "URI:spiffe://company.test/edge/edge-2",
+        ),
+        "company",
+    )
+    .await;
+    let site = site.restart(|_| {}).await;
+    let mut edge_2 = edge(&site, "edge-2", app.port()).start();
+    edge_2.said("node edge-2 is revoked: stolen").await;
+    let states: Vec<_> = nodes(&site)
+        .await
+        .iter()
+        .map(|node| node["state"].clone())
+        .collect();
+    assert_eq!(states[1], "revoked");
+    edge_1.stop().await.ok();
+}
+
+/// Puts a new certificate into the place of one that is in use, as one does who renews it: one file after the other.
+async fn renew(site: &Site, (name, usage, names): (&str, &str, &str)) {
+    let folder = site.folder();
+    issue(folder, ("next", usage, names), "company").await;
+    for kind in ["key", "pem"] {
+        let at = |name: &str| site.path(&format!("{name}.{kind}"));
+        fs::rename(at("next"), at(name)).unwrap();
+    }
+}
+
+/// The certificates of its tunnels; one from which another has taken over stays as long as its streams.
+async fn serials(site: &Site) -> BTreeSet<String> {
+    let asked = Tool::curl().args([format!("http://{}/api/v1/edges/edge-1", site.admin)]);
+    let node: Value = asked.run().await.ok().json();
+    let tunnels = node["details"].as_array().unwrap().iter();
+    tunnels
+        .map(|tunnel| tunnel["certificate"].to_string())
+        .collect()
+}
+
+#[tokio::test]
+async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused() {
+    need!("openssl", "curl");
+    let span = span();
+    let app = app(span).await;
+    let site = site(", any_node: true").await;
+    let mut edge = stands(&site, "edge-1", app.port()).await;
+    let root = CertificateDer::from_pem_file(site.path("company-root.pem")).unwrap();
+    let text = |name: &str| fs::read_to_string(site.path(name)).unwrap();
+    let leaf = Leaf::load(&text("alice.pem"), &text("alice-key.pem")).unwrap();
+    let place = Place::Tls(site.front.parse().unwrap());
+    let caller = Caller::new(place, &root, Log::default()).certificate(&leaf);
+    let (ends, mut seen) = (Instant::now() + span, BTreeSet::new());
+    let renewals = async {
+        while Instant::now() < ends - span / 4 {
+            seen.extend(serials(&site).await);
+            let before = seen.len();
+            renew(&site, ("edge-1", "clientAuth", EDGE_1)).await;
+            renew(&site, ("gateway", "serverAuth", GATEWAY)).await;
+            until("the edge comes by its new certificate", async || {
+                seen.extend(serials(&site).await);
+                seen.len() > before
+            })
+            .await;
+            // Time is the subject.
+            sleep(PACE * 20).await;
+        }
+    };
+    let (requests, (), (), ()) = tokio::join!(
+        requests(|| (0, caller.clone()), ends),
+        session(&caller, ends),
+        download(&caller, span),
+        renewals
+    );
+    assert!(requests > 100, "{requests}");
+    assert!(seen.len() > 3, "{seen:?}");
+    edge.said("this node has another certificate").await;
+    assert!(
+        site.gateway
+            .written()
+            .count("the tunnel port goes by other files")
+            > 2
+    );
+}
+
+#[tokio::test]
+async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let mut site = site(", any_node: true").await;
+    let mut edge = stands(&site, "edge-1", app.port()).await;
+    found(site.folder(), "other").await;
+    let callers = fs::read(site.path("company-root.pem")).unwrap();
+    let put = |site: &Site, from: &[u8]| {
+        fs::write(site.path("next"), from).unwrap();
+        fs::rename(site.path("next"), site.path("company-root.pem")).unwrap();
+    };
+    put(&site, &fs::read(site.path("other-root.pem")).unwrap());
+    edge.said("is not believed here any more").await;
+    until("it has no tunnel", async || {
+        nodes(&site).await[0]["state"] == "away"
+    })
+    .await;
+    put(&site, &callers);
+    site.gateway
+        .wrote(
+            "the tunnel port goes by other files",
+            2,
+            crate::world::PATIENCE,
+        )
+        .await;
+    edge.stop().await.ok();
+    let mut edge = stands(&site, "edge-1", app.port()).await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+
+    // What does not fit is not taken up, at either end.
+    fs::copy(site.path("edge-2.pem"), site.path("edge-1.pem")).unwrap();
+    edge.said("private key does not fit").await;
+    fs::copy(site.path("edge-2.key"), site.path("edge-1.key")).unwrap();
+    edge.said("it is for node edge-2, and this edge is edge-1")
+        .await;
+    fs::copy(site.path("alice.pem"), site.path("gateway.pem")).unwrap();
+    site.gateway.said("tunnel.identity: ").await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+}
+
+#[tokio::test]
+async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
+    need!("openssl");
+    let folder = company().await;
+    let (given, fronts) = (tunnel(&folder, ""), fronts(&folder));
+    let bare = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\" }]\n";
+    let refused = async |configuration: String, words: &[&str]| {
+        Site::refused(&folder, &configuration).await.failed(words);
+    };
+    refused(
+        given.clone() + bare,
+        &["front \"web\" lacks certificate", "there is no CA"],
+    )
+    .await;
+    let nobody = fronts
+        .replace(", callers: { client_ca: [", ", names: [")
+        .replace("] } }]", "] }]");
+    refused(
+        given.clone() + &nobody,
+        &["lacks callers", "client_ca, tokens or jwt"],
+    )
+    .await;
+    let edges = given.replace("gateway.", "edge-1.");
+    refused(
+        edges + &fronts,
+        &[
+            "edge-1.pem",
+            "it is the certificate of edge edge-1",
+            "/gateway",
+        ],
+    )
+    .await;
+    let no_ca = given.replace("company-root.pem", "alice.pem");
+    refused(no_ca + &fronts, &["alice.pem", "may not sign"]).await;
+    let init = causeway("ca init --trust-domain other.test");
+    init.flag("--data-dir", folder.path().join("gateway"))
+        .run()
+        .await
+        .ok();
+    refused(
+        given + &fronts,
+        &["trust domain company.test", "of other.test"],
+    )
+    .await;
+}
+
+/// Our CA is for fronts and callers then, and its rotation none of the edges' business.
+#[tokio::test]
+async fn beside_a_ca_of_its_own_a_gateway_takes_edges_by_another() {
+    need!("openssl", "curl");
+    let folder = company().await;
+    let init = causeway("ca init --trust-domain company.test");
+    let data: PathBuf = folder.path().join("gateway");
+    init.flag("--data-dir", &data).run().await.ok();
+    let made = causeway("ca caller --name alice").flag("--out", folder.path());
+    fs::remove_file(folder.path().join("alice.pem")).unwrap();
+    fs::remove_file(folder.path().join("alice-key.pem")).unwrap();
+    made.flag("--data-dir", &data).run().await.ok();
+    let app = App::saying("it").await;
+    let bare = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100 }]\n";
+    let configuration = tunnel(&folder, ", any_node: true") + bare;
+    let site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let _edge = stands(&site, "edge-1", app.port()).await;
+    let said = async || site.curl("edge-1", "").run().await.ok().text();
+    assert_eq!(said().await, "it");
+    for step in ["prepare", "activate", "retire"] {
+        let step = causeway("ca rotate")
+            .args([step])
+            .flag("--data-dir", site.data());
+        step.run().await.ok();
+    }
+    let made = causeway("ca caller --name bob").flag("--out", site.path("."));
+    made.flag("--data-dir", site.data()).run().await.ok();
+    let curl = site.curl_as_nobody("edge-1", "");
+    let curl = curl.args(["--cert".into(), site.path("bob.pem")]);
+    let curl = curl.args(["--key".into(), site.path("bob-key.pem")]);
+    assert_eq!(curl.run().await.ok().text(), "it");
+    assert_eq!(nodes(&site).await[0]["tunnels"], 1);
+}
