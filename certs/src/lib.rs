@@ -40,6 +40,8 @@ pub use leaf::{Leaf, LeafError};
 pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, NodePattern, TrustDomain};
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
-pub use store::{Access, Backup, Claim, NodeRecord, Nodes, Revocation, Store, StoreError};
+pub use store::{
+    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Revocation, Store, StoreError,
+};
 pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
 pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};

@@ -209,6 +209,18 @@ pub struct NodeRecord {
     pub revoked: Option<Revocation>,
 }
 
+/// What is to be noted of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NodeChange {
+    /// It has come by a certificate of another system, and nobody has let it join; what is known already stays.
+    Arrived {
+        /// When, in Unix seconds.
+        at: u64,
+    },
+    /// Its next certificate, which is not noted of a node that is revoked.
+    Renewed(Issued),
+}
+
 impl NodeRecord {
     /// A node of which only the name is known, whose certificates another system makes.
     pub fn arrived(node: &NodeName, at: u64) -> Self {
@@ -262,24 +274,29 @@ impl Nodes {
             })
     }
 
-    /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
-    /// removed meanwhile.
-    pub fn renewed(
+    /// Makes many changes by one write, for a fleet that comes at once. What is known of each node then; nothing of one
+    /// that is not known.
+    pub fn change(
         &self,
-        node: &NodeName,
-        issued: &Issued,
-    ) -> Result<Option<NodeRecord>, StoreError> {
+        changes: &[(NodeName, NodeChange)],
+    ) -> Result<Vec<Option<NodeRecord>>, StoreError> {
         self.dir
             .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
-                let known = nodes.get_mut(node);
-                Ok(known.map(|record| {
-                    if record.revoked.is_none() {
-                        record.serial = issued.serial_hex();
-                        record.root = Some(issued.root);
-                        record.not_after = Some(issued.not_after.as_secs());
+                let made = changes.iter().map(|(node, change)| match change {
+                    NodeChange::Arrived { at } => {
+                        let record = || NodeRecord::arrived(node, *at);
+                        Some(nodes.entry(node.clone()).or_insert_with(record).clone())
                     }
-                    record.clone()
-                }))
+                    NodeChange::Renewed(issued) => nodes.get_mut(node).map(|record| {
+                        if record.revoked.is_none() {
+                            record.serial = issued.serial_hex();
+                            record.root = Some(issued.root);
+                            record.not_after = Some(issued.not_after.as_secs());
+                        }
+                        record.clone()
+                    }),
+                });
+                Ok(made.collect())
             })
     }
 
@@ -313,18 +330,6 @@ impl Nodes {
                     ..known.unwrap_or_else(|| NodeRecord::arrived(node, at))
                 };
                 nodes.insert(node.clone(), record);
-                Ok(())
-            })
-    }
-
-    /// Notes nodes that nobody has let join, by certificates of another system; what is known already stays.
-    pub fn arrived(&self, nodes: &[NodeName], at: u64) -> Result<(), StoreError> {
-        self.dir
-            .update(NODES, |known: &mut BTreeMap<NodeName, NodeRecord>| {
-                for node in nodes {
-                    let record = || NodeRecord::arrived(node, at);
-                    known.entry(node.clone()).or_insert_with(record);
-                }
                 Ok(())
             })
     }

@@ -9,7 +9,7 @@ pub mod expel;
 pub mod rotation;
 
 pub mod admit;
-pub mod arrivals;
+pub mod ledger;
 
 pub mod jwks;
 

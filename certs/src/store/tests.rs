@@ -297,7 +297,11 @@ fn a_renewal_brings_back_no_node_that_was_removed_and_changes_none_that_is_revok
     let issued = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
     let nodes = store.nodes();
     nodes.put(record("edge-1")).unwrap();
-    let renewed = nodes.renewed(&node, &issued).unwrap().unwrap();
+    let renew = |issued: &Issued| {
+        let change = (node.clone(), NodeChange::Renewed(issued.clone()));
+        nodes.change(&[change]).unwrap().remove(0)
+    };
+    let renewed = renew(&issued).unwrap();
     assert_eq!(renewed.serial, issued.serial_hex());
     assert_eq!(renewed.root, Some(ca.fingerprint()));
     assert_eq!(nodes.all().unwrap(), std::slice::from_ref(&renewed));
@@ -308,12 +312,12 @@ fn a_renewal_brings_back_no_node_that_was_removed_and_changes_none_that_is_revok
     };
     nodes.set_revoked(&node, Some(revoked)).unwrap();
     let next = ca.issue_edge(&key, &node, Duration::from_hours(1)).unwrap();
-    let found = nodes.renewed(&node, &next).unwrap().unwrap();
+    let found = renew(&next).unwrap();
     assert!(found.revoked.is_some());
     assert_eq!(found.serial, renewed.serial);
 
     nodes.remove(&node).unwrap();
-    assert_eq!(nodes.renewed(&node, &next).unwrap(), None);
+    assert_eq!(renew(&next), None);
     assert_eq!(nodes.all().unwrap(), []);
 }
 

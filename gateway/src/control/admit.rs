@@ -16,8 +16,8 @@ mod tests;
 use crate::{
     audit, config,
     control::{
-        arrivals::Arrivals,
         http::{self, Peer},
+        ledger::Ledger,
     },
     core::{CoreId, Cores},
     metrics::Metrics,
@@ -67,7 +67,7 @@ pub struct Admission {
     /// The tunnel port's certificates.
     pub tls: LiveTls,
     /// Notes nodes that nobody has let join.
-    pub arrivals: Arrivals,
+    pub ledger: Ledger,
     /// Who signs.
     pub ca: LiveCa,
     /// Bounds.

@@ -16,6 +16,7 @@ use crate::{
     control::{
         expel::unwelcome,
         http::{Peer, Problem},
+        ledger::Ledger,
     },
     metrics::Metrics,
     state::{Advertised, Node, NodesWriter, registry::Shown},
@@ -53,6 +54,8 @@ pub struct Enrolment {
     pub store: Store,
     /// The nodes that are welcome from now on.
     pub nodes: NodesWriter,
+    /// Where renewals are noted.
+    pub ledger: Ledger,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// Life of an edge's certificate.
@@ -235,11 +238,8 @@ impl Desk {
             (Some(_), None) => {}
         }
         let version = renew.version;
-        let renewed = spawn_blocking(move || {
-            info!(%node, ?version, "a certificate is renewed");
-            self.reissue(&key, node, &shown)
-        });
-        renewed.await.map_err(|error| broken(&error))?
+        info!(%node, ?version, "a certificate is renewed");
+        self.reissue(key, node, shown).await
     }
 
     /// Counts and logs how it ended.

@@ -5,7 +5,7 @@
 
 use super::admit::LiveTls;
 use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
-use causeway_certs::{Fingerprint, NodeName, Store, StoreError};
+use causeway_certs::{Fingerprint, NodeName, NodeRecord, Store, StoreError};
 use causeway_tunnel::{
     hello::{Dismissal, ToEdge},
     task::Tasks,
@@ -181,16 +181,18 @@ pub(super) fn retired(
 
 /// What the disk says of nodes.
 pub(crate) fn records(store: &Store) -> Result<BTreeMap<NodeName, Node>, StoreError> {
-    let records = store.nodes().all()?.into_iter().map(|record| {
-        let node = Node {
-            addresses: record.addresses,
-            pool: record.pool,
-            labels: record.labels,
-            joined_at: record.enrolled_at,
-            revoked: record.revoked.map(|revoked| revoked.reason),
-            ..Node::default()
-        };
-        (record.node, node)
-    });
-    Ok(records.collect())
+    Ok(store.nodes().all()?.into_iter().map(known).collect())
+}
+
+/// A node as it is known by what the disk says.
+pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
+    let node = Node {
+        addresses: record.addresses,
+        pool: record.pool,
+        labels: record.labels,
+        joined_at: record.enrolled_at,
+        revoked: record.revoked.map(|revoked| revoked.reason),
+        ..Node::default()
+    };
+    (record.node, node)
 }

@@ -26,7 +26,11 @@ impl fmt::Debug for TakeUp {
 }
 
 /// What an edge with this tunnel has not done yet. `tunnels` says how many might have to do it at once.
-pub(crate) fn missing(ca: &Ca, admitted: &Admitted, tunnels: usize) -> Vec<ToEdge> {
+pub(crate) fn missing(
+    ca: &Ca,
+    admitted: &Admitted,
+    tunnels: impl FnOnce() -> usize,
+) -> Vec<ToEdge> {
     let Some(believes) = admitted.roots.load_full() else {
         return Vec::new();
     };
@@ -41,7 +45,7 @@ pub(crate) fn missing(ca: &Ca, admitted: &Admitted, tunnels: usize) -> Vec<ToEdg
     }
     let hangs = admitted.certificate.root;
     if hangs.is_some_and(|root| root != ca.fingerprint()) {
-        let within = SPREAD + EACH * u32::try_from(tunnels).unwrap_or(u32::MAX);
+        let within = SPREAD + EACH * u32::try_from(tunnels()).unwrap_or(u32::MAX);
         let within_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
         lines.push(ToEdge::Renew { within_ms });
     }
@@ -53,7 +57,7 @@ pub(crate) fn tell(ca: &Ca, registry: &Registry) {
     let edges = registry.all();
     let tunnels = edges.len();
     for (_, edge) in edges.iter().filter(|(_, edge)| !edge.is_taken_over()) {
-        for line in missing(ca, &edge.admitted, tunnels) {
+        for line in missing(ca, &edge.admitted, || tunnels) {
             // One that does not take it is about to end, and hears it when it comes back.
             let _ = edge.admitted.control.try_send(Box::new(line));
         }

@@ -2,10 +2,10 @@
 
 use super::{
     admit::{Admission, LiveTls, Tls},
-    arrivals::Arrivals,
     drain::Readiness,
     enrol::{self, Enrolment},
     expel::Roll,
+    ledger::Ledger,
 };
 use crate::{
     config,
@@ -102,10 +102,12 @@ impl World {
         let live = LiveCa::new(store.ca().unwrap().unwrap());
         let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets);
         let tls = Arc::new(ArcSwap::from_pointee(tls.unwrap()));
+        let ledger = Ledger::new(&store, &nodes);
         let enrolment = Enrolment {
             ca: live.clone(),
             store: store.clone(),
             nodes: nodes.clone(),
+            ledger: ledger.clone(),
             metrics: metrics.clone(),
             lifetime: LIFE,
             advertised: advertised(&["gw.example:10262"]),
@@ -116,7 +118,7 @@ impl World {
             nodes: nodes.reader(),
             metrics: metrics.clone(),
             tls: tls.clone(),
-            arrivals: Arrivals::new(&store, &nodes),
+            ledger,
             ca: live.clone(),
             settings: config::Tunnel {
                 handshake_timeout: SHORT,

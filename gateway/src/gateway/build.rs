@@ -16,10 +16,10 @@ use crate::{
     control::{
         admin,
         admit::Admission,
-        arrivals::Arrivals,
         drain::Readiness,
         enrol,
         expel::{self, Roll},
+        ledger::Ledger,
         rotation::TakeUp,
     },
     core::{CoreId, Cores},
@@ -260,10 +260,12 @@ fn admission(
     advertised: &Advertised,
 ) -> Result<Admission, BindError> {
     let settings = config.tunnel.clone();
+    let ledger = Ledger::new(&base.store, &base.nodes);
     let enrolment = enrol::Enrolment {
         ca: base.ca.clone(),
         store: base.store.clone(),
         nodes: base.nodes.clone(),
+        ledger: ledger.clone(),
         metrics: shared.metrics.clone(),
         lifetime: settings.edge_certificate_lifetime,
         advertised: advertised.clone(),
@@ -279,7 +281,7 @@ fn admission(
         nodes: shared.nodes.clone(),
         metrics: shared.metrics.clone(),
         tls: Arc::new(ArcSwap::from_pointee(tls)),
-        arrivals: Arrivals::new(&base.store, &base.nodes),
+        ledger,
         ca: base.ca.clone(),
         settings,
         pressure: shared.limits.pressure().clone(),

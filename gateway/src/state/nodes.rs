@@ -79,11 +79,11 @@ impl NodesWriter {
         });
     }
 
-    /// Adds those that are not known yet; of each this is confirmed.
-    pub fn add(&self, names: impl IntoIterator<Item = NodeName>, node: &Node) {
+    /// Adds those that are not known yet.
+    pub fn add(&self, some: impl IntoIterator<Item = (NodeName, Node)>) {
         self.change(|nodes| {
-            for name in names {
-                nodes.entry(name).or_insert_with(|| node.clone());
+            for (name, node) in some {
+                nodes.entry(name).or_insert(node);
             }
         });
     }

@@ -201,9 +201,9 @@ impl Admission {
         if !self.tls.load().lets_any_in() {
             return Ok(());
         }
-        let noted = self.arrivals.note(node).await;
+        let noted = self.ledger.arrived(node).await;
         noted.map_err(|why| {
-            tracing::error!(%node, why, "a node that comes first cannot be noted");
+            tracing::error!(%node, %why, "a node that comes first cannot be noted");
             format!("node {node} cannot be noted at this gateway; its log says why")
         })
     }
@@ -300,7 +300,7 @@ impl Admission {
         }
         link.tell(&mut control, &ToEdge::Registered).await?;
         // What changed before it was registered is told here, and what changes now to all that are.
-        for line in rotation::missing(&self.ca.get(), &admitted, 0) {
+        for line in rotation::missing(&self.ca.get(), &admitted, || self.registry.connected()) {
             link.tell(&mut control, &line).await?;
         }
         self.metrics.registration("ok");

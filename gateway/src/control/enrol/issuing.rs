@@ -10,6 +10,8 @@ use causeway_certs::{
     CsrKey, Issued, JoinToken, NodeName, NodeRecord, Standing, TokenBook, TokenRecord,
 };
 use rustls::pki_types::UnixTime;
+use std::sync::Arc;
+use tokio::task::spawn_blocking;
 
 impl Desk {
     /// Spends the token. Blocks on the disk.
@@ -92,23 +94,26 @@ impl Desk {
         Ok(self.granted(node, &issued))
     }
 
-    /// The next certificate of an enrolled edge. Blocks on the disk, which has the last word: a node that is removed
-    /// or revoked meanwhile stays so.
-    pub(super) fn reissue(
-        &self,
-        key: &CsrKey,
+    /// The next certificate of an enrolled edge. The disk has the last word: a node that is removed or revoked meanwhile
+    /// stays so.
+    pub(super) async fn reissue(
+        self: Arc<Self>,
+        key: CsrKey,
         node: NodeName,
-        shown: &Shown,
+        shown: Shown,
     ) -> Result<Enrolled, Problem> {
-        // The connection may be older than the end of the root by which it was let in.
-        let ca = self.enrolment.ca.get();
-        let knows = |root| ca.fingerprints().contains(&root);
-        if let Some(why) = retired(knows, &node, shown) {
-            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
-        }
-        let issued = self.sign(key, &node)?;
-        let nodes = self.enrolment.store.nodes();
-        let noted = nodes.renewed(&node, &issued);
+        let (desk, of) = (self.clone(), node.clone());
+        let issued = spawn_blocking(move || {
+            // The connection may be older than the end of the root by which it was let in.
+            let ca = desk.enrolment.ca.get();
+            let knows = |root| ca.fingerprints().contains(&root);
+            if let Some(why) = retired(knows, &of, &shown) {
+                return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
+            }
+            desk.sign(&key, &of)
+        });
+        let issued = issued.await.map_err(|error| broken(&error))??;
+        let noted = self.enrolment.ledger.renewed(&node, issued.clone()).await;
         match noted.map_err(|error| broken(&error))? {
             None => Err(unknown(&node)),
             Some(NodeRecord {

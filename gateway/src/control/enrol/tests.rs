@@ -25,6 +25,7 @@ impl Counter {
             ca: world.live.clone(),
             store: world.store.clone(),
             nodes: world.nodes.clone(),
+            ledger: Ledger::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
             advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),

@@ -1,0 +1,248 @@
+//! What the data directory notes of nodes that are there in great number: arrivals and renewals.
+//!
+//! Each write is of all that is known of nodes. So while one goes to the disk, whatever comes gathers for the next: a fleet
+//! that comes at once, or renews at once, takes a few. A write that has begun ends, whoever still waits for it.
+
+use super::expel::known;
+use crate::state::NodesWriter;
+use causeway_certs::{Issued, NodeChange, NodeName, NodeRecord, Store};
+use rustls::pki_types::UnixTime;
+use std::{
+    mem,
+    sync::{Arc, Mutex, PoisonError},
+};
+use tokio::{
+    sync::{self, oneshot},
+    task::spawn_blocking,
+};
+
+/// Who writes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Ledger(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    store: Store,
+    nodes: NodesWriter,
+    gathered: Mutex<Vec<Entry>>,
+    /// Held while the disk is written.
+    writing: sync::Mutex<()>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    node: NodeName,
+    change: NodeChange,
+    tell: oneshot::Sender<Written>,
+}
+
+/// What is known of a node once it is written, or why it could not be.
+type Written = Result<Option<NodeRecord>, NotWritten>;
+
+/// Why the data directory was not written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct NotWritten(String);
+
+impl NotWritten {
+    fn because(error: impl ToString) -> Self {
+        Self(error.to_string())
+    }
+
+    /// The process ends while it writes.
+    fn given_up<E>(_: E) -> Self {
+        Self("what should be written was given up".to_owned())
+    }
+}
+
+impl Ledger {
+    /// Writes to the data directory, and then to the table.
+    pub fn new(store: &Store, nodes: &NodesWriter) -> Self {
+        Self(Arc::new(Inner {
+            store: store.clone(),
+            nodes: nodes.clone(),
+            gathered: Mutex::default(),
+            writing: sync::Mutex::default(),
+        }))
+    }
+
+    /// Makes sure that a node is known, which comes by a certificate of another system.
+    ///
+    /// # Errors
+    /// If the disk cannot be written; then the node is no more known than before.
+    pub async fn arrived(&self, node: &NodeName) -> Result<(), NotWritten> {
+        if self.0.nodes.reader().get(node).is_some() {
+            return Ok(());
+        }
+        let at = UnixTime::now().as_secs();
+        self.note(node, NodeChange::Arrived { at }).await?;
+        Ok(())
+    }
+
+    /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
+    /// removed meanwhile.
+    ///
+    /// # Errors
+    /// If the disk cannot be written.
+    pub async fn renewed(&self, node: &NodeName, issued: Issued) -> Written {
+        self.note(node, NodeChange::Renewed(issued)).await
+    }
+
+    async fn note(&self, node: &NodeName, change: NodeChange) -> Written {
+        let (tell, mut told) = oneshot::channel();
+        self.0.gathered(|gathered| {
+            gathered.push(Entry {
+                node: node.clone(),
+                change,
+                tell,
+            });
+        });
+        let _writing = tokio::select! {
+            biased;
+            written = &mut told => return written.map_err(NotWritten::given_up)?,
+            writing = self.0.writing.lock() => writing,
+        };
+        let inner = self.0.clone();
+        // All that has gathered, this one too unless somebody has written it meanwhile.
+        let written = spawn_blocking(move || inner.write());
+        written.await.map_err(NotWritten::because)?;
+        told.await.map_err(NotWritten::given_up)?
+    }
+}
+
+impl Inner {
+    fn gathered<T>(&self, with: impl FnOnce(&mut Vec<Entry>) -> T) -> T {
+        let gathered = self.gathered.lock();
+        with(&mut gathered.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Blocks on the disk.
+    fn write(&self) {
+        let entries = self.gathered(mem::take);
+        if entries.is_empty() {
+            return;
+        }
+        let (changes, tellers): (Vec<_>, Vec<_>) = entries
+            .into_iter()
+            .map(|Entry { node, change, tell }| ((node, change), tell))
+            .unzip();
+        let written = self.store.nodes().change(&changes);
+        if let Ok(records) = &written {
+            let arrived = changes
+                .iter()
+                .zip(records)
+                .filter_map(|((_, change), record)| {
+                    let arrived = matches!(change, NodeChange::Arrived { .. });
+                    record.clone().filter(|_| arrived).map(known)
+                });
+            let arrived: Vec<_> = arrived.collect();
+            if !arrived.is_empty() {
+                self.nodes.add(arrived);
+            }
+        }
+        let told: Vec<Written> = match written {
+            Ok(known) => known.into_iter().map(Ok).collect(),
+            Err(error) => {
+                let why = NotWritten::because(error);
+                tellers.iter().map(|_| Err(why.clone())).collect()
+            }
+        };
+        for (tell, written) in tellers.into_iter().zip(told) {
+            // Whoever asked may be gone.
+            let _ = tell.send(written);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::world::{name, new_ca},
+        state::Node,
+    };
+    use causeway_certs::{Access, CsrKey, EdgeKey};
+    use futures_util::future::join_all;
+    use std::time::Duration;
+
+    struct World {
+        folder: tempfile::TempDir,
+        store: Store,
+        nodes: NodesWriter,
+        ledger: Ledger,
+    }
+
+    fn world() -> World {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().join("data"), Access::Create).unwrap();
+        let nodes = NodesWriter::default();
+        World {
+            ledger: Ledger::new(&store, &nodes),
+            folder,
+            store,
+            nodes,
+        }
+    }
+
+    fn issued(node: &NodeName) -> Issued {
+        let key = EdgeKey::generate().unwrap();
+        let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+        let life = Duration::from_hours(1);
+        new_ca("td").issue_edge(&csr, node, life).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_fleet_that_comes_at_once_is_noted_whole_and_in_fewer_writes_than_it_has_nodes() {
+        let world = world();
+        let all: Vec<_> = (0..500).map(|n| name(&format!("edge-{n}"))).collect();
+        // The first holds the disk until all others have gathered.
+        let disk = world.ledger.0.writing.lock().await;
+        let coming = join_all(all.iter().map(|node| world.ledger.arrived(node)));
+        let mut coming = std::pin::pin!(coming);
+        assert!(futures_util::poll!(&mut coming).is_pending());
+        assert_eq!(
+            world.ledger.0.gathered(|gathered| gathered.len()),
+            all.len()
+        );
+        drop(disk);
+        for arrived in coming.await {
+            arrived.unwrap();
+        }
+        assert_eq!(world.store.nodes().all().unwrap().len(), all.len());
+        assert_eq!(world.nodes.reader().names().len(), all.len());
+        assert!(world.ledger.0.gathered(|gathered| gathered.is_empty()));
+    }
+
+    #[tokio::test]
+    async fn who_goes_away_leaves_others_what_they_wait_for() {
+        let world = world();
+        let (first, second) = (name("edge-1"), name("edge-2"));
+        let disk = world.ledger.0.writing.lock().await;
+        let mut gone = Box::pin(world.ledger.arrived(&first));
+        assert!(futures_util::poll!(&mut gone).is_pending());
+        drop((gone, disk));
+        world.ledger.arrived(&second).await.unwrap();
+        assert_eq!(world.nodes.reader().names(), [first, second]);
+    }
+
+    #[tokio::test]
+    async fn what_is_known_of_a_node_stays_and_a_disk_that_fails_lets_nobody_in() {
+        let world = world();
+        let (known, new) = (name("edge-1"), name("edge-2"));
+        let pool = Some("north".to_owned());
+        world.nodes.put(
+            known.clone(),
+            Node {
+                pool: pool.clone(),
+                ..Node::default()
+            },
+        );
+        world.ledger.arrived(&known).await.unwrap();
+        assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
+        let nobody = world.ledger.renewed(&new, issued(&new)).await;
+        assert_eq!(nobody, Ok(None), "it has not joined");
+        std::fs::remove_dir_all(world.folder.path().join("data")).unwrap();
+        world.ledger.arrived(&new).await.unwrap_err();
+        assert_eq!(world.nodes.reader().get(&new), None);
+    }
+}
