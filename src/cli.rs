@@ -3,6 +3,7 @@
 //! `gateway` and `edge` take a flag for each key of their configuration; those are made
 //! from the configuration's schema, so that a new key cannot lack its flag.
 
+mod ca;
 mod edge;
 mod keys;
 mod token;
@@ -13,6 +14,9 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub(crate) use ca::{
+    Ca, CaBackup, CaCaller, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
+};
 pub(crate) use edge::{EdgeNamed, EdgeOrder, EdgeRevoke};
 pub(crate) use keys::Keys;
 use token::label;
@@ -184,76 +188,6 @@ pub(crate) struct Bootstrap {
     /// Under which name identities stand in certificates: `spiffe://NAME`
     #[arg(long, value_name = "NAME", default_value = "causeway.local")]
     pub(crate) trust_domain: causeway_certs::TrustDomain,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Ca {
-    /// Make the CA of a data directory; says so if there is one already
-    Init(CaInit),
-    /// Make a certificate by which a caller is known to fronts
-    Caller(CaCaller),
-    /// Let another root take the place of the one that signs, in three steps
-    #[command(subcommand)]
-    Rotate(Rotate),
-    /// Write CA, secret of session tickets, tokens and nodes into one file; a gateway may run meanwhile
-    Backup(CaBackup),
-    /// Make a data directory what it was when a backup was made; no gateway may run on it
-    Restore(CaBackup),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct CaBackup {
-    /// The backup; whoever has it can be any edge and any caller
-    #[arg(value_name = "FILE")]
-    pub(crate) file: PathBuf,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Rotate {
-    /// Make a new root that is trusted beside the one that signs, and signs nothing yet
-    Prepare(RotateStep),
-    /// Let the new root sign everything; the old one is trusted still
-    Activate(RotateStep),
-    /// Trust the old root no more
-    Retire(RotateStep),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct RotateStep {
-    /// Go on although edges are left behind
-    #[arg(long)]
-    pub(crate) force: bool,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct CaInit {
-    /// Under which name identities stand in certificates: `spiffe://NAME`
-    #[arg(long, value_name = "NAME", default_value = "causeway.local")]
-    pub(crate) trust_domain: causeway_certs::TrustDomain,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct CaCaller {
-    /// Name of the caller
-    #[arg(long)]
-    pub(crate) name: String,
-    /// Group of the caller; may be given several times
-    #[arg(long = "group", value_name = "GROUP")]
-    pub(crate) groups: Vec<String>,
-    /// Life of the certificate
-    #[arg(long, default_value = "30d", value_parser = humantime::parse_duration)]
-    pub(crate) ttl: Duration,
-    /// Directory for NAME.pem and NAME-key.pem
-    #[arg(long, value_name = "DIR", default_value = ".")]
-    pub(crate) out: PathBuf,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

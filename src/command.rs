@@ -14,6 +14,7 @@ mod gateway;
 mod health;
 mod man;
 mod nodes;
+mod operator;
 mod policy;
 mod private;
 mod reload;

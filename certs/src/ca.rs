@@ -7,8 +7,10 @@
 //!
 //! A rotation has three steps: `prepare` makes a second root, which is trusted and signs nothing; `activate` lets it
 //! sign, with a certificate by the first root for whoever knows only that one; `retire` drops the first.
+//! An operator's own CA may sign the roots besides (`above`), for callers who know only that one.
 //! Never asks whether somebody may have a certificate; that is the token's or the operator's word.
 
+mod above;
 mod file;
 mod live;
 mod root;
@@ -28,6 +30,7 @@ use crate::leaf::{Leaf, LeafError};
 use crate::name::{self, FrontName, GatewayName, NameError, NodeName, TrustDomain};
 use crate::pem;
 use crate::secret::{Fingerprint, Secret};
+pub use above::{Above, OperatorCa};
 pub(crate) use file::CaFile;
 pub use live::LiveCa;
 use root::{Kind, Root};
@@ -92,7 +95,7 @@ impl Issued {
 }
 
 /// What a root does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Stage {
     /// It signs.
@@ -110,6 +113,13 @@ pub enum Step {
     Made,
     /// Before.
     Standing,
+}
+
+/// What tells a CA from what it was: which roots there are, what they do, and what is above them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct State {
+    active: Fingerprint,
+    other: Option<(Stage, Fingerprint)>,
 }
 
 /// A root with its key, and the one that comes or goes. `Debug` shows no key.
@@ -220,6 +230,15 @@ impl Ca {
         self.all().map(|(_, root)| root.fingerprint).collect()
     }
 
+    /// Where it is the same, the CA is the same.
+    pub fn state(&self) -> State {
+        let other = self.other.as_ref();
+        State {
+            active: self.active.mark,
+            other: other.map(|(stage, root)| (*stage, root.mark)),
+        }
+    }
+
     /// Whether the root that signs is from before intermediates. It allows none below it, not even behind the root that
     /// comes next: OpenSSL looks at that where it knows that root alone.
     pub fn signs_itself(&self) -> bool {
@@ -311,7 +330,9 @@ impl Ca {
             names,
             lifetime,
         };
-        self.leaf(Issuing::Fronts, kind, self.crossed())
+        let above = self.shown_above().iter().cloned();
+        let behind = self.crossed().into_iter().chain(above);
+        self.leaf(Issuing::Fronts, kind, behind)
     }
 
     /// A caller's certificate with its key. The groups stand in one organization, with commas.

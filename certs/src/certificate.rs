@@ -4,11 +4,15 @@
 //! panics or believes: a certificate that reads well proves nothing until `verify` has checked who
 //! signed it.
 
+mod authority;
+
 use std::time::Duration;
 
 use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+pub(crate) use authority::Authority;
 
 /// How far the beginning of a certificate of ours lies before its issue, for clocks that run late.
 pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
@@ -46,11 +50,7 @@ pub struct Certificate {
 impl Certificate {
     /// Reads a certificate; trailing bytes are refused.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, CertificateError> {
-        let (rest, parsed) =
-            X509Certificate::from_der(der).map_err(|error| CertificateError(error.to_string()))?;
-        if !rest.is_empty() {
-            return Err(CertificateError("bytes follow the certificate".into()));
-        }
+        let parsed = parse(der)?;
         let usage = parsed.extended_key_usage().map_err(malformed)?;
         let constraints = parsed.basic_constraints().map_err(malformed)?;
         let key_usage = parsed.key_usage().map_err(malformed)?;
@@ -89,6 +89,14 @@ impl Certificate {
     pub fn serial_hex(&self) -> String {
         crate::secret::hex(&self.serial)
     }
+}
+
+fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, CertificateError> {
+    let (rest, parsed) = X509Certificate::from_der(der).map_err(malformed)?;
+    if !rest.is_empty() {
+        return Err(CertificateError("bytes follow the certificate".into()));
+    }
+    Ok(parsed)
 }
 
 fn uris(parsed: &X509Certificate<'_>) -> Result<Vec<String>, CertificateError> {

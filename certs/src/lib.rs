@@ -30,7 +30,7 @@ pub mod store;
 
 mod pem;
 
-pub use ca::{Ca, CaError, Issued, LiveCa, Stage, Step};
+pub use ca::{Above, Ca, CaError, Issued, LiveCa, OperatorCa, Stage, Step};
 pub use caller::{CallerToken, CallerTokens};
 pub use certificate::Certificate;
 pub use csr::{CsrError, CsrKey, EdgeKey};

@@ -14,10 +14,9 @@ use moka::sync::Cache;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use crate::ca::{Ca, CaError, LiveCa};
+use crate::ca::{Ca, CaError, LiveCa, State};
 use crate::leaf::Leaf;
 use crate::name::{FrontName, HostName, NodeName};
-use crate::secret::Fingerprint;
 
 /// How long a minted leaf is valid.
 const LIFETIME: Duration = Duration::from_hours(24 * 7);
@@ -34,8 +33,8 @@ pub struct FrontResolver {
     ca: LiveCa,
     names: Vec<FrontName>,
     known: Known,
-    /// By the root that signs, and by node; `None` is the front's own leaf.
-    leaves: Cache<(Fingerprint, Option<NodeName>), Arc<CertifiedKey>>,
+    /// By what signs and what comes behind, and by node; `None` is the front's own leaf.
+    leaves: Cache<(State, Option<NodeName>), Arc<CertifiedKey>>,
 }
 
 impl fmt::Debug for FrontResolver {
@@ -56,7 +55,7 @@ impl FrontResolver {
             .build();
         let now = ca.get();
         let own = now.mint_front(&names, LIFETIME)?.certified_key();
-        leaves.insert((now.fingerprint(), None), own);
+        leaves.insert((now.state(), None), own);
         Ok(Self {
             ca,
             names,
@@ -72,9 +71,7 @@ impl FrontResolver {
             .filter(|node| (self.known)(node.as_str()));
         let ca = self.ca.get();
         self.leaves
-            .try_get_with((ca.fingerprint(), node.clone()), || {
-                self.mint(&ca, node.as_ref())
-            })
+            .try_get_with((ca.state(), node.clone()), || self.mint(&ca, node.as_ref()))
             .inspect_err(|error| tracing::error!(%error, server_name, "cannot mint a leaf"))
             .ok()
     }

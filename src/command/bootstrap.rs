@@ -26,7 +26,7 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
     if ask.callers.iter().any(|name| name == "ca") {
         bail!("--caller ca: ca.pem is the root's; choose another name");
     }
-    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain)?;
+    let (store, authority) = ca::ensure(&ask.data.data_dir, &ask.trust_domain, None)?;
     fs::create_dir_all(&ask.out).with_context(|| format!("cannot make {}", ask.out.display()))?;
     private::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
     for node in &nodes {

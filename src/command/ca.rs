@@ -7,15 +7,17 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::anyhow;
-use causeway_certs::{Access, Backup, Ca as Authority, Leaf, Store, StoreError, TrustDomain};
+use causeway_certs::{
+    Access, Backup, Ca as Authority, Leaf, OperatorCa, Store, StoreError, TrustDomain,
+};
 
-use super::{data, private, rotate};
+use super::{data, operator, private, rotate};
 use crate::cli::{Ca, CaBackup, CaCaller, CaInit};
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     match ca {
-        Ca::Init(ask) => init(&ask),
+        Ca::Init(ask) => init(&ask).await,
         Ca::Caller(ask) => caller(&ask),
         Ca::Rotate(order) => rotate::run(order).await,
         Ca::Backup(ask) => backup(&ask),
@@ -23,30 +25,46 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
     }
 }
 
-/// The CA of the directory, and its store; both are made if they are not there.
+/// The CA of the directory, and its store; both are made if they are not there. An operator's CA signs it, if there is one.
 pub(super) fn ensure(
     data_dir: &Path,
     trust_domain: &TrustDomain,
+    operator: Option<&OperatorCa>,
 ) -> anyhow::Result<(Store, Authority)> {
     let store = Store::open(data_dir, Access::Create)?;
-    let (ca, news) = if let Some(ca) = store.ca()? {
-        (ca, "there is a CA already, and it stays")
-    } else {
-        let ca = Authority::create(trust_domain)?;
-        store.save_ca(&ca)?;
-        (ca, "made a CA")
+    let (ca, news) = match (store.ca()?, operator) {
+        (Some(ca), None) => (ca, "there is a CA already, and it stays"),
+        (Some(_), Some(operator)) => {
+            let sign = |ca: Authority| anyhow::Ok(ca.signed_by(operator)?);
+            let (ca, _) = store.change_ca(sign)?;
+            (ca, "there is a CA already, and yours has signed its roots")
+        }
+        (None, operator) => {
+            let mut ca = Authority::create(trust_domain)?;
+            if let Some(operator) = operator {
+                (ca, _) = ca.signed_by(operator)?;
+            }
+            store.save_ca(&ca)?;
+            (ca, "made a CA")
+        }
     };
     println!("{news}: {}", store.root_path().display());
     Ok((store, ca))
 }
 
-fn init(ask: &CaInit) -> anyhow::Result<()> {
-    let (_, ca) = ensure(&ask.data.data_dir, &ask.trust_domain)?;
+async fn init(ask: &CaInit) -> anyhow::Result<()> {
+    let directory = &ask.data.data_dir;
+    let operator = operator::read(&ask.operator)?;
+    let (_, ca) = ensure(directory, &ask.trust_domain, operator.as_ref())?;
     println!(
         "trust domain {}, fingerprint {}",
         ca.trust_domain(),
         ca.fingerprint()
     );
+    if let Some(operator) = &operator {
+        operator::say(&ca, operator);
+        rotate::tell(directory).await?;
+    }
     Ok(())
 }
 
@@ -113,22 +131,23 @@ pub(super) fn write_caller(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::DataDir;
+    use crate::cli::{DataDir, OperatorFiles};
     use std::os::unix::fs::PermissionsExt;
 
-    #[test]
-    fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {
+    #[tokio::test]
+    async fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {
         let folder = tempfile::tempdir().unwrap();
         let data = || DataDir {
             data_dir: folder.path().join("data"),
         };
         let ask = || CaInit {
             trust_domain: "causeway.test".parse().unwrap(),
+            operator: OperatorFiles::default(),
             data: data(),
         };
-        init(&ask()).unwrap();
+        init(&ask()).await.unwrap();
         let root = std::fs::read(folder.path().join("data/ca.pem")).unwrap();
-        init(&ask()).unwrap();
+        init(&ask()).await.unwrap();
         assert_eq!(
             std::fs::read(folder.path().join("data/ca.pem")).unwrap(),
             root

@@ -13,8 +13,8 @@ use hyper::Method;
 use rustls::pki_types::UnixTime;
 use serde::Deserialize;
 
-use super::{admin, data};
-use crate::cli::{Rotate, RotateStep};
+use super::{admin, data, operator};
+use crate::cli::{Rotate, RotatePrepare, RotateStep};
 
 /// Where a gateway says how far edges are.
 const PROGRESS: &str = "/api/v1/ca";
@@ -46,17 +46,30 @@ pub(crate) async fn run(order: Rotate) -> anyhow::Result<()> {
     }
 }
 
-async fn prepare(ask: &RotateStep) -> anyhow::Result<()> {
-    let directory = &ask.data.data_dir;
-    let (store, _) = data::with_ca(directory)?;
-    let (ca, step) = change(&store, Ca::prepare)?;
+async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
+    let directory = &ask.step.data.data_dir;
+    let operator = operator::read(&ask.operator)?;
+    let (store, before) = data::with_ca(directory)?;
+    let (ca, _) = change(&store, |ca| match &operator {
+        Some(operator) => ca.prepare_signed_by(operator),
+        None => ca.prepare(),
+    })?;
     say(
-        step,
+        if before.other() == ca.other() {
+            Step::Standing
+        } else {
+            Step::Made
+        },
         "a new root is prepared, and trusted beside the one that signs",
         "a new root is prepared already",
     );
     if let Some((_, next)) = ca.other() {
         println!("signs     {}\nprepared  {next}", ca.fingerprint());
+    }
+    if let Some(operator) = &operator {
+        operator::say(&ca, operator);
+    } else if ca.leaves_operator() {
+        println!("{}", left_by_operator("ca rotate prepare"));
     }
     let heard = tell(directory).await?.map_or_else(String::new, |progress| {
         let (all, left) = (progress.connected, progress.without_roots.len());
@@ -81,6 +94,12 @@ async fn activate(ask: &RotateStep) -> anyhow::Result<()> {
     let directory = &ask.data.data_dir;
     let (store, ca) = data::with_ca(directory)?;
     let prepared = matches!(ca.other(), Some((Stage::Prepared, _)));
+    if prepared && !ask.force && ca.leaves_operator() {
+        bail!(
+            "{}; or go on by --force",
+            left_by_operator("ca rotate prepare")
+        );
+    }
     if prepared
         && !ask.force
         && let Some(progress) = tell(directory).await?
@@ -120,6 +139,9 @@ async fn retire(ask: &RotateStep) -> anyhow::Result<()> {
     let (store, ca) = data::with_ca(directory)?;
     let retiring = matches!(ca.other(), Some((Stage::Retiring, _)));
     if retiring && !ask.force {
+        if ca.leaves_operator() {
+            bail!("{}; or go on by --force", left_by_operator("ca init"));
+        }
         let mut left = on_another_root(&store, ca.fingerprint())?;
         if let Some(progress) = tell(directory).await? {
             left.extend(progress.on_another_root);
@@ -155,8 +177,15 @@ fn change(
     store.change_ca(|ca| Ok(step(ca)?))
 }
 
+/// What is to be done for callers who trust an operator's CA alone.
+fn left_by_operator(mend: &str) -> String {
+    format!(
+        "your own CA has signed the root that goes and not the one that comes: callers that trust yours alone would believe no front; have it signed by: causeway {mend} --from-certificate FILE --from-key FILE"
+    )
+}
+
 /// Has the gateway take up what the directory says, if one runs there, and asks how far the edges are.
-async fn tell(directory: &Path) -> anyhow::Result<Option<Progress>> {
+pub(super) async fn tell(directory: &Path) -> anyhow::Result<Option<Progress>> {
     let Some(address) = admin::noted(directory)? else {
         return Ok(None);
     };

@@ -17,6 +17,7 @@ mod jwt;
 mod policy;
 
 mod certificates;
+mod company;
 mod given;
 mod reload;
 mod renewal;

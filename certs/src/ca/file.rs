@@ -6,7 +6,8 @@ use super::root::{Root, Signer};
 use super::{Ca, CaError, Stage};
 use crate::pem;
 
-/// The version of this form. The first was a certificate and a key in two files.
+/// The version of this form. The first was a certificate and a key in two files. What may be absent (`crossed`, `issuers`,
+/// `above`) is read as absent where it is; a program from before it refuses a file that has it.
 const VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
@@ -26,6 +27,9 @@ struct RootFile {
     /// This root, signed by the one before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     crossed: Option<String>,
+    /// This root, signed by an operator's CA, and what that hangs by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    above: Option<String>,
     /// Who signs for which purpose. Without them it signs leaves itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     issuers: Option<Issuers>,
@@ -96,11 +100,13 @@ impl CaFile {
 impl RootFile {
     fn of(stage: Stage, root: &Root) -> Self {
         let crossed = root.crossed.as_ref();
+        let above = Some(root.above()).filter(|above| !above.is_empty());
         Self {
             stage,
             certificate: root.own.certificate_pem(),
             key: root.own.key_pem().expose().to_owned(),
             crossed: crossed.map(|crossed| pem::encode_chain(std::slice::from_ref(crossed))),
+            above: above.map(pem::encode_chain),
             issuers: root.issuers().and_then(Issuers::of),
         }
     }
@@ -117,13 +123,16 @@ impl RootFile {
             ];
             pairs.map(read).into_iter().collect::<Result<Vec<_>, _>>()
         });
-        let crossed = self.crossed.map(|text| pem::certificates(&text));
-        let crossed = crossed.transpose().map_err(|why| CaError::Unusable {
-            part: "certificate",
-            why,
-        })?;
-        let crossed = crossed.map(|mut found| found.swap_remove(0));
-        root.with(issuers.transpose()?, crossed)
+        let certificates = |text: Option<String>| {
+            let found = text.map(|text| pem::certificates(&text));
+            found.transpose().map_err(|why| CaError::Unusable {
+                part: "certificate",
+                why,
+            })
+        };
+        let crossed = certificates(self.crossed)?.map(|mut found| found.swap_remove(0));
+        let above = certificates(self.above)?.unwrap_or_default();
+        root.with(issuers.transpose()?, crossed, above)
     }
 }
 

@@ -14,7 +14,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use time::OffsetDateTime;
 
 use super::CaError;
-use crate::certificate::{CLOCK_SKEW, Certificate};
+use crate::certificate::{Authority, CLOCK_SKEW, Certificate};
 use crate::identity::{self, Issuing};
 use crate::name::{HostName, TrustDomain};
 use crate::pem;
@@ -26,7 +26,7 @@ const LIFETIME: Duration = Duration::from_hours(24 * 3650);
 /// Longest common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
 /// A root signs its intermediates, and the certificate by which its successor's are recognised.
-const DEPTH: u8 = 2;
+pub(super) const DEPTH: u8 = 2;
 
 /// What tells one kind of leaf from another.
 pub(super) struct Kind<'a> {
@@ -40,7 +40,7 @@ pub(super) struct Kind<'a> {
 /// A certificate that signs, with its key.
 pub(super) struct Signer {
     pub(super) certificate: CertificateDer<'static>,
-    issuer: Issuer<'static, KeyPair>,
+    pub(super) issuer: Issuer<'static, KeyPair>,
     pub(super) facts: Certificate,
 }
 
@@ -51,6 +51,10 @@ pub(super) struct Root {
     issuers: Option<Vec<Signer>>,
     /// The same name and key, signed by the root before: who knows that one alone recognises this one by it.
     pub(super) crossed: Option<CertificateDer<'static>>,
+    /// The same name and key, signed by an operator's CA, and what that hangs by; empty without.
+    above: Vec<CertificateDer<'static>>,
+    /// Of the root and what is above it.
+    pub(super) mark: Fingerprint,
     pub(super) fingerprint: Fingerprint,
     pub(super) domain: TrustDomain,
 }
@@ -122,11 +126,14 @@ impl Root {
             part: "certificate",
             why: error.to_string(),
         })?;
+        let fingerprint = Fingerprint::of(&own.certificate);
         Ok(Self {
-            fingerprint: Fingerprint::of(&own.certificate),
+            fingerprint,
+            mark: fingerprint,
             own,
             issuers: None,
             crossed: None,
+            above: Vec::new(),
             domain,
         })
     }
@@ -136,6 +143,7 @@ impl Root {
         mut self,
         issuers: Option<Vec<Signer>>,
         crossed: Option<CertificateDer<'static>>,
+        above: Vec<CertificateDer<'static>>,
     ) -> Result<Self, CaError> {
         let bad = |why: String| CaError::Unusable {
             part: "certificate",
@@ -146,14 +154,32 @@ impl Root {
                 return Err(bad(format!("it is not the one that signs {purpose}")));
             }
         }
-        if let Some(crossed) = &crossed {
-            let facts = Certificate::read(crossed)?;
-            if facts.public_key != self.own.facts.public_key {
-                return Err(bad("the root before has signed another one".into()));
+        for (by, again) in [("the root before", crossed.as_ref())]
+            .into_iter()
+            .chain([("the operator's CA", above.first())])
+        {
+            let facts = again.map(Certificate::read).transpose()?;
+            if facts.is_some_and(|facts| facts.public_key != self.own.facts.public_key) {
+                return Err(bad(format!("{by} has signed another one")));
             }
         }
+        for certificate in &above {
+            Authority::read(certificate)?;
+        }
         (self.issuers, self.crossed) = (issuers, crossed);
+        self.put_below(above);
         Ok(self)
+    }
+
+    /// What an operator's CA has made of this root, first, and what that CA hangs by.
+    pub(super) fn above(&self) -> &[CertificateDer<'static>] {
+        &self.above
+    }
+
+    pub(super) fn put_below(&mut self, above: Vec<CertificateDer<'static>>) {
+        let all = [&self.own.certificate].into_iter().chain(&above);
+        self.mark = Fingerprint::digest(&all.flat_map(|one| one.to_vec()).collect::<Vec<_>>());
+        self.above = above;
     }
 
     pub(super) fn issuers(&self) -> Option<&[Signer]> {
@@ -174,15 +200,20 @@ impl Root {
 
     /// Signs the root that comes after this one.
     pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
-        let ends = self.own.facts.not_after.min(next.own.facts.not_after);
-        let mut params = authority(ends, 1);
-        let name = next.own.facts.common_name.as_deref().unwrap_or_default();
-        params.distinguished_name = subject(name, None);
-        let uri = identity::root_uri(&self.domain);
-        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
+        let mut params = next.again(self.own.facts.not_after, 1)?;
         params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(next.own.issuer.key(), &self.own.issuer)?;
         Ok(signed.der().clone())
+    }
+
+    /// Another certificate of this root's name and key, which ends no later than this.
+    pub(super) fn again(&self, ends: u64, depth: u8) -> Result<CertificateParams, CaError> {
+        let mut params = authority(ends.min(self.own.facts.not_after), depth);
+        let name = self.own.facts.common_name.as_deref().unwrap_or_default();
+        params.distinguished_name = subject(name, None);
+        let uri = identity::root_uri(&self.domain);
+        params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
+        Ok(params)
     }
 
     /// Signs a leaf; then come the certificates by which it hangs on this root.

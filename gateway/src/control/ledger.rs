@@ -45,7 +45,7 @@ type Written = Result<Option<NodeRecord>, NotWritten>;
 pub struct NotWritten(String);
 
 impl NotWritten {
-    fn because(error: impl ToString) -> Self {
+    fn because(error: &impl ToString) -> Self {
         Self(error.to_string())
     }
 
@@ -105,7 +105,7 @@ impl Ledger {
         let inner = self.0.clone();
         // All that has gathered, this one too unless somebody has written it meanwhile.
         let written = spawn_blocking(move || inner.write());
-        written.await.map_err(NotWritten::because)?;
+        written.await.map_err(|error| NotWritten::because(&error))?;
         told.await.map_err(NotWritten::given_up)?
     }
 }
@@ -143,7 +143,7 @@ impl Inner {
         let told: Vec<Written> = match written {
             Ok(known) => known.into_iter().map(Ok).collect(),
             Err(error) => {
-                let why = NotWritten::because(error);
+                let why = NotWritten::because(&error);
                 tellers.iter().map(|_| Err(why.clone())).collect()
             }
         };

@@ -131,11 +131,8 @@ impl World {
             enrol: enrol::router(enrolment),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
-        let (address, stop, tasks) = (
-            bound.local_addr().unwrap(),
-            CancellationToken::new(),
-            Tasks::default(),
-        );
+        let address = bound.local_addr().unwrap();
+        let (stop, tasks) = (CancellationToken::new(), Tasks::default());
         tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
         Self {
             ca,

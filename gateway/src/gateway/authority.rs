@@ -15,7 +15,14 @@ use crate::{
     state::Registry,
 };
 use causeway_certs::{Ca, LiveCa, Store};
-use std::sync::{Arc, Mutex, PoisonError};
+use rustls::pki_types::UnixTime;
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, UNIX_EPOCH},
+};
+
+/// An operator's CA is to sign again when so much is left.
+const SOON: Duration = Duration::from_hours(24 * 30);
 
 /// All that a change of the CA touches.
 #[derive(Debug)]
@@ -44,8 +51,7 @@ impl Authority {
             }
             return Err(BindError::NoCa(self.store.root_path()));
         };
-        let stages = |ca: &Ca| (ca.fingerprints(), ca.other());
-        if stages(&next) == stages(&self.ca.get()) {
+        if next.state() == self.ca.get().state() {
             return Ok(false);
         }
         if next.trust_domain() != self.ca.get().trust_domain() {
@@ -65,6 +71,7 @@ impl Authority {
         }
         fronts.apply();
         tracing::info!(signs = %first, ?other, "another CA is in force");
+        warn_of_ends(&self.ca.get());
         rotation::tell(&self.ca.get(), &self.registry);
         if gone {
             self.roll.look();
@@ -76,5 +83,22 @@ impl Authority {
     pub(super) fn turn(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));
         self.roll.look();
+    }
+}
+
+/// Says which of our roots callers who trust an operator's CA believe no more, or not for long.
+pub(super) fn warn_of_ends(ca: &Ca) {
+    let now = UnixTime::now().as_secs();
+    for above in ca.above() {
+        let ends = above.not_after.as_secs();
+        if ends.saturating_sub(SOON.as_secs()) < now {
+            let ends = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(ends));
+            tracing::warn!(
+                root = %above.root,
+                by = above.by,
+                %ends,
+                "callers that trust the operator's CA alone believe fronts until then only; have it sign again: causeway ca init --from-certificate FILE --from-key FILE"
+            );
+        }
     }
 }

@@ -4,7 +4,7 @@
 //! files of another system, which are read at each reload, and whoever renews them causes one. Which of the two it is holds
 //! as long as the gateway runs.
 
-use super::BindError;
+use super::{BindError, authority::warn_of_ends};
 use crate::{config, control::admit::Tls};
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -215,6 +215,7 @@ impl Identity {
     /// Issues a new certificate whenever half of the old one's life is over, or says that whoever does that has not. Never
     /// ends.
     pub(super) async fn renew(self) {
+        warn_of_ends(&self.ca.get());
         loop {
             if let Some(given) = self.given() {
                 given.look();
@@ -222,6 +223,7 @@ impl Identity {
                 continue;
             }
             sleep(LIFETIME / 2).await;
+            warn_of_ends(&self.ca.get());
             match self.leaf_of(&self.ca.get()) {
                 Ok(leaf) => self.leaf.swap(leaf),
                 Err(error) => {
