@@ -98,6 +98,8 @@ declare! {
     reloads: Family<[Label; 1], Counter>,
     /// Whether the newest configuration that was read is the one in force.
     last_reload_successful: Gauge,
+    /// When the certificate of the tunnel port ends, in Unix time.
+    certificate_expiry_timestamp_seconds: Gauge,
 }
 
 /// The metrics of one gateway.
@@ -228,6 +230,14 @@ impl Metrics {
         let labels = [("outcome", if well { "ok" } else { "refused" })];
         self.declared.reloads.get_or_create(&labels).inc();
         self.declared.last_reload_successful.set(well.into());
+    }
+
+    /// The certificate of the tunnel port ends then, in Unix time.
+    pub fn certificate_ends(&self, seconds: u64) {
+        let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
+        self.declared
+            .certificate_expiry_timestamp_seconds
+            .set(seconds);
     }
 
     /// The gateway drains.

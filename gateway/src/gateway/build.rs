@@ -97,9 +97,9 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     };
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let given = base.given.clone();
-    let identity = Identity::new(&base.ca, &base.store, &config.tunnel, given)?;
     let shared = Arc::new(shared(&config, &base, &cores, authorizer));
+    let port = (&config.tunnel, base.given.clone());
+    let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
     let fronts = Arc::new(Fronts::new(&base.ca, &shared, &cores, (&tasks, &ending)));
     fronts.plan(&config.fronts)?.apply(None::<fn()>);

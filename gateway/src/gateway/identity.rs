@@ -5,7 +5,7 @@
 //! as long as the gateway runs.
 
 use super::{BindError, authority::warn_of_ends};
-use crate::{config, control::admit::Tls};
+use crate::{config, control::admit::Tls, metrics::Metrics};
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Ca, CaError, Certificate, HostName, Leaf, LiveCa, LiveLeaf, Store, Trust, TrustDomain, given,
@@ -36,6 +36,7 @@ pub(super) struct Identity {
     names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<LiveLeaf>,
     given: Option<Arc<Mutex<Given>>>,
+    metrics: Arc<Metrics>,
 }
 
 /// What another system has made.
@@ -103,17 +104,19 @@ impl Identity {
     pub(super) fn new(
         ca: &LiveCa,
         store: &Store,
-        config: &config::Tunnel,
-        given: Option<Given>,
+        (config, given): (&config::Tunnel, Option<Given>),
+        metrics: &Arc<Metrics>,
     ) -> Result<Self, BindError> {
         let names = names(&config.advertise, config.listen.ip())?;
         let leaf = match &given {
             Some(given) => given.leaf.clone(),
             None => ca.get().issue_gateway(&names, LIFETIME)?,
         };
+        metrics.certificate_ends(leaf.not_after().as_secs());
         Ok(Self {
             ca: ca.clone(),
             store: store.clone(),
+            metrics: metrics.clone(),
             names: Arc::new(ArcSwap::from_pointee(names)),
             leaf: Arc::new(LiveLeaf::new(leaf)),
             given: given.map(|given| Arc::new(Mutex::new(given))),
@@ -184,10 +187,10 @@ impl Identity {
     pub(super) fn apply(&self, next: Next) -> Option<Tls> {
         self.names.store(Arc::new(next.names));
         if let Some(leaf) = next.leaf {
-            self.leaf.swap(leaf);
+            self.show(leaf);
         }
         let (next, tls) = next.given?;
-        self.leaf.swap(next.leaf.clone());
+        self.show(next.leaf.clone());
         if let Some(given) = &self.given {
             *given.lock().unwrap_or_else(PoisonError::into_inner) = next;
         }
@@ -209,6 +212,7 @@ impl Identity {
 
     /// Shows this one from now on.
     pub(super) fn show(&self, leaf: Leaf) {
+        self.metrics.certificate_ends(leaf.not_after().as_secs());
         self.leaf.swap(leaf);
     }
 
@@ -225,7 +229,7 @@ impl Identity {
             sleep(LIFETIME / 2).await;
             warn_of_ends(&self.ca.get());
             match self.leaf_of(&self.ca.get()) {
-                Ok(leaf) => self.leaf.swap(leaf),
+                Ok(leaf) => self.show(leaf),
                 Err(error) => {
                     tracing::error!(%error, "the gateway's certificate cannot be renewed");
                 }
