@@ -17,7 +17,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub(crate) use ca::{
     Ca, CaBackup, CaCaller, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
 };
-pub(crate) use edge::{EdgeNamed, EdgeOrder, EdgeRevoke};
+pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
 pub(crate) use keys::Keys;
 use token::label;
 pub(crate) use token::{ConfirmedArgs, Listing, Token, TokenCreate, TokenList, TokenRevoke};

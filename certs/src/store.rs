@@ -91,6 +91,12 @@ impl Store {
         Ok(store)
     }
 
+    /// Whether a gateway has it, or is going to: there is a CA, or what a gateway makes when it starts.
+    pub fn is_of_a_gateway(&self) -> bool {
+        let there = |name: &str| self.dir.path(name).exists();
+        there(TICKETS) || there(authority::CA) || there(authority::ROOTS)
+    }
+
     /// The secret of session tickets, made at the first call. Gateways that share it resume each other's sessions.
     pub fn ticket_secret(&self) -> Result<TicketSecret, StoreError> {
         let _lock = self.dir.lock()?;

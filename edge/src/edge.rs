@@ -177,10 +177,7 @@ impl Edge {
         if let Some(configured) = &config.node
             && !configured.eq_ignore_ascii_case(certificate)
         {
-            return Err(Error::OtherNode {
-                configured: configured.clone(),
-                certificate: certificate.to_owned(),
-            });
+            return Err(brought::other_node(&config, configured, certificate));
         }
         if config.gateways.is_empty() && identity.gateways.is_empty() {
             return Err(Error::NoGateway);
@@ -235,6 +232,7 @@ impl Edge {
             instance,
             reloader: Reloader::new(Parts {
                 node: identity.node.as_str().to_owned(),
+                trust_domain: identity.trust_domain.clone(),
                 began: config.clone(),
                 now: Arc::new(ArcSwap::from_pointee(way)),
                 ports: Arc::new(ArcSwap::from_pointee(ports)),

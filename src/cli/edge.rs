@@ -12,7 +12,7 @@ pub(crate) enum EdgeOrder {
     Revoke(EdgeRevoke),
     /// Let a node in again that was revoked
     Allow(EdgeNamed),
-    /// Forget a node: it is let in again only by a new token, or by `add`
+    /// Forget a node: it is let in again by a new token, by `add`, or where any node is (`any_node`); to shut one out, revoke it
     Remove(EdgeNamed),
 }
 

@@ -10,10 +10,14 @@ use causeway_certs::{Access, Ca, Store};
 /// The directory of a gateway, which may have no CA where edges bring their certificates.
 pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
     let shown = directory.display();
-    let store = Store::open(directory, Access::Existing)
-        .with_context(|| format!("{shown} is no data directory of a gateway"))?;
-    if store.edge()?.is_some() {
-        bail!("{shown} is an edge's data directory; name the gateway's by --data-dir");
+    let none = || {
+        format!(
+            "{shown} is no data directory of a gateway; name that by --data-dir, or start the gateway, which makes it"
+        )
+    };
+    let store = Store::open(directory, Access::Existing).with_context(none)?;
+    if !store.is_of_a_gateway() {
+        bail!("{}", none());
     }
     Ok(store)
 }
@@ -22,7 +26,9 @@ pub(super) fn of_gateway(directory: &Path) -> anyhow::Result<Store> {
 pub(super) fn with_ca(directory: &Path) -> anyhow::Result<(Store, Ca)> {
     let remedy = || {
         let directory = directory.display();
-        format!("no CA in {directory}; make one with: causeway ca init --data-dir {directory}")
+        format!(
+            "no CA in {directory}; make one with: causeway ca init --data-dir {directory} (a gateway whose edges bring certificates, tunnel.identity, needs none)"
+        )
     };
     let store = Store::open(directory, Access::Existing).with_context(remedy)?;
     let ca = store.ca()?.with_context(remedy)?;

@@ -4,12 +4,12 @@
 //! on it is told, and has ended the tunnels in question when this returns.
 
 use anyhow::{Context, bail};
-use causeway_certs::{NodeName, Revocation, Store};
+use causeway_certs::{Confirmed, NodeName, Revocation, Store};
 use hyper::Method;
 use rustls::pki_types::UnixTime;
 
-use super::{admin, data};
-use crate::cli::{EdgeNamed, EdgeOrder, EdgeRevoke};
+use super::{admin, data, token};
+use crate::cli::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
 
 /// Longest reason, in bytes: it goes to the edge in one line.
 const LONGEST: usize = 512;
@@ -19,6 +19,7 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
     let (directory, node, done) = match order {
         EdgeOrder::Add(ask) => {
             let (store, node) = open(&ask.data.data_dir, &ask.node)?;
+            warn_of_what_is_known(&store, &node, &ask)?;
             store
                 .nodes()
                 .confirm(&node, ask.confirmed.get(), UnixTime::now().as_secs())?;
@@ -67,6 +68,24 @@ fn open(directory: &std::path::Path, node: &str) -> anyhow::Result<(Store, NodeN
     Ok((data::of_gateway(directory)?, node))
 }
 
+/// Of a node that is known, this changes what is confirmed, and nothing else.
+fn warn_of_what_is_known(store: &Store, node: &NodeName, ask: &EdgeAdd) -> anyhow::Result<()> {
+    let all = store.nodes().all()?;
+    let Some(known) = all.iter().find(|known| known.node == *node) else {
+        return Ok(());
+    };
+    if let Some(revoked) = &known.revoked {
+        let reason = &revoked.reason;
+        bail!("{node} is revoked: {reason}; `causeway edge allow {node}` lets it in again");
+    }
+    token::warn_of_change(
+        known,
+        &ask.confirmed.get(),
+        "from now on it has what this says",
+    );
+    Ok(())
+}
+
 fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()> {
     let reason = ask.reason.trim();
     if reason.is_empty() || reason.len() > LONGEST || reason.contains(char::is_control) {
@@ -76,7 +95,14 @@ fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()
         at: UnixTime::now().as_secs(),
         reason: reason.to_owned(),
     };
-    let found = store.nodes().set_revoked(node, Some(revoked))?;
+    let found = store.nodes().set_revoked(node, Some(revoked.clone()))?;
+    // Where another system makes certificates a node may be shut out before it comes.
+    if !found && store.ca()?.is_none() {
+        let at = revoked.at;
+        store.nodes().confirm(node, Confirmed::default(), at)?;
+        store.nodes().set_revoked(node, Some(revoked))?;
+        return Ok(());
+    }
     known(found, store, node)
 }
 

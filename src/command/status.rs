@@ -39,7 +39,7 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
 
 fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
     if edges.is_empty() {
-        return "no edges; make a token with: causeway token create --node NAME".into();
+        return "no edges; make a token with: causeway token create --node NAME\n(where edges bring certificates of another system, let them in with: causeway edge add NAME)".into();
     }
     let mut header = vec![
         "NODE",

@@ -60,7 +60,8 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
         .iter()
         .find(|known| Some(&known.node) == node.as_ref())
     {
-        warn_of_change(known, &confirmed);
+        let what = "joining with this token, it has what this one says";
+        warn_of_change(known, &confirmed, what);
     }
     let made = store
         .tokens()?
@@ -69,7 +70,7 @@ fn create(ask: &TokenCreate) -> anyhow::Result<String> {
 }
 
 /// Joining again replaces what is confirmed of a node.
-fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed) {
+pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed, what: &str) {
     if (&known.pool, &known.labels) == (&confirmed.pool, &confirmed.labels) {
         return;
     }
@@ -78,7 +79,7 @@ fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed) {
         .iter()
         .map(|(key, value)| format!(" {key}={value}"));
     eprintln!(
-        "note: {} has joined before, with pool {} and labels{}; joining with this token, it has what this one says",
+        "note: {} is known, with pool {} and labels{}; {what}",
         known.node,
         known.pool.as_deref().unwrap_or("(none)"),
         labels

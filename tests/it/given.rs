@@ -257,6 +257,12 @@ async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() 
     revoke.run().await.ok();
     assert!(calls(&site, "edge-2").await.ends_with(" 503"));
     edge_2.kill().await;
+    let early = causeway("edge revoke edge-3 --reason lost").flag("--data-dir", site.data());
+    early.run().await.ok();
+    let add = causeway("edge add edge-2").flag("--data-dir", site.data());
+    add.run()
+        .await
+        .failed(&["is revoked: stolen", "causeway edge allow edge-2"]);
     // That holds with the gateway restarted, whatever certificate it brings.
     issue(
         site.folder(),
@@ -276,7 +282,11 @@ async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() 
         .iter()
         .map(|node| node["state"].clone())
         .collect();
-    assert_eq!(states[1], "revoked");
+    assert_eq!(
+        states[1..],
+        ["revoked", "revoked"],
+        "edge-3 has not come yet"
+    );
     edge_1.stop().await.ok();
 }
 
@@ -379,11 +389,48 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     fs::copy(site.path("edge-2.pem"), site.path("edge-1.pem")).unwrap();
     edge.said("private key does not fit").await;
     fs::copy(site.path("edge-2.key"), site.path("edge-1.key")).unwrap();
-    edge.said("it is for node edge-2, and this edge is edge-1")
+    edge.said("it is for node edge-2 of trust domain company.test, and this edge is edge-1")
         .await;
     fs::copy(site.path("alice.pem"), site.path("gateway.pem")).unwrap();
     site.gateway.said("tunnel.identity: ").await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
+}
+
+#[tokio::test]
+async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_root_leads_to_it() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let folder = company().await;
+    let text = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+    // The intermediate counts as a root then, and is the one that is found first.
+    fs::write(
+        folder.path().join("edges.pem"),
+        text("company.pem") + &text("company-root.pem"),
+    )
+    .unwrap();
+    let given = tunnel(&folder, ", any_node: true");
+    let given = given.replace("company-root.pem", "edges.pem");
+    found(&folder, "stranger").await;
+    issue(&folder, ("edge-1", "clientAuth", EDGE_1), "stranger").await;
+    let configuration = given + &fronts(&folder);
+    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let mut edge = edge(&site, "edge-1", app.port()).start();
+    edge.said("does not accept this node's certificate").await;
+    // It would stay away for a minute.
+    renew(&site, ("edge-1", "clientAuth", EDGE_1)).await;
+    edge.said("tunnel registered").await;
+
+    fs::copy(site.path("company-root.pem"), site.path("next")).unwrap();
+    fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
+    site.gateway
+        .said("the tunnel port goes by other files")
+        .await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+    let ended = site.gateway.written().ended().join("\n");
+    assert!(ended.is_empty(), "{ended}");
+    found(site.folder(), "other").await;
+    fs::rename(site.path("other-root.pem"), site.path("edges.pem")).unwrap();
+    edge.said("is not believed here any more").await;
 }
 
 #[tokio::test]

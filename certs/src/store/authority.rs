@@ -10,7 +10,7 @@ use crate::token::TokenBook;
 use std::path::PathBuf;
 
 pub(super) const CA: &str = "ca.json";
-const ROOTS: &str = "ca.pem";
+pub(super) const ROOTS: &str = "ca.pem";
 /// The key of a root from before `ca.json`.
 const OLD_KEY: &str = "ca.key";
 

@@ -68,14 +68,19 @@ async fn nobody_renews(links: &Links, schedule: &Schedule) {
     schedule.wait(SystemTime::now).await;
     loop {
         let ends = humantime::format_rfc3339_seconds(schedule.not_after);
-        let what = if SystemTime::now() > schedule.not_after {
-            format!("this node's certificate ended at {ends}, unless this machine's clock is wrong")
-        } else {
+        let left = schedule.not_after.duration_since(SystemTime::now());
+        let what = if left.is_ok() {
             format!("this node's certificate ends at {ends}")
+        } else {
+            format!("this node's certificate ended at {ends}, unless this machine's clock is wrong")
         };
-        let what = format!("{what}, and whoever makes it (identity) has made no other");
+        let what = format!(
+            "{what}, and no other was taken up: either nobody has made one (identity), or the last reload was refused"
+        );
+        // It is said again at its end.
+        let again = left.map_or(AGAIN, |left| AGAIN.min(left + Duration::from_secs(1)));
         warn!(what);
-        links.state.not_renewed(&what, false, AGAIN);
-        sleep(AGAIN).await;
+        links.state.not_renewed(&what, false, again);
+        sleep(again).await;
     }
 }

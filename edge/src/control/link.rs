@@ -182,7 +182,8 @@ impl Links {
                     old = served;
                 }
                 Event::Ended(trouble) => {
-                    self.pause(&trouble, &mut backoff, (&mut changes, stop, old.as_ref()))
+                    let woken = (&mut changes, &mut anew, stop);
+                    self.pause(&trouble, &mut backoff, woken, old.as_ref())
                         .await;
                     old = old.filter(|old| !old.over.is_cancelled());
                 }
@@ -246,12 +247,13 @@ impl Links {
         (event, Some(served))
     }
 
-    /// Waits as long as the trouble asks for.
+    /// Waits as long as the trouble asks for, or until there is something else to dial with.
     async fn pause(
         &self,
         trouble: &Trouble,
         backoff: &mut Backoff,
-        (changes, stop, old): (&mut Changes, &CancellationToken, Option<&Served>),
+        (changes, anew, stop): (&mut Changes, &mut watch::Receiver<()>, &CancellationToken),
+        old: Option<&Served>,
     ) {
         let delay = trouble.delay(backoff, rand::random());
         warn!(reason = trouble.word(), what = trouble.what(), retry_in = ?delay, "no tunnel");
@@ -272,6 +274,8 @@ impl Links {
         };
         tokio::select! {
             () = wait => {}
+            // The sender lives as long as this.
+            _ = anew.changed() => backoff.reset(),
             () = stop.cancelled() => {}
             () = old_is_over => {}
         }

@@ -88,12 +88,12 @@ impl Schedule {
         Self::new(begins.max(since), not_after, random)
     }
 
-    /// When whoever else renews a certificate should have: cert-manager does after two thirds, others somewhat later.
+    /// When whoever else renews a certificate should have: cert-manager does after two thirds, Vault's agent after nine tenths.
     pub(super) fn given(identity: &EdgeIdentity) -> Self {
         let (begins, not_after) = dates(identity);
         let life = not_after.duration_since(begins).unwrap_or_default();
         Self {
-            renews_at: not_after - life / 6,
+            renews_at: not_after - life / 20,
             not_after,
         }
     }

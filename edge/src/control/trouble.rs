@@ -133,7 +133,11 @@ impl Trouble {
                 delay.saturating_sub(waited).max(least.min(delay))
             }
             Kind::Refused(asked) => backoff.refused(asked, random),
-            Kind::Unwelcome(asked) => backoff.most(random).max(asked),
+            // Those who were sent away together do not come back together.
+            Kind::Unwelcome(asked) => {
+                let spread = asked.mul_f64(1.0 + random.clamp(0.0, 1.0) / 2.0);
+                backoff.most(random).max(spread)
+            }
         }
     }
 

@@ -27,6 +27,20 @@ pub(super) fn read(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     Ok(identity)
 }
 
+/// The certificate is not this node's: of those that another system makes the right one may be there soon.
+pub(super) fn other_node(config: &config::Config, configured: &str, certificate: &str) -> Error {
+    match &config.identity {
+        Some(files) => Error::Identity {
+            path: files.chain.display().to_string(),
+            why: format!("it is for node {certificate}, the configuration says {configured}"),
+        },
+        None => Error::OtherNode {
+            configured: configured.to_owned(),
+            certificate: certificate.to_owned(),
+        },
+    }
+}
+
 fn text(path: &Path) -> Result<String, Error> {
     fs::read_to_string(path).map_err(|error| Error::Identity {
         path: path.display().to_string(),

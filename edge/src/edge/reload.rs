@@ -11,7 +11,7 @@ use crate::{
     proxy::{Policy, Way},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::EdgeIdentity;
+use causeway_certs::{EdgeIdentity, TrustDomain};
 use causeway_tunnel::task::Tasks;
 use std::{
     fmt,
@@ -61,6 +61,7 @@ pub struct Reloader(Arc<Parts>);
 /// What a reload touches.
 pub(super) struct Parts {
     pub(super) node: String,
+    pub(super) trust_domain: TrustDomain,
     /// What the edge began with.
     pub(super) began: Config,
     pub(super) now: Now,
@@ -117,14 +118,15 @@ impl Reloader {
             return Ok(None);
         };
         let next = brought::read(files)?;
-        if next.node.as_str() == self.0.node {
+        let (node, domain) = (&self.0.node, &self.0.trust_domain);
+        if next.node.as_str() == node && next.trust_domain == *domain {
             return Ok(Some(next));
         }
         Err(Error::Identity {
             path: files.chain.display().to_string(),
             why: format!(
-                "it is for node {}, and this edge is {} until its next start",
-                next.node, self.0.node
+                "it is for node {} of trust domain {}, and this edge is {node} of {domain} until its next start",
+                next.node, next.trust_domain
             ),
         })
     }

@@ -264,7 +264,10 @@ impl Desk {
         round_trip: Duration,
     ) -> Result<(), Failed> {
         let tls = self.admission.tls.load();
-        let given = tls.trust().is_given();
+        let given = tls.trust().is_given().then(|| {
+            let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+            chain.iter().map(|one| one.clone().into_owned()).collect()
+        });
         let (node, certificate) = match tls.check(&io) {
             Ok(Proven {
                 identity: Identity::Edge(node),
@@ -276,7 +279,7 @@ impl Desk {
                 let shown = Shown {
                     serial,
                     // How a node joins anew is another system's affair, and so is when.
-                    issued_at: if given { u64::MAX } else { issued_at },
+                    issued_at: given.as_ref().map_or(issued_at, |_| u64::MAX),
                     not_after,
                     root,
                     given,

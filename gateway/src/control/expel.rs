@@ -5,7 +5,7 @@
 
 use super::admit::LiveTls;
 use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
-use causeway_certs::{Fingerprint, NodeName, NodeRecord, Store, StoreError};
+use causeway_certs::{NodeName, NodeRecord, Store, StoreError};
 use causeway_tunnel::{
     hello::{Dismissal, ToEdge},
     task::Tasks,
@@ -86,7 +86,9 @@ impl Roll {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let read = spawn_blocking(move || nodes.refresh(|| records(&store)));
         read.await??;
-        let leaving = self.leaving();
+        // To follow a chain takes two signatures each, where a root is gone.
+        let roll = self.clone();
+        let leaving = spawn_blocking(move || roll.leaving()).await?;
         if leaving.is_empty() {
             return Ok(Vec::new());
         }
@@ -115,22 +117,25 @@ impl Roll {
             let instance = edge.admitted.welcome.instance.clone();
             (node.clone(), instance)
         };
-        let why = |node: &NodeName, edge: &Edge| {
-            let knows = |root| tls.trust().knows(root);
-            retired(knows, node, &edge.admitted.certificate)
-        };
-        let edges = self.registry.all();
-        let standing = edges
+        let judged = self.registry.all().into_iter().map(|(node, edge)| {
+            let shown = &edge.admitted.certificate;
+            let gone = retired(tls.believes(shown), &node, shown);
+            (node, edge, gone)
+        });
+        let judged: Vec<_> = judged.collect();
+        let standing = judged
             .iter()
-            .filter(|(node, edge)| !edge.is_taken_over() && why(node, edge).is_none());
-        let standing: BTreeSet<_> = standing.map(|(node, edge)| process(node, edge)).collect();
-        let unwelcome = |(node, edge): (NodeName, Edge)| {
+            .filter(|(_, edge, gone)| !edge.is_taken_over() && gone.is_none());
+        let standing: BTreeSet<_> = standing
+            .map(|(node, edge, _)| process(node, edge))
+            .collect();
+        let unwelcome = |(node, edge, gone): (NodeName, Edge, Option<String>)| {
             let spared = edge.is_taken_over() && standing.contains(&process(&node, &edge));
             let why = unwelcome(&nodes, &node, &edge.admitted.certificate)
-                .or_else(|| why(&node, &edge).filter(|_| !spared))?;
+                .or_else(|| gone.filter(|_| !spared))?;
             Some((node, edge, why))
         };
-        edges.into_iter().filter_map(unwelcome).collect()
+        judged.into_iter().filter_map(unwelcome).collect()
     }
 }
 
@@ -146,7 +151,7 @@ pub(super) fn dismissal(why: Dismissal, detail: String) -> ToEdge {
 /// Why a node is not welcome here with the certificate that it has `shown`, if it is not.
 pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option<String> {
     match nodes.get(node) {
-        None if shown.given => Some(format!(
+        None if shown.given.is_some() => Some(format!(
             "node {node} is not known at this gateway: `causeway edge add {node}` there lets it in"
         )),
         None => Some(format!(
@@ -164,19 +169,14 @@ pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option
     }
 }
 
-/// Why the certificate that a node has `shown` is good no more, since its root is not, if that is so.
-pub(super) fn retired(
-    knows: impl FnOnce(Fingerprint) -> bool,
-    node: &NodeName,
-    shown: &Shown,
-) -> Option<String> {
-    let why = if shown.given {
+/// Why the certificate that a node has `shown` is good no more, since it is not `believed`, if that is so.
+pub(super) fn retired(believed: bool, node: &NodeName, shown: &Shown) -> Option<String> {
+    let why = if shown.given.is_some() {
         "is not believed here any more (tunnel.identity.client_ca)"
     } else {
         "was retired; join again with a new token"
     };
-    let trusted = shown.root.is_none_or(knows);
-    (!trusted).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
+    (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
 }
 
 /// What the disk says of nodes.

@@ -26,7 +26,9 @@ struct Inner {
     nodes: NodesWriter,
     gathered: Mutex<Vec<Entry>>,
     /// Held while the disk is written.
-    writing: sync::Mutex<()>,
+    writing: Arc<sync::Mutex<()>>,
+    #[cfg(test)]
+    writes: std::sync::atomic::AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -62,7 +64,9 @@ impl Ledger {
             store: store.clone(),
             nodes: nodes.clone(),
             gathered: Mutex::default(),
-            writing: sync::Mutex::default(),
+            writing: Arc::default(),
+            #[cfg(test)]
+            writes: std::sync::atomic::AtomicUsize::default(),
         }))
     }
 
@@ -97,14 +101,18 @@ impl Ledger {
                 tell,
             });
         });
-        let _writing = tokio::select! {
+        let writing = tokio::select! {
             biased;
             written = &mut told => return written.map_err(NotWritten::given_up)?,
-            writing = self.0.writing.lock() => writing,
+            writing = self.0.writing.clone().lock_owned() => writing,
         };
         let inner = self.0.clone();
         // All that has gathered, this one too unless somebody has written it meanwhile.
-        let written = spawn_blocking(move || inner.write());
+        let written = spawn_blocking(move || {
+            // Nobody else begins before this one ends, whoever waits for it.
+            let _writing = writing;
+            inner.write();
+        });
         written.await.map_err(|error| NotWritten::because(&error))?;
         told.await.map_err(NotWritten::given_up)?
     }
@@ -126,6 +134,9 @@ impl Inner {
             .into_iter()
             .map(|Entry { node, change, tell }| ((node, change), tell))
             .unzip();
+        #[cfg(test)]
+        self.writes
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let written = self.store.nodes().change(&changes);
         if let Ok(records) = &written {
             let arrived = changes
@@ -161,7 +172,7 @@ mod tests {
         control::world::{name, new_ca},
         state::Node,
     };
-    use causeway_certs::{Access, CsrKey, EdgeKey};
+    use causeway_certs::{Access, Confirmed, CsrKey, EdgeKey, Revocation};
     use futures_util::future::join_all;
     use std::time::Duration;
 
@@ -192,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_fleet_that_comes_at_once_is_noted_whole_and_in_fewer_writes_than_it_has_nodes() {
+    async fn a_fleet_that_comes_at_once_is_noted_whole_by_one_write() {
         let world = world();
         let all: Vec<_> = (0..500).map(|n| name(&format!("edge-{n}"))).collect();
         // The first holds the disk until all others have gathered.
@@ -210,7 +221,12 @@ mod tests {
         }
         assert_eq!(world.store.nodes().all().unwrap().len(), all.len());
         assert_eq!(world.nodes.reader().names().len(), all.len());
-        assert!(world.ledger.0.gathered(|gathered| gathered.is_empty()));
+        let writes = world
+            .ledger
+            .0
+            .writes
+            .load(std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(writes, 1);
     }
 
     #[tokio::test]
@@ -239,6 +255,20 @@ mod tests {
         );
         world.ledger.arrived(&known).await.unwrap();
         assert_eq!(world.nodes.reader().get(&known).unwrap().pool, pool);
+        // The disk knows more than the table, as after a command whose gateway was not told.
+        let (late, at) = (name("edge-3"), 7);
+        let nodes = world.store.nodes();
+        nodes.confirm(&late, Confirmed::default(), at).unwrap();
+        let reason = "stolen".to_owned();
+        nodes
+            .set_revoked(&late, Some(Revocation { at, reason }))
+            .unwrap();
+        world.ledger.arrived(&late).await.unwrap();
+        let found = world.nodes.reader().get(&late).unwrap();
+        assert_eq!(
+            (found.joined_at, found.revoked.as_deref()),
+            (at, Some("stolen"))
+        );
         let nobody = world.ledger.renewed(&new, issued(&new)).await;
         assert_eq!(nobody, Ok(None), "it has not joined");
         std::fs::remove_dir_all(world.folder.path().join("data")).unwrap();

@@ -34,7 +34,7 @@ pub(crate) fn missing(
     let Some(believes) = admitted.roots.load_full() else {
         return Vec::new();
     };
-    if admitted.certificate.given {
+    if admitted.certificate.given.is_some() {
         return Vec::new();
     }
     let mut lines = Vec::new();
@@ -89,7 +89,7 @@ pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> Progress {
     let ca = ca.get();
     let edges = registry.all();
     // Certificates of another system are none of this CA's.
-    let counts = |edge: &Edge| !edge.is_taken_over() && !edge.admitted.certificate.given;
+    let counts = |edge: &Edge| !edge.is_taken_over() && edge.admitted.certificate.given.is_none();
     let current = || edges.iter().filter(|(_, edge)| counts(edge));
     let those = |is: &dyn Fn(&Edge) -> bool| {
         let found = current().filter(|(_, edge)| is(edge));

@@ -54,7 +54,17 @@ impl Authority {
         if next.state() == self.ca.get().state() {
             return Ok(false);
         }
-        if next.trust_domain() != self.ca.get().trust_domain() {
+        let same_domain = next.trust_domain() == self.ca.get().trust_domain();
+        if !same_domain && !self.ca.get().is_believed() {
+            let (found, here) = (next.trust_domain().clone(), self.ca.get());
+            tracing::error!(
+                %found,
+                here = %here.trust_domain(),
+                "the CA in the data directory is of another trust domain than tunnel.identity and does not count; take ca.json away before the next start, which would fail"
+            );
+            return Ok(false);
+        }
+        if !same_domain {
             let why = "the CA in the data directory is of another trust domain; it counts from the next start";
             return Err(BindError::Name(why.to_owned()));
         }

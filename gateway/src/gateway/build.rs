@@ -63,7 +63,7 @@ impl Base {
             (Some(ca), Some(given)) if *ca.trust_domain() != given.domain => {
                 let (own, given) = (ca.trust_domain(), &given.domain);
                 return Err(BindError::Name(format!(
-                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one",
+                    "tunnel.identity is of trust domain {given}, and the CA in {} of {own}: both have to be of one; take that CA's ca.json away, or make one by `causeway ca init --trust-domain {given}`",
                     config.data_dir.display()
                 )));
             }

@@ -25,7 +25,9 @@ use tokio::time::sleep;
 
 /// How long a certificate of the gateway's own making is valid; it is renewed at half of that.
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
-/// How often is looked whether somebody renews what was given. A timer stands still while a machine is suspended.
+/// Of which part of its life nothing is left when whoever renews what was given should have: Vault's agent does at a tenth.
+const LATE: u64 = 20;
+/// How often that is looked at, at least. A timer stands still while a machine is suspended.
 const LOOK: Duration = Duration::from_hours(1);
 
 /// What the tunnel port shows and believes. Cheap to clone.
@@ -84,19 +86,25 @@ impl Given {
         Ok(tls.any_node(self.any_node))
     }
 
-    /// Says so where the certificate has ended, or whoever renews it should have.
-    fn look(&self) {
+    /// Says so where the certificate has ended, or whoever renews it should have. When to look again.
+    fn look(&self) -> Duration {
         let facts = self.leaf.chain().first().map(Certificate::read);
-        let Some(Ok(facts)) = facts else { return };
+        let Some(Ok(facts)) = facts else { return LOOK };
         let (now, ends) = (UnixTime::now().as_secs(), facts.not_after);
-        let life = ends.saturating_sub(facts.not_before);
+        let late = ends.saturating_sub(facts.not_before) / LATE;
         let (chain, left) = (self.chain.display(), ends.saturating_sub(now));
-        if now > ends {
+        let next = if now > ends {
             tracing::error!(%chain, "the certificate of the tunnel port has ended: no edge takes it");
-        } else if left < life / 6 {
+            LOOK.as_secs()
+        } else if left <= late {
             let left = humantime::format_duration(Duration::from_secs(left));
-            tracing::warn!(%chain, %left, "the certificate of the tunnel port ends soon, and nobody has renewed it");
-        }
+            tracing::warn!(%chain, %left, "the certificate of the tunnel port ends soon, and no other was taken up: either nobody has made one, or the last reload was refused");
+            // It is said again at its end.
+            ends - now + 1
+        } else {
+            left - late
+        };
+        LOOK.min(Duration::from_secs(next))
     }
 }
 
@@ -154,7 +162,6 @@ impl Identity {
                         ),
                     ));
                 }
-                next.look();
                 let given = (next != now).then(|| {
                     let tls = next.tls(self.leaf.clone(), &self.store)?;
                     Ok::<_, BindError>((next, tls))
@@ -194,7 +201,6 @@ impl Identity {
         if let Some(given) = &self.given {
             *given.lock().unwrap_or_else(PoisonError::into_inner) = next;
         }
-        tracing::info!("the tunnel port goes by other files from now on");
         Some(tls)
     }
 
@@ -222,8 +228,7 @@ impl Identity {
         warn_of_ends(&self.ca.get());
         loop {
             if let Some(given) = self.given() {
-                given.look();
-                sleep(LOOK).await;
+                sleep(given.look()).await;
                 continue;
             }
             sleep(LIFETIME / 2).await;

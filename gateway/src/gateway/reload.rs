@@ -52,6 +52,8 @@ pub struct Prepared<'a> {
 pub struct Changed {
     /// The fronts.
     pub fronts: Turnover,
+    /// Whether the tunnel port goes by other files (`tunnel.identity`).
+    pub identity: bool,
     /// Whether edges were told other addresses.
     pub advertised: bool,
     /// Keys that differ from what the gateway began with, and wait for its next start.
@@ -110,7 +112,9 @@ impl Prepared<'_> {
     /// last and those of the new ones nothing.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> Changed {
         let parts = self.parts;
-        if let Some(tls) = parts.identity.apply(self.identity) {
+        let tls = parts.identity.apply(self.identity);
+        let identity = tls.is_some();
+        if let Some(tls) = tls {
             parts.authority.turn(tls);
         }
         let advertised = parts.advertised.replace(self.advertised);
@@ -121,6 +125,7 @@ impl Prepared<'_> {
         parts.metrics.reloaded(true);
         Changed {
             fronts,
+            identity,
             advertised,
             at_restart: self.at_restart,
         }
@@ -187,6 +192,9 @@ impl fmt::Display for Changed {
             format!("fronts: {}", said.join("; "))
         };
         f.write_str(&fronts)?;
+        if self.identity {
+            f.write_str("; the tunnel port goes by other files")?;
+        }
         if self.advertised {
             f.write_str("; edges are told other addresses")?;
         }

@@ -17,6 +17,7 @@ use causeway_tunnel::{
     unread::Siblings,
     wire::MOST_TUNNELS,
 };
+use rustls::pki_types::CertificateDer;
 use std::{
     collections::{HashMap, VecDeque},
     net::SocketAddr,
@@ -63,8 +64,8 @@ pub struct Shown {
     pub not_after: u64,
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
-    /// Another system has made it.
-    pub given: bool,
+    /// All of its chain, where another system has made it: which root it hangs on is then not all there is to know.
+    pub given: Option<Arc<[CertificateDer<'static>]>>,
 }
 
 /// A registered tunnel, as seen from outside.

@@ -152,7 +152,7 @@ impl Admission {
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
         // Who is refused whatever it says is refused for that, and not for having said nothing.
         let refused = match &node {
-            Ok(node) => match self.arrive(node).await {
+            Ok(node) => match self.arrive(node, link.bound).await {
                 Ok(()) => unwelcome(&self.nodes, node, &shown.1),
                 Err(why) => Some(why),
             },
@@ -197,11 +197,17 @@ impl Admission {
     }
 
     /// Notes a node that nobody has let join, where that is not asked for.
-    async fn arrive(&self, node: &NodeName) -> Result<(), String> {
+    async fn arrive(&self, node: &NodeName, bound: Duration) -> Result<(), String> {
         if !self.tls.load().lets_any_in() {
             return Ok(());
         }
-        let noted = self.ledger.arrived(node).await;
+        // Half of what the edge waits for its hello: it is to hear why.
+        let noted = timeout(bound / 2, self.ledger.arrived(node)).await;
+        let late = || format!("the data directory was not written within {:?}", bound / 2);
+        let noted = noted.map_or_else(
+            |_| Err(late()),
+            |noted| noted.map_err(|why| why.to_string()),
+        );
         noted.map_err(|why| {
             tracing::error!(%node, %why, "a node that comes first cannot be noted");
             format!("node {node} cannot be noted at this gateway; its log says why")
@@ -291,8 +297,7 @@ impl Admission {
         retire(node, from, replaced);
         // Whoever was sent away between the two was not here to be sent away.
         let unwelcome = unwelcome(&self.nodes, node, &by);
-        let knows = |root| self.tls.load().trust().knows(root);
-        let retired = || retired(knows, node, &by);
+        let retired = || retired(self.tls.load().believes(&by), node, &by);
         let unwelcome = unwelcome.or_else(retired);
         if let Some(why) = unwelcome {
             link.tunnel.drain();

@@ -1,6 +1,7 @@
 //! The tunnel port's TLS: what is shown, who is believed, and the handshake.
 
 use super::Io;
+use crate::state::registry::Shown;
 use arc_swap::ArcSwap;
 use causeway_certs::{
     PeerRefused, Purpose, Trust,
@@ -12,7 +13,7 @@ use causeway_tunnel::{
 };
 use rustls::{
     ServerConfig,
-    pki_types::UnixTime,
+    pki_types::{CertificateDer, UnixTime},
     server::{ClientHello, ResolvesServerCert},
 };
 use std::{io, sync::Arc, time::Duration};
@@ -63,6 +64,23 @@ impl Tls {
     /// Whether each node with a certificate that is believed is let in.
     pub(super) fn lets_any_in(&self) -> bool {
         self.any_node
+    }
+
+    /// Whether a certificate that was believed when it was shown is still. Its dates were judged then.
+    pub(in crate::control) fn believes(&self, shown: &Shown) -> bool {
+        let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
+        // From an intermediate that counted as a root to the root itself is no way out for those below.
+        by_root
+            || shown
+                .given
+                .as_deref()
+                .is_some_and(|chain| self.leads(chain, shown))
+    }
+
+    fn leads(&self, chain: &[CertificateDer<'static>], shown: &Shown) -> bool {
+        let ends = UnixTime::since_unix_epoch(Duration::from_secs(shown.not_after));
+        let (at, revoked) = (UnixTime::now().min(ends), &verify::none_revoked);
+        prove_peer(Some(chain), Purpose::Edge, at, &self.trust, revoked).is_ok()
     }
 
     /// Whose certificate it is, resumed or not.
