@@ -232,7 +232,8 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
     need!("curl");
     let span = span();
     let app = app(span).await;
-    let site = Site::start().await;
+    // One connection rests for as long as the test takes.
+    let site = Site::with("timeouts: { idle_keepalive: 5m }").await;
     for (now, old) in [
         (site.data().join("ca.pem"), "old.pem"),
         (site.path("alice.pem"), "was.pem"),
