@@ -23,6 +23,7 @@ use crate::{
 };
 use axum::{
     Extension, Json, Router,
+    body::Bytes,
     extract::{State, rejection::JsonRejection},
     http::StatusCode,
     routing::post,
@@ -124,7 +125,8 @@ pub fn router(enrolment: Enrolment) -> Router {
 
 /// The same where edges bring certificates of another system: nothing is to be had here, and it says so.
 pub fn closed() -> Router {
-    let refused = || async {
+    // Read to its end, lest over HTTP/2 a reset of what was not read overtake the answer.
+    let refused = |_: Bytes| async {
         refuse(
             StatusCode::NOT_IMPLEMENTED,
             "certificates_given",

@@ -69,7 +69,7 @@ impl Tls {
     /// Whether a certificate that was believed when it was shown is still. Its dates were judged then.
     pub(in crate::control) fn believes(&self, shown: &Shown) -> bool {
         let by_root = shown.root.is_none_or(|root| self.trust.knows(root));
-        // From an intermediate that counted as a root to the root itself is no way out for those below.
+        // Where a root takes the place of an intermediate that counted as one, those below it stay.
         by_root
             || shown
                 .given
