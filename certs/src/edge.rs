@@ -4,7 +4,9 @@
 //! All of it is checked when put together: the certificate is for our key, one below a root has signed
 //! it, and the names are read from the two certificates, never from what the gateway says beside.
 
-use rustls_pki_types::CertificateDer;
+use std::time::Duration;
+
+use rustls_pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -107,6 +109,17 @@ impl EdgeIdentity {
         } else {
             Trust::below(&self.roots, &self.trust_domain)
         }
+    }
+
+    /// Whether a gateway that was believed when it showed this chain is still. Its dates were judged then.
+    pub fn believes(&self, gateway: &[CertificateDer<'_>]) -> bool {
+        let facts = gateway.first().map(Certificate::read);
+        let ends = facts.and_then(Result::ok).unwrap_or_default().not_after;
+        let ends = UnixTime::since_unix_epoch(Duration::from_secs(ends));
+        let (now, purpose) = (UnixTime::now().min(ends), Purpose::Gateway);
+        self.trust().is_ok_and(|trust| {
+            check_peer(Some(gateway), purpose, now, &trust, &none_revoked).is_ok()
+        })
     }
 
     /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been

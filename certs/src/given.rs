@@ -7,7 +7,7 @@
 use rustls_pki_types::CertificateDer;
 use thiserror::Error;
 
-use crate::certificate::{Certificate, CertificateError};
+use crate::certificate::{Authority, Certificate, CertificateError};
 use crate::identity::{self, Identity};
 use crate::leaf::{Leaf, LeafError};
 use crate::name::{NameError, NodeName, TrustDomain};
@@ -84,9 +84,9 @@ pub fn roots(text: &str) -> Result<Vec<CertificateDer<'static>>, GivenError> {
         return Err(GivenError::Roots(why));
     }
     for root in &roots {
-        let facts = Certificate::read(root)?;
-        if !facts.authority {
-            let name = facts.common_name.unwrap_or_default();
+        let read = Authority::read(root)?;
+        if !read.signs {
+            let name = read.subject.common;
             let why = format!("that of {name:?} is no CA's: it may not sign certificates");
             return Err(GivenError::Roots(why));
         }

@@ -97,7 +97,15 @@ impl Identity {
             .ok_or_else(unknown)?;
         match path.split_once('/') {
             None if path == "gateway" => Ok(Self::Gateway),
-            Some(("edge", node)) => Ok(Self::Edge(NodeName::parse(node)?)),
+            Some(("edge", node)) => {
+                let name = NodeName::parse(node)?;
+                // Whoever signs may take these for two; a path of SPIFFE knows its case.
+                if name.as_str() == node {
+                    Ok(Self::Edge(name))
+                } else {
+                    Err(unknown())
+                }
+            }
             Some(("caller", name)) => {
                 check_caller(name)?;
                 let groups = certificate

@@ -306,6 +306,17 @@ impl Nodes {
             })
     }
 
+    /// Notes that a node is not welcome, whether it is known or not.
+    pub fn shut_out(&self, node: &NodeName, revoked: &Revocation) -> Result<(), StoreError> {
+        self.dir
+            .update(NODES, |nodes: &mut BTreeMap<NodeName, NodeRecord>| {
+                let record = || NodeRecord::arrived(node, revoked.at);
+                let known = nodes.entry(node.clone()).or_insert_with(record);
+                known.revoked = Some(revoked.clone());
+                Ok(())
+            })
+    }
+
     /// Notes that a node is not welcome any more, or that it is again; whether it is known.
     pub fn set_revoked(
         &self,

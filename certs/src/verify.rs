@@ -2,7 +2,7 @@
 //!
 //! Owns the crypto provider, every `ServerConfig` and `ClientConfig` that carries identity, and
 //! `check_peer`. A tunnel's session resumes wherever its secret is shared, a front's at that front
-//! alone, and none where certificates are given: what was made without a client certificate can never
+//! alone, and none where certificates are issued: what was made without a client certificate can never
 //! resume where one is required.
 //! The one rule: a handshake, resumed or not, proves nothing until `check_peer` has said who the
 //! peer is, by the signature of one that signs in our name or by a foreign root's, which are never confused.

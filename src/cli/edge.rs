@@ -33,6 +33,9 @@ pub(crate) struct EdgeRevoke {
     /// Why; the edge is told, and `status` shows it
     #[arg(long)]
     pub(crate) reason: String,
+    /// Also where the node is not known here, since it has yet to come
+    #[arg(long)]
+    pub(crate) unseen: bool,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

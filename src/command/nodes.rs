@@ -4,7 +4,7 @@
 //! on it is told, and has ended the tunnels in question when this returns.
 
 use anyhow::{Context, bail};
-use causeway_certs::{Confirmed, NodeName, Revocation, Store};
+use causeway_certs::{NodeName, Revocation, Store};
 use hyper::Method;
 use rustls::pki_types::UnixTime;
 
@@ -95,15 +95,11 @@ fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()
         at: UnixTime::now().as_secs(),
         reason: reason.to_owned(),
     };
-    let found = store.nodes().set_revoked(node, Some(revoked.clone()))?;
-    // Where another system makes certificates a node may be shut out before it comes.
-    if !found && store.ca()?.is_none() {
-        let at = revoked.at;
-        store.nodes().confirm(node, Confirmed::default(), at)?;
-        store.nodes().set_revoked(node, Some(revoked))?;
-        return Ok(());
+    if ask.unseen {
+        return Ok(store.nodes().shut_out(node, &revoked)?);
     }
-    known(found, store, node)
+    let found = store.nodes().set_revoked(node, Some(revoked))?;
+    known(found, store, node).context("where it has yet to come, say --unseen")
 }
 
 fn known(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {

@@ -23,6 +23,8 @@ const SETTLED: Duration = Duration::from_millis(300);
 const WRITING: Duration = Duration::from_secs(10);
 /// How often files are looked at where nobody tells of changes, as on NFS.
 const LOOK: Duration = Duration::from_mins(1);
+/// The same where the system has nobody left to tell: Linux has 128 for each user.
+const LOOK_OURSELVES: Duration = Duration::from_secs(5);
 
 /// Files, and what each says as a hash; nothing where it cannot be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -99,19 +101,19 @@ pub(crate) struct Files {
     noted: Noted,
     told: Arc<Told>,
     /// Ends with its last owner.
-    _watcher: Option<RecommendedWatcher>,
+    watcher: Option<RecommendedWatcher>,
 }
 
 impl Files {
     pub(super) fn watch(noted: Noted) -> Self {
         let told = Arc::default();
         let watcher = watcher(&noted, Arc::clone(&told)).inspect_err(|error| {
-            tracing::warn!(%error, "changed files are noticed within {LOOK:?} only");
+            tracing::info!(%error, "the system tells of no changed files: looking each {LOOK_OURSELVES:?}");
         });
         Self {
             noted,
             told,
-            _watcher: watcher.ok(),
+            watcher: watcher.ok(),
         }
     }
 
@@ -131,7 +133,8 @@ impl Files {
 
     /// Returns once what they say is not what they said.
     pub(super) async fn changed(&self) {
-        let mut look = interval_at(Instant::now() + LOOK, LOOK);
+        let each = self.watcher.as_ref().map_or(LOOK_OURSELVES, |_| LOOK);
+        let mut look = interval_at(Instant::now() + each, each);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while self.noted.now().await == self.noted {
             tokio::select! {
@@ -245,7 +248,7 @@ mod tests {
         let files = Files {
             noted: noted(&[&file]),
             told: Arc::default(),
-            _watcher: None,
+            watcher: None,
         };
         fs::write(&file, "two").unwrap();
         timeout(2 * LOOK, files.changed()).await.unwrap();

@@ -257,8 +257,15 @@ async fn where_any_node_is_let_in_it_is_noted_and_can_be_shut_out_by_its_name() 
     revoke.run().await.ok();
     assert!(calls(&site, "edge-2").await.ends_with(" 503"));
     edge_2.kill().await;
-    let early = causeway("edge revoke edge-3 --reason lost").flag("--data-dir", site.data());
+    let early =
+        causeway("edge revoke edge-3 --unseen --reason lost").flag("--data-dir", site.data());
     early.run().await.ok();
+    let typo = causeway("edge revoke egde-1 --reason lost").flag("--data-dir", site.data());
+    let said = typo.run().await.failed(&["egde-1 is not known here"]);
+    assert!(
+        said.contains("edge-1") && said.contains("--unseen"),
+        "{said}"
+    );
     let add = causeway("edge add edge-2").flag("--data-dir", site.data());
     add.run()
         .await
@@ -431,6 +438,34 @@ async fn an_edge_comes_as_soon_as_its_files_are_mended_and_stays_as_long_as_any_
     found(site.folder(), "other").await;
     fs::rename(site.path("other-root.pem"), site.path("edges.pem")).unwrap();
     edge.said("is not believed here any more").await;
+}
+
+/// Whoever has stolen a gateway's key keeps no edge by it that was told of another CA.
+#[tokio::test]
+async fn an_edge_leaves_a_gateway_whose_ca_it_believes_no_more() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let site = site(", any_node: true").await;
+    found(site.folder(), "other").await;
+    fs::copy(site.path("company-root.pem"), site.path("gateways.pem")).unwrap();
+    let at = site.path("").display().to_string();
+    let identity =
+        format!("{{ chain: {at}/edge-1.pem, key: {at}/edge-1.key, ca: {at}/gateways.pem }}");
+    let edge = site.edge("edge-1", app.port()).flag("--identity", identity);
+    let mut edge = edge.start();
+    edge.said("tunnel registered").await;
+    assert_eq!(calls(&site, "edge-1").await, "it 200");
+    fs::rename(site.path("other-root.pem"), site.path("gateways.pem")).unwrap();
+    edge.said("its CA is not believed any more").await;
+    until("it serves nothing there", async || {
+        calls(&site, "edge-1").await.ends_with(" 503")
+    })
+    .await;
+    fs::copy(site.path("company-root.pem"), site.path("gateways.pem")).unwrap();
+    until("it is back", async || {
+        calls(&site, "edge-1").await == "it 200"
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -26,6 +26,9 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+/// Most certificates behind a client's own. Each may cost a signature before it is known to lead nowhere.
+const MOST_BEHIND: usize = 8;
+
 /// Certificates of one generation; two are kept, 4 MiB at most.
 const GENERATION: usize = 16_384;
 
@@ -190,6 +193,10 @@ impl ClientCertVerifier for Clients {
             (Some(Ok(_)), _) => Ok(ClientCertVerified::assertion()),
             (Some(Err(error)), None) => Err(error),
             (Some(Err(error)), Some(_)) if !is_anothers(&error) => Err(error),
+            (_, Some(_)) if issuers.len() > MOST_BEHIND => {
+                let why = "more certificates stand behind the client's than any chain has";
+                Err(Error::General(why.into()))
+            }
             (_, Some(foreign)) => foreign.verify_client_cert(leaf, issuers, now),
             (None, None) => Err(CertificateError::UnknownIssuer.into()),
         }

@@ -1,7 +1,7 @@
 //! The accepting ends: the tunnel port's two configurations and the fronts'.
 //!
 //! A front makes ticket keys of its own; the tunnel's follow from a secret that outlives the process; where certificates
-//! are given nothing resumes. So sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
+//! are issued nothing resumes. So sessions never cross from one configuration, listener or client-certificate mode to another. The tunnel port chooses between its two by the
 //! `ClientHello`'s ALPN; both only prove possession of a key and a chain, `check_peer` says who.
 
 use std::sync::Arc;

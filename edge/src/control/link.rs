@@ -26,6 +26,7 @@ use arc_swap::ArcSwap;
 pub(crate) use bulk::Bulk;
 use causeway_tunnel::{backoff::Backoff, server::Asked, task::Tasks};
 use futures_util::future::BoxFuture;
+use rustls_pki_types::CertificateDer;
 use session::{Finish, Session};
 use std::{sync::Arc, time::Duration};
 use tokio::sync::{oneshot, watch};
@@ -217,7 +218,7 @@ impl Links {
     /// something to do for the slot.
     async fn stand(
         &self,
-        session: Session,
+        mut session: Session,
         (stop, anew): (&CancellationToken, &mut watch::Receiver<()>),
         tasks: &Arc<Tasks>,
     ) -> (Event, Option<Served>) {
@@ -230,8 +231,15 @@ impl Links {
         self.gateways.stood(&served.place.gateway);
         let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
         let (told, ended) = oneshot::channel();
+        let gateway = served.place.gateway.clone();
+        let disbelieved = disbelieved(self.held.clone(), session.shown(), self.anew.subscribe());
         tasks.spawn(info_span!("session"), async move {
-            session.serve(leave, told).await;
+            tokio::select! {
+                () = session.serve(leave, told) => {}
+                () = disbelieved => {
+                    warn!(gateway, "its CA is not believed any more (identity.ca): left at once");
+                }
+            }
             drop(over);
         });
         let event = tokio::select! {
@@ -280,6 +288,21 @@ impl Links {
             () = old_is_over => {}
         }
     }
+}
+
+/// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once: its
+/// gateway gets no stream more to answer.
+async fn disbelieved(
+    held: Held,
+    shown: Vec<CertificateDer<'static>>,
+    mut anew: watch::Receiver<()>,
+) {
+    while held.identity().given && anew.changed().await.is_ok() {
+        if !held.identity().believes(&shown) {
+            return;
+        }
+    }
+    std::future::pending::<()>().await;
 }
 
 /// Asks a tunnel to leave, if there is one.

@@ -111,32 +111,37 @@ pub fn router(enrolment: Enrolment) -> Router {
         joining: Mutex::default(),
         strangers: Strangers::default(),
     };
-    Router::new()
+    let routes = Router::new()
         .route("/v1/enrol", post(enrol))
-        .route("/v1/renew", post(renew))
+        .route("/v1/renew", post(renew));
+    bounded(routes).with_state(Arc::new(desk))
+}
+
+/// The same where edges bring certificates of another system: nothing is to be had here, and it says so.
+pub fn closed(metrics: Arc<Metrics>) -> Router {
+    // Read to its end, lest over HTTP/2 a reset of what was not read overtake the answer.
+    let refused = move |Extension(peer): Extension<Peer>, _: Bytes| async move {
+        let problem = refuse(
+            StatusCode::NOT_IMPLEMENTED,
+            "certificates_given",
+            "this gateway makes no certificates: edges bring those of another system (identity)",
+        );
+        report(&metrics, "enrol", &peer, Err(problem))
+    };
+    bounded(
+        Router::new()
+            .route("/v1/enrol", post(refused.clone()))
+            .route("/v1/renew", post(refused)),
+    )
+}
+
+fn bounded<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
+    router
         .layer(RequestBodyLimitLayer::new(MAX_BODY))
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,
             WITHIN,
         ))
-        .layer(TraceLayer::new_for_http())
-        .with_state(Arc::new(desk))
-}
-
-/// The same where edges bring certificates of another system: nothing is to be had here, and it says so.
-pub fn closed() -> Router {
-    // Read to its end, lest over HTTP/2 a reset of what was not read overtake the answer.
-    let refused = |_: Bytes| async {
-        refuse(
-            StatusCode::NOT_IMPLEMENTED,
-            "certificates_given",
-            "this gateway makes no certificates: edges bring those of another system (identity)",
-        )
-    };
-    Router::new()
-        .route("/v1/enrol", post(refused))
-        .route("/v1/renew", post(refused))
-        .layer(RequestBodyLimitLayer::new(MAX_BODY))
         .layer(TraceLayer::new_for_http())
 }
 
@@ -149,7 +154,7 @@ async fn enrol(
         Ok(Json(join)) => desk.clone().enrol(&peer, join).await,
         Err(rejection) => Err(unreadable(&rejection)),
     };
-    desk.report("enrol", &peer, done)
+    report(&desk.enrolment.metrics, "enrol", &peer, done)
 }
 
 async fn renew(
@@ -161,7 +166,7 @@ async fn renew(
         Ok(Json(renew)) => desk.clone().renew(&peer, renew).await,
         Err(rejection) => Err(unreadable(&rejection)),
     };
-    desk.report("renew", &peer, done)
+    report(&desk.enrolment.metrics, "renew", &peer, done)
 }
 
 impl Desk {
@@ -243,43 +248,43 @@ impl Desk {
         info!(%node, ?version, "a certificate is renewed");
         self.reissue(key, node, shown).await
     }
+}
 
-    /// Counts and logs how it ended.
-    fn report(
-        &self,
-        operation: &'static str,
-        peer: &Peer,
-        done: Result<Enrolled, Problem>,
-    ) -> Result<Json<Enrolled>, Problem> {
-        let outcome = done
-            .as_ref()
-            .map_or_else(|problem| problem.reason, |_| "ok");
-        self.enrolment.metrics.enrolment(operation, outcome);
-        let from = peer.address.map(tracing::field::display);
-        match done {
-            Ok(enrolled) => {
-                info!(node = %enrolled.node, from, operation, "issued an edge's certificate");
-                Ok(Json(enrolled))
-            }
-            Err(problem) => {
-                let (reason, detail) = (problem.reason, &problem.detail);
-                warn!(
-                    from,
-                    operation,
-                    reason,
-                    ?detail,
-                    "refused an edge's certificate"
-                );
-                let edge = peer.identity.as_ref().map(ToString::to_string);
-                let from = peer.address.map(|address| address.to_string());
-                audit::refused_edge(
-                    edge.as_deref().unwrap_or("(unknown)"),
-                    &from.unwrap_or_default(),
-                    reason,
-                    detail,
-                );
-                Err(problem)
-            }
+/// Counts and logs how it ended.
+fn report(
+    metrics: &Metrics,
+    operation: &'static str,
+    peer: &Peer,
+    done: Result<Enrolled, Problem>,
+) -> Result<Json<Enrolled>, Problem> {
+    let outcome = done
+        .as_ref()
+        .map_or_else(|problem| problem.reason, |_| "ok");
+    metrics.enrolment(operation, outcome);
+    let from = peer.address.map(tracing::field::display);
+    match done {
+        Ok(enrolled) => {
+            info!(node = %enrolled.node, from, operation, "issued an edge's certificate");
+            Ok(Json(enrolled))
+        }
+        Err(problem) => {
+            let (reason, detail) = (problem.reason, &problem.detail);
+            warn!(
+                from,
+                operation,
+                reason,
+                ?detail,
+                "refused an edge's certificate"
+            );
+            let edge = peer.identity.as_ref().map(ToString::to_string);
+            let from = peer.address.map(|address| address.to_string());
+            audit::refused_edge(
+                edge.as_deref().unwrap_or("(unknown)"),
+                &from.unwrap_or_default(),
+                reason,
+                detail,
+            );
+            Err(problem)
         }
     }
 }

@@ -18,8 +18,9 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, task::spawn_blocking, time::sleep};
 use tracing::Span;
 
-/// How long an edge that is sent away stays away: as long as it ever backs off.
-pub(super) const AWAY: Duration = Duration::from_mins(1);
+/// How long an edge that is sent away stays away; it adds up to half of that by itself, which makes the minute that it ever
+/// backs off.
+pub(super) const AWAY: Duration = Duration::from_secs(40);
 /// What an edge gets to read why it is sent away. One that does not is hung up on.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
@@ -81,11 +82,18 @@ impl Roll {
     /// Takes up what the disk says now. Returns the nodes whose tunnels were ended for that.
     ///
     /// # Errors
-    /// If the disk cannot be read; then all is as it was.
+    /// If the disk cannot be read; then the table is as it was, and whoever is not believed is gone all the same.
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
-        let read = spawn_blocking(move || nodes.refresh(|| records(&store)));
-        read.await??;
+        let read = spawn_blocking(move || nodes.refresh(|| records(&store))).await?;
+        // Who is believed does not hang on what the disk says of nodes.
+        let gone = self.expel().await?;
+        read?;
+        Ok(gone)
+    }
+
+    /// Ends the tunnels of all who are not welcome.
+    async fn expel(&self) -> Result<Vec<NodeName>, RefreshError> {
         // To follow a chain takes two signatures each, where a root is gone.
         let roll = self.clone();
         let leaving = spawn_blocking(move || roll.leaving()).await?;

@@ -5,7 +5,7 @@
 
 use super::expel::known;
 use crate::state::NodesWriter;
-use causeway_certs::{Issued, NodeChange, NodeName, NodeRecord, Store};
+use causeway_certs::{Issued, NodeChange, NodeName, NodeRecord, Store, StoreError};
 use rustls::pki_types::UnixTime;
 use std::{
     mem,
@@ -137,22 +137,18 @@ impl Inner {
         #[cfg(test)]
         self.writes
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let written = self.store.nodes().change(&changes);
-        if let Ok(records) = &written {
-            let arrived = changes
-                .iter()
-                .zip(records)
-                .filter_map(|((_, change), record)| {
-                    let arrived = matches!(change, NodeChange::Arrived { .. });
-                    record.clone().filter(|_| arrived).map(known)
-                });
-            let arrived: Vec<_> = arrived.collect();
-            if !arrived.is_empty() {
-                self.nodes.add(arrived);
-            }
-        }
+        let mut records = Vec::new();
+        let written = self.nodes.add(|| {
+            records = self.store.nodes().change(&changes)?;
+            let made = changes.iter().zip(&records);
+            let arrived = made.filter_map(|((_, change), record)| {
+                let arrived = matches!(change, NodeChange::Arrived { .. });
+                record.clone().filter(|_| arrived).map(known)
+            });
+            Ok::<_, StoreError>(arrived.collect())
+        });
         let told: Vec<Written> = match written {
-            Ok(known) => known.into_iter().map(Ok).collect(),
+            Ok(()) => records.into_iter().map(Ok).collect(),
             Err(error) => {
                 let why = NotWritten::because(&error);
                 tellers.iter().map(|_| Err(why.clone())).collect()

@@ -25,6 +25,15 @@ impl fmt::Debug for TakeUp {
     }
 }
 
+/// Most roots of an edge that are remembered.
+const MOST_ROOTS: usize = 8;
+
+/// The roots that an edge names: what is none says that it has others, and more than a few say nothing more.
+pub(super) fn named(roots: &[String]) -> Vec<Fingerprint> {
+    let roots = roots.iter().take(MOST_ROOTS);
+    roots.filter_map(|root| root.parse().ok()).collect()
+}
+
 /// What an edge with this tunnel has not done yet. `tunnels` says how many might have to do it at once.
 pub(crate) fn missing(
     ca: &Ca,

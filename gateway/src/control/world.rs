@@ -268,7 +268,7 @@ pub(super) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
             retry_after_ms,
         } => {
             assert!(
-                *retry_after_ms >= 60_000,
+                *retry_after_ms >= 40_000,
                 "an edge that was refused comes back late"
             );
             Some((*why, detail))

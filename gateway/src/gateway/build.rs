@@ -55,6 +55,7 @@ impl Base {
         let no_ca = || BindError::NoCa(config.data_dir.clone());
         // Where edges bring certificates there may be no CA, and so nothing to begin with.
         let access = given.as_ref().map_or(Access::Existing, |_| Access::Create);
+        let there = config.data_dir.exists();
         let store = match Store::open(&config.data_dir, access) {
             Err(StoreError::Missing { .. }) => return Err(no_ca()),
             opened => opened?,
@@ -71,6 +72,10 @@ impl Base {
             (None, Some(given)) => Ca::unbelieved(&given.domain)?,
             (None, None) => return Err(no_ca()),
         };
+        if !there {
+            let data_dir = config.data_dir.display();
+            tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
+        }
         Ok(Self {
             nodes: known(&store)?,
             ca: LiveCa::new(ca),
@@ -272,7 +277,7 @@ fn admission(
     };
     let tls = identity.tls(&base.ca.get())?;
     let enrol = match base.given {
-        Some(_) => enrol::closed(),
+        Some(_) => enrol::closed(shared.metrics.clone()),
         None => enrol::router(enrolment),
     };
     Ok(Admission {

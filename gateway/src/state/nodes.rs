@@ -79,13 +79,25 @@ impl NodesWriter {
         });
     }
 
-    /// Adds those that are not known yet.
-    pub fn add(&self, some: impl IntoIterator<Item = (NodeName, Node)>) {
-        self.change(|nodes| {
-            for (name, node) in some {
-                nodes.entry(name).or_insert(node);
-            }
-        });
+    /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
+    ///
+    /// # Errors
+    /// As writing says; then all is as it was.
+    pub fn add<E>(
+        &self,
+        written: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
+    ) -> Result<(), E> {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = written()?;
+        if written.is_empty() {
+            return Ok(());
+        }
+        let mut nodes = self.nodes.0.load().nodes.clone();
+        for (name, node) in written {
+            nodes.entry(name).or_insert(node);
+        }
+        self.nodes.0.store(Arc::new(Table::of(nodes)));
+        Ok(())
     }
 
     /// Replaces all nodes by what is `read` now; nobody changes them meanwhile.

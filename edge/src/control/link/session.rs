@@ -24,6 +24,7 @@ use causeway_tunnel::{
     tap::Tap,
     task::Tasks,
 };
+use rustls_pki_types::CertificateDer;
 use std::{pin::pin, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
@@ -49,6 +50,8 @@ pub(super) struct Session {
     server: Server<Io>,
     control: Control,
     place: Place,
+    /// By what its gateway was believed.
+    shown: Vec<CertificateDer<'static>>,
     slot: u32,
     early: Vec<Asked>,
     fault: Fault,
@@ -82,6 +85,8 @@ impl Session {
             round_trip,
         } = dialled;
         let traffic = io.get_ref().0.traffic();
+        let shown = io.get_ref().1.peer_certificates().unwrap_or_default();
+        let shown = shown.iter().map(|one| one.clone().into_owned()).collect();
         let fault = Fault::default();
         let settings = Settings {
             silence: links.config.timeouts.silence,
@@ -118,6 +123,7 @@ impl Session {
                 .state
                 .stands(slot, &place.gateway, round_trip, load.clone()),
             place,
+            shown,
             slot,
             early: greeting.early,
             fault: greeting.fault,
@@ -125,6 +131,11 @@ impl Session {
             links: links.clone(),
             _standing: links.metrics.standing(),
         })
+    }
+
+    /// By what its gateway was believed.
+    pub(super) fn shown(&mut self) -> Vec<CertificateDer<'static>> {
+        std::mem::take(&mut self.shown)
     }
 
     /// Where it leads.

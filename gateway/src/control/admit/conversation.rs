@@ -36,8 +36,6 @@ use tracing::{debug, info, warn};
 
 /// Lines that wait for an edge; one that does not read them is about to end.
 const LINES: usize = 8;
-/// Most roots of an edge that are remembered.
-const MOST_ROOTS: usize = 8;
 /// Longest name that an edge may give its process.
 const MAX_INSTANCE: usize = 64;
 
@@ -268,6 +266,14 @@ impl Admission {
         (welcome, (from, certificate)): (Welcome, (SocketAddr, Shown)),
     ) -> Result<Conversation, End> {
         let by = certificate.clone();
+        let unwelcome = || {
+            let retired = || retired(self.tls.load().believes(&by), node, &by);
+            unwelcome(&self.nodes, node, &by).or_else(retired)
+        };
+        // An edge may take its time to say its welcome; nobody makes room for one that is not welcome any more.
+        if let Some(why) = unwelcome() {
+            return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
+        }
         let (tell, lines) = mpsc::channel(LINES);
         let taken_over = CancellationToken::new();
         let version = welcome.version.clone();
@@ -275,7 +281,7 @@ impl Admission {
         if welcome.turns {
             link.tunnel.give_turns();
         }
-        let roots = welcome.roots.as_deref().map(fingerprints);
+        let roots = welcome.roots.as_deref().map(rotation::named);
         let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
         let admitted = Admitted {
             tunnel: link.tunnel.clone(),
@@ -296,10 +302,7 @@ impl Admission {
         let registered = Registered::new(self, node, id, &link.tunnel);
         retire(node, from, replaced);
         // Whoever was sent away between the two was not here to be sent away.
-        let unwelcome = unwelcome(&self.nodes, node, &by);
-        let retired = || retired(self.tls.load().believes(&by), node, &by);
-        let unwelcome = unwelcome.or_else(retired);
-        if let Some(why) = unwelcome {
+        if let Some(why) = unwelcome() {
             link.tunnel.drain();
             return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
         }
@@ -342,12 +345,6 @@ fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
     }
 }
 
-/// The roots that an edge names: what is none says that it has others, and more than a few say nothing more.
-fn fingerprints(roots: &[String]) -> Vec<Fingerprint> {
-    let roots = roots.iter().take(MOST_ROOTS);
-    roots.filter_map(|root| root.parse().ok()).collect()
-}
-
 impl Conversation {
     /// Passes lines both ways until the tunnel ends or one end leaves.
     async fn talk(&mut self, link: &mut Link) -> End {
@@ -387,7 +384,7 @@ impl Conversation {
                         leaving = Some(Leaving::new(&tunnel, until, End::Left(detail)));
                     }
                     Ok(ToGateway::Roots { roots }) => {
-                        self.roots.store(Some(Arc::new(fingerprints(&roots))));
+                        self.roots.store(Some(Arc::new(rotation::named(&roots))));
                     }
                     Ok(ToGateway::Welcome(_)) => debug!("the edge says a second welcome"),
                     Ok(ToGateway::Unknown) => debug!("the edge says something that is not known here"),
