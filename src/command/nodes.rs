@@ -3,7 +3,7 @@
 //! The data directory is changed first, so that it holds whatever becomes of the gateway; then the gateway that runs
 //! on it is told, and has ended the tunnels in question when this returns.
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use causeway_certs::{NodeName, Revocation, Store};
 use hyper::Method;
 use rustls::pki_types::UnixTime;
@@ -99,7 +99,8 @@ fn revoke(store: &Store, node: &NodeName, ask: &EdgeRevoke) -> anyhow::Result<()
         return Ok(store.nodes().shut_out(node, &revoked)?);
     }
     let found = store.nodes().set_revoked(node, Some(revoked))?;
-    known(found, store, node).context("where it has yet to come, say --unseen")
+    known(found, store, node)
+        .map_err(|error| anyhow!("{error}; where it has yet to come, say --unseen"))
 }
 
 fn known(found: bool, store: &Store, node: &NodeName) -> anyhow::Result<()> {

@@ -63,7 +63,7 @@ pub(crate) async fn app(span: Duration) -> App {
 }
 
 /// A session that answers for as long as `ends` lasts.
-pub(crate) async fn session(caller: &Caller, ends: Instant) {
+async fn session(caller: &Caller, ends: Instant) {
     let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
@@ -76,7 +76,7 @@ pub(crate) async fn session(caller: &Caller, ends: Instant) {
 }
 
 /// A download that takes as long as the app says, whole.
-pub(crate) async fn download(caller: &Caller, span: Duration) {
+async fn download(caller: &Caller, span: Duration) {
     let mut connection = caller.connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
     let mut body = connection.open(request).await.unwrap().into_body();
@@ -93,7 +93,7 @@ pub(crate) async fn download(caller: &Caller, span: Duration) {
 /// Requests without a break, on a connection that is kept and on new ones. How many.
 ///
 /// A caller that has another certificate takes another connection: what came by a root that is gone begins nothing new.
-pub(crate) async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
+async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant) -> usize {
     let (mut certificate, first) = caller();
     let mut kept = first.connect("edge-1").await.unwrap();
     let mut count = 0;
@@ -110,6 +110,21 @@ pub(crate) async fn requests(caller: impl Fn() -> (usize, Caller), ends: Instant
         sleep(PACE).await;
     }
     count
+}
+
+/// All of that beside what happens meanwhile: nothing is dropped and nothing refused.
+pub(crate) async fn nothing_is_lost(
+    caller: &Caller,
+    (span, ends): (Duration, Instant),
+    meanwhile: impl Future<Output = ()>,
+) {
+    let (requests, (), (), ()) = tokio::join!(
+        requests(|| (0, caller.clone()), ends),
+        session(caller, ends),
+        download(caller, span),
+        meanwhile
+    );
+    assert!(requests > 100, "{requests}");
 }
 
 async fn tunnels(road: &Road) -> Vec<Value> {
@@ -133,13 +148,7 @@ async fn certificates_of_twenty_seconds_are_renewed_and_nothing_is_dropped_or_re
         }
     };
     let caller = road.caller();
-    let (requests, (), (), ()) = tokio::join!(
-        requests(|| (0, caller.clone()), ends),
-        session(&caller, ends),
-        download(&caller, span),
-        renewals
-    );
-    assert!(requests > 100, "{requests}");
+    Box::pin(nothing_is_lost(&caller, (span, ends), renewals)).await;
     // The first of them comes at once, since a certificate begins an hour before it is issued.
     assert!(serials.len() > 2, "{serials:?}");
     let status = road.edge.status();

@@ -58,6 +58,7 @@ fn what_is_not_of_this_trust_domain_is_unknown() {
         "spiffe://td.example/gateway/",
         "spiffe://td.example/gateway/x",
         "spiffe://td.example/Edge/edge-1",
+        "spiffe://td.example/edge/EDGE-1",
         "spiffe://td.example/",
     ] {
         assert!(

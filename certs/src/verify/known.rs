@@ -276,6 +276,24 @@ mod tests {
     }
 
     #[test]
+    fn of_a_client_no_more_certificates_are_looked_at_than_a_chain_has() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let leaf = ca
+            .issue_caller("ann", &[], Duration::from_hours(1))
+            .unwrap();
+        let (own, behind) = leaf.chain().split_first().unwrap();
+        let roots = store([ca.root()]).unwrap();
+        let asked = (Issuing::Callers, true);
+        let clients = Clients::new(None, Some(verifier(&roots).unwrap()), asked);
+        let with = |count| {
+            let behind = vec![behind[0].clone(); count];
+            clients.verify_client_cert(own, &behind, UnixTime::now())
+        };
+        with(MOST_BEHIND).unwrap();
+        assert!(matches!(with(MOST_BEHIND + 1), Err(Error::General(_))));
+    }
+
+    #[test]
     fn what_was_seen_lately_is_kept_and_memory_is_bounded() {
         let seen = Seen::default();
         let now = UnixTime::since_unix_epoch(Duration::from_secs(50));

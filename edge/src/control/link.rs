@@ -297,9 +297,13 @@ async fn disbelieved(
     shown: Vec<CertificateDer<'static>>,
     mut anew: watch::Receiver<()>,
 ) {
-    while held.identity().given && anew.changed().await.is_ok() {
+    while held.identity().given {
+        // What is believed may have changed since it was dialled.
         if !held.identity().believes(&shown) {
             return;
+        }
+        if anew.changed().await.is_err() {
+            break;
         }
     }
     std::future::pending::<()>().await;

@@ -2,7 +2,7 @@ use crate::{
     control::{
         drain::{Fronts, drain},
         rotation,
-        world::{FakeEdge, LONG, World, dismissal, identity, name, new_ca, welcome},
+        world::{FakeEdge, LONG, SHORT, World, dismissal, identity, name, new_ca, welcome},
     },
     core::Cores,
     state::Away,
@@ -374,38 +374,67 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
     drop(open);
 }
 
-fn record(node: &str) -> NodeRecord {
-    NodeRecord {
-        node: name(node),
-        addresses: Vec::new(),
-        pool: None,
-        labels: std::collections::BTreeMap::new(),
-        enrolled_at: 0,
-        serial: "1".to_owned(),
-        root: None,
-        not_after: None,
-        revoked: None,
+/// Another root signs from then on, and both are believed.
+fn turn(world: &World, step: fn(Ca) -> Result<(Ca, Step), CaError>) {
+    let next = world
+        .store
+        .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
+    world.live.swap(next.unwrap().0);
+    world.take_up();
+}
+
+/// The edge has come by the old root and takes its time to say who it is.
+#[tokio::test]
+async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
+    let world = World::start();
+    let old = world.enrolled("edge-1");
+    turn(&world, Ca::prepare);
+    turn(&world, Ca::activate);
+    let rightful = identity(&world.live.get(), "edge-1");
+    let mut rightful = world.joined(&rightful, "a", 0).await;
+    let mut late = world.dial(&old).await;
+    turn(&world, Ca::retire);
+    let said = ToGateway::Welcome(welcome("b", 0));
+    late.control.tell(&said).await.unwrap();
+    let heard = late.hear().await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, Dismissal::Unwelcome, "{detail}");
+    late.ended().await;
+    let said = timeout(SHORT, rightful.control.hear::<ToEdge>()).await;
+    said.expect_err("it was told to leave");
+    assert!(world.registry.pick(&name("edge-1")).is_ok());
+}
+
+#[tokio::test]
+async fn a_disk_that_does_not_read_keeps_nobody_whose_root_is_gone() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+        turn(&world, step);
     }
+    std::fs::write(world.store.root_path().with_file_name("nodes.json"), "{").unwrap();
+    world.roll().refresh().await.unwrap_err();
+    assert!(dismissal(&edge.hear().await).is_some());
+    world
+        .until(|world| !world.registry.holds(&name("edge-1")))
+        .await;
 }
 
 #[tokio::test]
 async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_has_come_by_the_new_one()
  {
     let world = World::start();
-    let step = |step: fn(Ca) -> Result<(Ca, Step), CaError>| {
-        let next = world
-            .store
-            .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
-        world.live.swap(next.unwrap().0);
-    };
     for node in ["edge-1", "edge-2"] {
-        world.store.nodes().put(record(node)).unwrap();
+        world
+            .store
+            .nodes()
+            .put(NodeRecord::arrived(&name(node), 0))
+            .unwrap();
     }
     let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let _before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
-    step(Ca::prepare);
-    step(Ca::activate);
-    world.take_up();
+    turn(&world, Ca::prepare);
+    turn(&world, Ca::activate);
     let takes_over = causeway_tunnel::hello::Welcome {
         takes_over: true,
         ..welcome("b", 0)
@@ -413,8 +442,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     let renewed = identity(&world.live.get(), "edge-2");
     let (_after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
-    step(Ca::retire);
-    world.take_up();
+    turn(&world, Ca::retire);
     world.roll().look();
     let said = late.hear().await;
     let (why, detail) = dismissal(&said).unwrap();
