@@ -29,7 +29,11 @@ pub(super) async fn dial(
         let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
         match timeout_at(Instant::now() + share, TcpStream::connect(*address)).await {
             Ok(Ok(tcp)) => {
-                socket::tune(&tcp);
+                if address.ip().is_loopback() {
+                    socket::tune_near(&tcp);
+                } else {
+                    socket::tune(&tcp);
+                }
                 return Ok(tcp);
             }
             Ok(Err(error)) => refused = Some(failed(app, &error)),
