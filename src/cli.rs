@@ -5,6 +5,8 @@
 
 mod ca;
 mod edge;
+#[cfg(feature = "k8s")]
+mod k8s;
 mod keys;
 mod token;
 
@@ -18,6 +20,8 @@ pub(crate) use ca::{
     Ca, CaBackup, CaCaller, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
 };
 pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
+#[cfg(feature = "k8s")]
+pub(crate) use k8s::{EgressConfig, K8s};
 pub(crate) use keys::Keys;
 use token::label;
 pub(crate) use token::{ConfirmedArgs, Listing, Token, TokenCreate, TokenList, TokenRevoke};
@@ -54,6 +58,10 @@ pub(crate) enum Command {
     /// Ask what the rules of who may do what decide
     #[command(subcommand)]
     Policy(Policy),
+    /// Say what a Kubernetes cluster has to be told
+    #[cfg(feature = "k8s")]
+    #[command(subcommand)]
+    K8s(K8s),
     /// Ask a running gateway or edge whether it is well; exits 0 or 1
     Health(Health),
     /// Have a running gateway or edge read its configuration anew; says what that did

@@ -7,11 +7,14 @@ mod admin;
 mod bootstrap;
 mod ca;
 mod caller;
+mod cluster;
 mod data;
 mod demo;
 mod edge;
 mod gateway;
 mod health;
+#[cfg(feature = "k8s")]
+mod k8s;
 mod man;
 mod nodes;
 mod operator;
@@ -99,6 +102,8 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Ca(order) => Job::brief(ca::run(order)),
         Command::Token(token) => return token::run(token).map(|()| None),
         Command::Caller(caller) => return caller::run(caller).map(|()| None),
+        #[cfg(feature = "k8s")]
+        Command::K8s(order) => return k8s::run(order).map(|()| None),
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
         Command::Completions { shell } => return completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),

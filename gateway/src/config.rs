@@ -7,6 +7,7 @@
 mod front;
 pub(crate) mod identity_headers;
 mod jwt;
+mod kubernetes;
 pub mod policy;
 mod validate;
 
@@ -23,6 +24,7 @@ use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
+pub use kubernetes::{Kubernetes, Label};
 
 /// The configuration of `causeway gateway`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -41,6 +43,8 @@ pub struct Config {
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
     #[serde(skip_serializing_if = "Given::is_absent")]
     pub policy: Given<PathBuf>,
+    /// The cluster whose nodes this gateway is for.
+    pub kubernetes: Option<Kubernetes>,
     /// What is served at most.
     pub limits: Limits,
     /// How long is waited at most.
@@ -64,6 +68,7 @@ impl Default for Config {
             admin: Admin::default(),
             fronts: vec![Front::https()],
             policy: Given::default(),
+            kubernetes: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,

@@ -19,12 +19,12 @@ use crate::{
     control::{
         admin,
         admit::Admission,
-        drain::{self, Readiness},
+        drain::{self, Hold, Readiness},
         http,
     },
     core::{CoreId, Cores},
     proxy::{Shared, authorize::Authorize},
-    state::PolicyReader,
+    state::{NodesWriter, PolicyReader},
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
@@ -242,6 +242,16 @@ impl Bound {
     /// The data directory.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// The table of nodes, for whoever knows more of them.
+    pub fn nodes(&self) -> NodesWriter {
+        self.reloader.parts().authority.roll.nodes.clone()
+    }
+
+    /// Holds callers off (`/readyz`) until what is returned is dropped.
+    pub fn hold(&self, why: impl Into<String>) -> Hold {
+        self.readiness.hold(why)
     }
 
     /// By which to tell whether the gateway lives, at any time from now on.

@@ -2,7 +2,7 @@
 //!
 //! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
 //! and target; (4) `authorize` decides; (5) `limits` admits; then the registry picks a tunnel, and
-//! (6) `forward`, `upgrade` or `relay` opens the stream; (7) `reply` alone turns failures into bytes;
+//! (6) `forward`, `upgrade` or `relay` opens the stream, where `direct` does not dial itself what is at no edge; (7) `reply` alone turns failures into bytes;
 //! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
 //! decision that is somebody else's, or a key that is not here.
 
@@ -22,6 +22,8 @@ mod upload;
 mod held;
 pub mod relay;
 pub mod upgrade;
+
+pub mod direct;
 
 pub mod outgoing;
 pub mod reply;
@@ -44,7 +46,7 @@ use causeway_tunnel::task::Tasks;
 use front::{Connection, Front};
 use http::{HeaderMap, Method, Request, Response};
 use hyper::body::Incoming;
-use limits::Limits;
+use limits::{Count, Limits};
 use outgoing::Outgoing;
 use request::Kind;
 use route::{Asked, Route};
@@ -59,6 +61,8 @@ pub struct Shared {
     pub registry: Registry,
     /// How many streams may be open.
     pub limits: Limits,
+    /// Sessions that are dialled from here.
+    pub direct: Count,
     /// Who may do what.
     pub authorizer: Arc<dyn Authorize>,
     /// What is counted.
@@ -113,6 +117,21 @@ impl Proxy {
         request::check(&request, self.shared.header_bytes, self.shared.max_headers)?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);
+        if matches!(kind, Kind::Connect)
+            && let Some(target) = direct::target(&self.front.direct, &asked, &self.shared.nodes)
+        {
+            let caller = self.identify(connection, request.headers(), Some(target.port));
+            let caller = caller.await?;
+            record.caller(&caller);
+            let direct = direct::Direct {
+                proxy: self,
+                connection,
+                caller: &caller,
+                target: &target,
+                record,
+            };
+            return direct::connect(direct, request).await;
+        }
         let (caller, route) = self.meet(connection, request.headers(), &asked).await?;
         record.caller(&caller);
         record.route(&route);
@@ -158,6 +177,16 @@ impl Proxy {
     ) -> Result<(Caller, Route), Error> {
         let routed = route::of(asked, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
+        let caller = self.identify(connection, fields, port).await?;
+        Ok((caller, routed?))
+    }
+
+    async fn identify(
+        &self,
+        connection: &Connection,
+        fields: &HeaderMap,
+        port: Option<u16>,
+    ) -> Result<Caller, Error> {
         let authentication = &self.front.authentication;
         let caller = authentication
             .identify(connection, fields, port, &self.shared)
@@ -166,7 +195,7 @@ impl Proxy {
             let why = "certificate: the root on which it hangs is trusted no more";
             return Err(Reason::Unauthenticated.says(why));
         }
-        Ok((caller, routed?))
+        Ok(caller)
     }
 
     /// Whether they may, which the record notes.

@@ -8,6 +8,6 @@ pub mod registry;
 
 pub use advertised::Advertised;
 pub use keys::{KeySet, Keys, KeysWriter};
-pub use nodes::{Node, Nodes, NodesWriter};
+pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
 pub use registry::{Admitted, Away, Edge, Registry, TunnelId};

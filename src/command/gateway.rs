@@ -9,7 +9,7 @@ use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::{admin, policy};
+use super::{admin, cluster, policy};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -28,6 +28,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let rules = Rules::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
+    let kubernetes = config.kubernetes.clone();
     let (reloads, asked) = causeway_config::reloads();
     let reasons = Reasons {
         hangup: signals.hangup.take(),
@@ -38,6 +39,9 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .policy(policy.reader())
         .reloads(reloads)
         .bind()
+        .inspect_err(|error| notify.status(&error.to_string()))?;
+    let cluster = cluster::follow(kubernetes, &bound)
+        .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
@@ -55,6 +59,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let running = Box::pin(bound.run(stop));
     let live = notify.gateway(pulse, grace, running);
     let live = Box::pin(reload::beside(live, reasons, again));
+    let live = Box::pin(cluster::beside(live, cluster));
     let ended = signals.run(live).await;
     store.remove_runtime(admin::NAME)?;
     if ended.is_none() {

@@ -63,6 +63,9 @@ pub struct Front {
     /// Connections arrive by DNAT: the address dialled names node and port.
     #[serde(default)]
     pub original_destination: bool,
+    /// Networks in which a `connect` front dials itself what is at no node's edge (pods and Services in the cloud); empty is none.
+    #[serde(default, with = "HumanNetworks")]
+    pub direct: Vec<IpNet>,
 }
 
 impl Front {
@@ -93,6 +96,7 @@ impl Front {
             anonymous_ports: Vec::new(),
             errors: ErrorForm::Problem,
             original_destination: false,
+            direct: Vec::new(),
         }
     }
 

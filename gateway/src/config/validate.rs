@@ -172,6 +172,12 @@ impl FrontCheck<'_> {
                 }
             }
         }
+        if front.kind != Kind::Connect && !front.direct.is_empty() {
+            self.add(
+                "direct",
+                "only a connect front dials itself; remove this key",
+            );
+        }
         if front.original_destination && matches!(front.listen, Listen::Unix(_)) {
             self.add(
                 "original_destination",

@@ -128,7 +128,8 @@ fn is_ours(host: &str, address: IpAddr) -> bool {
 }
 
 async fn readyz(State(app): State<App>) -> (StatusCode, String) {
-    match app.readiness.why_not() {
+    let why = app.readiness.why_not().map(str::to_owned);
+    match why.or_else(|| app.readiness.held()) {
         None => (StatusCode::OK, "ready\n".to_owned()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     }

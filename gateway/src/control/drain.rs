@@ -15,7 +15,7 @@ use crate::{
 use causeway_tunnel::hello::ToEdge;
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU8, Ordering::Relaxed},
     },
     time::Duration,
@@ -41,28 +41,60 @@ const DRAINING: u8 = 2;
 
 /// Whether callers should be sent here; a cheap clone. At first they should not.
 #[derive(Clone, Debug, Default)]
-pub struct Readiness(Arc<AtomicU8>);
+pub struct Readiness {
+    stage: Arc<AtomicU8>,
+    holds: Arc<Mutex<Vec<Weak<Mutex<String>>>>>,
+}
+
+/// Something that a gateway needs before callers should be sent to it. Dropping it says that it is there.
+#[derive(Debug)]
+pub struct Hold(Arc<Mutex<String>>);
+
+impl Hold {
+    /// Says anew what is waited for.
+    pub fn says(&self, why: impl Into<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why.into();
+    }
+}
 
 impl Readiness {
     /// All listeners are bound. A gateway that drains does not become ready again.
     pub fn ready(&self) {
         // Anything but STARTING stays as it is.
-        let _ = self.0.compare_exchange(STARTING, READY, Relaxed, Relaxed);
+        let stage = &self.stage;
+        let _ = stage.compare_exchange(STARTING, READY, Relaxed, Relaxed);
     }
 
     /// The gateway drains.
     pub fn drains(&self) {
-        self.0.store(DRAINING, Relaxed);
+        self.stage.store(DRAINING, Relaxed);
     }
 
     /// Whether the gateway drains.
     pub fn is_draining(&self) -> bool {
-        self.0.load(Relaxed) == DRAINING
+        self.stage.load(Relaxed) == DRAINING
     }
 
-    /// Why callers should not be sent here, if they should not.
+    /// Holds callers off until what is returned is dropped.
+    pub fn hold(&self, why: impl Into<String>) -> Hold {
+        let hold = Arc::new(Mutex::new(why.into()));
+        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
+        holds.push(Arc::downgrade(&hold));
+        Hold(hold)
+    }
+
+    /// What callers are held off for, if for anything.
+    pub fn held(&self) -> Option<String> {
+        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
+        holds.retain(|hold| hold.strong_count() > 0);
+        let hold = holds.first()?.upgrade()?;
+        let why = hold.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(why.clone())
+    }
+
+    /// Why callers should not be sent here, if they should not and it is this gateway's own doing.
     pub fn why_not(&self) -> Option<&'static str> {
-        match self.0.load(Relaxed) {
+        match self.stage.load(Relaxed) {
             READY => None,
             DRAINING => Some("the gateway is draining"),
             _ => Some("the gateway is starting: not all listeners are bound"),

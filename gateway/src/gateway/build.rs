@@ -27,7 +27,7 @@ use crate::{
     proxy::{
         Shared,
         authorize::{Authorize, ByPolicy},
-        limits::Limits,
+        limits::{Count, Limits},
     },
     state::{Advertised, NodesWriter, Registry},
 };
@@ -219,6 +219,7 @@ fn shared(config: &Config, base: &Base, cores: &Cores, authorizer: Arc<dyn Autho
         nodes: base.nodes.reader(),
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone()),
+        direct: Count::default(),
         authorizer,
         metrics: Metrics::new(),
         timeouts: config.timeouts.clone(),

@@ -158,6 +158,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("tunnel", tunnel(began) != tunnel(now)),
         ("tunnel.identity", given(began) != given(now)),
         ("admin", began.admin != now.admin),
+        ("kubernetes", began.kubernetes != now.kubernetes),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),
         ("access_log", began.access_log != now.access_log),

@@ -36,6 +36,7 @@ use door::Door;
 pub use door::Entrance;
 use idle::Idle;
 use io::Condition;
+use ipnet::IpNet;
 use rustls::ServerConfig;
 use std::{
     net::SocketAddr,
@@ -74,6 +75,8 @@ pub struct Front {
     pub errors: ErrorForm,
     /// Whether DNAT's original destination is asked for.
     pub original_destination: bool,
+    /// Networks in which a CONNECT to what is at no edge is dialled from here.
+    pub direct: Vec<IpNet>,
     /// What is counted of it.
     pub metrics: Arc<FrontMetrics>,
     /// From when on nothing begins here any more, once this is known.

@@ -107,14 +107,8 @@ pub(super) fn spawn(
             Ok(upgraded) => upgraded,
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
-        let session = Session {
-            io: TokioIo::new(upgraded),
-            connection,
-            window,
-            waiting: Waiting::default(),
-            _busy: busy,
-        };
-        let waiting = session.waiting.clone();
+        let waiting = Waiting::default();
+        let session = Session::new(upgraded, connection, (window, waiting.clone()), busy);
         let work = copy::relay(session, send, receive, record.passed.clone(), hold);
         let outcome = weighed(shared.limits.pressure(), &waiting, work).await;
         note(&record, node.as_str(), &outcome);
@@ -182,13 +176,31 @@ fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
 }
 
 /// A caller's connection after HTTP gave it up.
-struct Session {
+pub(super) struct Session {
     io: TokioIo<Upgraded>,
     connection: Arc<Connection>,
     /// What waits behind the last bytes read, where HTTP/2 is spoken.
     window: Option<u32>,
     waiting: Waiting,
     _busy: Busy,
+}
+
+impl Session {
+    /// Keeps the caller's connection busy for as long as it lives.
+    pub(super) fn new(
+        upgraded: Upgraded,
+        connection: Arc<Connection>,
+        (window, waiting): (Option<u32>, Waiting),
+        busy: Busy,
+    ) -> Self {
+        Self {
+            io: TokioIo::new(upgraded),
+            connection,
+            window,
+            waiting,
+            _busy: busy,
+        }
+    }
 }
 
 impl Abort for Session {

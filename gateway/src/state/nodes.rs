@@ -3,6 +3,8 @@
 //! Owns who is known by which name and address. An address is here only when an enrolment record (or,
 //! with Kubernetes, the Node object) confirms it: what an edge says of itself never is. Two nodes may
 //! share an address behind their NATs; such an address names nobody.
+//! There are two writers: the records of who has joined, and the cluster, where there is one. What the cluster says of a
+//! node's addresses, pods and labels holds before what its record says.
 
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
@@ -30,8 +32,35 @@ pub struct Node {
     pub revoked: Option<String>,
 }
 
+/// What a cluster says of one of its nodes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Member {
+    /// It is at the edge. Others are reached by their own addresses; one that has joined here is at the edge anyhow.
+    pub edge: bool,
+    /// Its own addresses.
+    pub addresses: Vec<IpAddr>,
+    /// Networks of the pods on it.
+    pub pod_networks: Vec<IpNet>,
+    /// What it is labelled with.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// Where a node is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// At the edge: it is reached through a tunnel.
+    Edge(NodeName),
+    /// Elsewhere, by its own addresses.
+    Elsewhere(Vec<IpAddr>),
+}
+
 #[derive(Debug, Default)]
 struct Table {
+    /// Who has joined, as the records say.
+    records: BTreeMap<NodeName, Node>,
+    /// All nodes of the cluster.
+    cluster: Arc<BTreeMap<NodeName, Member>>,
+    /// Nodes at the edge, by both.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, Vec<NodeName>>,
     /// Longest prefix first.
@@ -79,6 +108,14 @@ impl NodesWriter {
         });
     }
 
+    /// Replaces what the cluster says of its nodes.
+    pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let records = self.nodes.0.load().records.clone();
+        let table = Table::of(records, Arc::new(members));
+        self.nodes.0.store(Arc::new(table));
+    }
+
     /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
     ///
     /// # Errors
@@ -92,11 +129,11 @@ impl NodesWriter {
         if written.is_empty() {
             return Ok(());
         }
-        let mut nodes = self.nodes.0.load().nodes.clone();
-        for (name, node) in written {
-            nodes.entry(name).or_insert(node);
-        }
-        self.nodes.0.store(Arc::new(Table::of(nodes)));
+        self.store(|records| {
+            for (name, node) in written {
+                records.entry(name).or_insert(node);
+            }
+        });
         Ok(())
     }
 
@@ -109,7 +146,8 @@ impl NodesWriter {
         read: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
     ) -> Result<(), E> {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        self.nodes.0.store(Arc::new(Table::of(read()?)));
+        let read = read()?;
+        self.store(|records| *records = read);
         Ok(())
     }
 
@@ -127,27 +165,45 @@ impl NodesWriter {
 
     fn change(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut nodes = self.nodes.0.load().nodes.clone();
-        edit(&mut nodes);
-        self.nodes.0.store(Arc::new(Table::of(nodes)));
+        self.store(edit);
+    }
+
+    /// Only while `making` is held.
+    fn store(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let before = self.nodes.0.load();
+        let mut records = before.records.clone();
+        edit(&mut records);
+        let table = Table::of(records, before.cluster.clone());
+        self.nodes.0.store(Arc::new(table));
     }
 }
 
 impl Table {
-    fn of(nodes: BTreeMap<NodeName, Node>) -> Self {
+    fn of(records: BTreeMap<NodeName, Node>, cluster: Arc<BTreeMap<NodeName, Member>>) -> Self {
+        let mut nodes = records.clone();
+        // An address that a node elsewhere has as well is not one edge's alone.
         let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
+        for (name, member) in cluster.iter() {
+            if member.edge || records.contains_key(name) {
+                let node = nodes.entry(name.clone()).or_default();
+                node.addresses.clone_from(&member.addresses);
+                node.pod_networks.clone_from(&member.pod_networks);
+                node.labels.clone_from(&member.labels);
+            } else {
+                enter(&mut by_address, name, &member.addresses);
+            }
+        }
         let mut pod_networks = Vec::new();
         for (name, node) in &nodes {
-            for address in &node.addresses {
-                let named = by_address.entry(address.to_canonical()).or_default();
-                if !named.contains(name) {
-                    named.push(name.clone());
-                }
-            }
+            enter(&mut by_address, name, &node.addresses);
             pod_networks.extend(node.pod_networks.iter().map(|net| (*net, name.clone())));
         }
+        // Of one that is not here alone nothing is known but its own addresses.
+        by_address.retain(|_, named| named.iter().any(|name| nodes.contains_key(name)));
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
+            records,
+            cluster,
             nodes,
             by_address,
             pod_networks,
@@ -155,8 +211,28 @@ impl Table {
     }
 }
 
+fn enter(all: &mut HashMap<IpAddr, Vec<NodeName>>, name: &NodeName, addresses: &[IpAddr]) {
+    for address in addresses {
+        let named = all.entry(address.to_canonical()).or_default();
+        if !named.contains(name) {
+            named.push(name.clone());
+        }
+    }
+}
+
 impl Nodes {
-    /// The node of this name, if it is known. Names compare without case, and the root's dot (RFC 3986 §3.2.2)
+    /// Where the node of this name is, if there is one. Names compare as in [`Nodes::by_name`].
+    pub fn place(&self, name: &str) -> Option<Place> {
+        if let Some(edge) = self.by_name(name) {
+            return Some(Place::Edge(edge));
+        }
+        let name = NodeName::parse(name.strip_suffix('.').unwrap_or(name)).ok()?;
+        let table = self.0.load();
+        let member = table.cluster.get(&name)?;
+        Some(Place::Elsewhere(member.addresses.clone()))
+    }
+
+    /// The node at the edge of this name, if it is known. Names compare without case, and the root's dot (RFC 3986 §3.2.2)
     /// makes no other name: a node that it hid from the route would pass for somebody else's Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
@@ -259,6 +335,80 @@ mod tests {
         assert_eq!(at("10.9.9.9"), Named::Nobody);
         writer.remove(&name("edge-2"));
         assert_eq!(at("10.0.0.2"), Named::Nobody);
+    }
+
+    fn member(edge: bool, addresses: &[&str], pods: &[&str]) -> Member {
+        let node = node(addresses, pods);
+        Member {
+            edge,
+            addresses: node.addresses,
+            pod_networks: node.pod_networks,
+            labels: [("site".to_owned(), "north".to_owned())].into(),
+        }
+    }
+
+    #[test]
+    fn what_the_cluster_says_holds_before_a_record_and_what_a_record_alone_says_stays() {
+        let writer = NodesWriter::default();
+        let mut joined = node(&["192.168.0.1"], &[]);
+        joined.joined_at = 7;
+        writer.put(name("edge-1"), joined);
+        writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
+        writer.cluster(
+            [
+                (
+                    name("edge-1"),
+                    member(false, &["10.0.0.1"], &["10.244.1.0/24"]),
+                ),
+                (name("edge-3"), member(true, &["10.0.0.3"], &[])),
+                (name("cloud-1"), member(false, &["10.0.9.1"], &[])),
+            ]
+            .into(),
+        );
+        let nodes = writer.reader();
+        let at = |text: &str| nodes.by_address(text.parse().unwrap());
+        assert_eq!(at("192.168.0.1"), Named::Nobody, "the record's");
+        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
+        assert_eq!(at("10.244.1.7"), Named::Pod(name("edge-1")));
+        assert_eq!(nodes.get(&name("edge-1")).unwrap().joined_at, 7);
+        assert_eq!(nodes.get(&name("edge-1")).unwrap().labels["site"], "north");
+        assert_eq!(
+            at("10.0.0.2"),
+            Named::Node(name("edge-2")),
+            "no Node object"
+        );
+        assert_eq!(nodes.place("EDGE-3."), Some(Place::Edge(name("edge-3"))));
+        let own = vec!["10.0.9.1".parse().unwrap()];
+        assert_eq!(nodes.place("Cloud-1"), Some(Place::Elsewhere(own)));
+        assert_eq!(
+            (nodes.by_name("cloud-1"), at("10.0.9.1")),
+            (None, Named::Nobody)
+        );
+        assert_eq!(nodes.place("nobody"), None);
+
+        // Whoever joins or goes later changes nothing of that, nor does the cluster change records.
+        writer.put(name("edge-4"), Node::default());
+        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
+        writer.cluster(BTreeMap::new());
+        assert_eq!(at("192.168.0.1"), Named::Node(name("edge-1")));
+        assert_eq!(
+            (nodes.place("edge-3"), nodes.place("cloud-1")),
+            (None, None)
+        );
+    }
+
+    #[test]
+    fn an_edge_that_claims_the_address_of_a_node_elsewhere_does_not_get_it() {
+        let writer = NodesWriter::default();
+        let cluster = [
+            (name("cloud-1"), member(false, &["10.0.9.1"], &[])),
+            (name("edge-1"), member(true, &["10.0.9.1", "10.0.0.1"], &[])),
+        ];
+        writer.cluster(cluster.into());
+        let nodes = writer.reader();
+        let at = |text: &str| nodes.by_address(text.parse().unwrap());
+        assert!(matches!(at("10.0.9.1"), Named::Several(all) if all.len() == 2));
+        assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
     }
 
     #[test]

@@ -103,6 +103,7 @@ impl Material {
             told: Told::of(&front.identity_headers).map_err(BindError::Name)?,
             errors: front.errors,
             original_destination: front.original_destination,
+            direct: front.direct.clone(),
             metrics: shared.metrics.front(&front.name),
             retired: OnceLock::new(),
         })

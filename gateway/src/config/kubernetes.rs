@@ -1,0 +1,108 @@
+//! The cluster whose nodes a gateway is for, and what is believed of its Node objects.
+//!
+//! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
+//! allow, and an address that two nodes claim names neither.
+
+use std::path::PathBuf;
+
+use causeway_config::HumanNetworks;
+use ipnet::IpNet;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A cluster's API, from which the gateway learns the nodes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Kubernetes {
+    /// File that says how to reach the API server; without it the gateway is a pod of the cluster.
+    pub kubeconfig: Option<PathBuf>,
+    /// Labels of nodes at the edge, `KEY=VALUE`, or `KEY` for any value; a node with one of them is.
+    pub edge_labels: Vec<Label>,
+    /// Networks in which addresses of Node objects are believed; empty is all. A kubelet can write any address into its own.
+    #[serde(with = "HumanNetworks")]
+    pub address_networks: Vec<IpNet>,
+    /// The cluster's pod networks, in which pods of edge nodes are reached by address; empty is none.
+    #[serde(with = "HumanNetworks")]
+    pub pod_networks: Vec<IpNet>,
+}
+
+impl Default for Kubernetes {
+    fn default() -> Self {
+        let label = |key: &str, value: &str| Label {
+            key: key.to_owned(),
+            value: Some(value.to_owned()),
+        };
+        Self {
+            kubeconfig: None,
+            // Ours, OpenYurt's and SuperEdge's: whoever comes from there has labelled them already.
+            edge_labels: vec![
+                label("causeway.io/edge", "true"),
+                label("openyurt.io/is-edge-worker", "true"),
+                label("superedge.io/node-edge", "enable"),
+            ],
+            address_networks: Vec::new(),
+            pod_networks: Vec::new(),
+        }
+    }
+}
+
+/// A label that is asked for, as Kubernetes writes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(try_from = "String", into = "String")]
+#[schemars(with = "String")]
+pub struct Label {
+    /// Its key.
+    pub key: String,
+    /// Its value; any will do where there is none.
+    pub value: Option<String>,
+}
+
+impl TryFrom<String> for Label {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let (key, value) = match text.split_once('=') {
+            Some((key, value)) => (key, Some(value.to_owned())),
+            None => (text.as_str(), None),
+        };
+        let fits = |part: &str| {
+            let plain = |each: char| each.is_ascii_alphanumeric() || "-_./".contains(each);
+            part.len() <= 317 && part.chars().all(plain)
+        };
+        if key.is_empty() || !fits(key) || !value.as_deref().is_none_or(fits) {
+            return Err(format!(
+                "\"{text}\" is no label; write KEY=VALUE or KEY, such as causeway.io/edge=true"
+            ));
+        }
+        Ok(Self {
+            key: key.to_owned(),
+            value,
+        })
+    }
+}
+
+impl From<Label> for String {
+    fn from(label: Label) -> Self {
+        match label.value {
+            Some(value) => format!("{}={value}", label.key),
+            None => label.key,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_a_key_with_or_without_a_value() {
+        for text in ["causeway.io/edge=true", "edge", "edge="] {
+            let label = Label::try_from(text.to_owned()).unwrap();
+            assert_eq!(String::from(label), text);
+        }
+        for text in ["", "=true", "edge==x", "ed ge=1", "edge=a,b"] {
+            let fault = Label::try_from(text.to_owned()).unwrap_err();
+            assert!(fault.contains("is no label"), "{text}");
+        }
+    }
+}

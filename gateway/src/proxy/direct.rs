@@ -1,0 +1,243 @@
+//! Step 6d: a CONNECT to what is at no node's edge, dialled from here.
+//!
+//! kube-apiserver with an egress selector sends all that is for its cluster: pods and Services elsewhere, webhooks and
+//! aggregated APIs beside kubelets. A front dials what lies in its networks (`direct`), and nothing else; which node a
+//! name or an address belongs to is asked first, so nothing that is at an edge ever goes this way. What a name leads to
+//! is looked up and judged here, and the very address that was judged is dialled.
+
+use super::{
+    Proxy,
+    access::Record,
+    caller::Caller,
+    front::Connection,
+    held::Waiting,
+    outgoing::Outgoing,
+    relay::Session,
+    route::{self, Asked},
+};
+use crate::{
+    config::ErrorForm,
+    error::{Error, Reason},
+    state::{Nodes, Place},
+};
+use causeway_tunnel::{
+    Target,
+    copy::Passed,
+    resolve,
+    socket::{self, Abort},
+};
+use http::{Request, Response, StatusCode};
+use hyper::{
+    body::Incoming,
+    upgrade::{self, OnUpgrade},
+};
+use ipnet::IpNet;
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll, ready},
+};
+use tokio::{
+    io::{
+        AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf, copy_bidirectional_with_sizes,
+    },
+    net::TcpStream,
+    time::{Instant, timeout_at},
+};
+use tracing::debug_span;
+
+/// Bytes that are read at once, each way.
+const CHUNK: usize = 16 * 1024;
+
+/// Who asks, and where.
+pub struct Direct<'a> {
+    /// The front.
+    pub proxy: &'a Proxy,
+    /// The caller's connection.
+    pub connection: &'a Arc<Connection>,
+    /// Who calls.
+    pub caller: &'a Caller,
+    /// What is asked for.
+    pub target: &'a Target,
+    /// The record of this session.
+    pub record: &'a Arc<Record>,
+}
+
+/// The target of a CONNECT that this front may dial itself, for it is at no edge.
+pub(super) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Option<Target> {
+    if networks.is_empty() {
+        return None;
+    }
+    let unknown =
+        matches!(route::of(asked, nodes), Err(error) if error.reason == Reason::NodeUnknown);
+    asked.authority.filter(|_| unknown)?.parse().ok()
+}
+
+/// Answers a CONNECT once the target is dialled, and passes bytes on behind the answer.
+///
+/// # Errors
+/// If the caller has too much open, or the target lies in no network of the front, or cannot be dialled.
+pub(super) async fn connect(
+    direct: Direct<'_>,
+    mut request: Request<Incoming>,
+) -> Result<Response<Outgoing>, Error> {
+    let shared = &direct.proxy.shared;
+    let permit = shared.limits.admit(&direct.caller.open, &shared.direct)?;
+    direct.record.permit(permit);
+    let switched = upgrade::on(&mut request);
+    let deadline = Instant::now() + shared.timeouts.open;
+    let tcp = dial(&direct, deadline).await?;
+    direct.record.opened(StatusCode::OK);
+    spawn(&direct, switched, tcp);
+    Ok(Response::new(Outgoing::empty()))
+}
+
+async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error> {
+    let target = direct.target;
+    let addresses = look_up(direct, deadline).await?;
+    let networks = &direct.proxy.front.direct;
+    let allowed: Vec<_> = addresses
+        .iter()
+        .filter(|address| {
+            networks
+                .iter()
+                .any(|net| net.contains(&address.ip().to_canonical()))
+        })
+        .collect();
+    let mut failed = None;
+    for (tried, address) in allowed.iter().enumerate() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
+        match timeout_at(Instant::now() + share, TcpStream::connect(address)).await {
+            Ok(Ok(tcp)) => {
+                socket::tune(&tcp);
+                return Ok(tcp);
+            }
+            Ok(Err(cause)) => {
+                let detail = format!("this gateway could not dial {target}: {cause}");
+                failed = Some(Reason::TargetRefused.because(detail, cause));
+            }
+            Err(_) => {
+                let detail = format!("{target} did not take this gateway's connection in time");
+                failed = Some(Reason::TargetTimeout.says(detail));
+            }
+        }
+    }
+    Err(failed.unwrap_or_else(|| {
+        let front = &direct.proxy.front.name;
+        Reason::Forbidden.says(format!(
+            "{target} is at no node's edge, and in no network that front {front:?} dials itself (direct)"
+        ))
+    }))
+}
+
+/// Where the target is: a node of the cluster by its own addresses, all else by what resolves it.
+async fn look_up(direct: &Direct<'_>, deadline: Instant) -> Result<Vec<SocketAddr>, Error> {
+    let Target { host, port } = direct.target;
+    if let Some(Place::Elsewhere(addresses)) = direct.proxy.shared.nodes.place(host) {
+        let addresses = addresses.into_iter();
+        return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
+    }
+    match timeout_at(deadline, resolve::resolve(host, *port)).await {
+        Ok(Ok(addresses)) => Ok(addresses),
+        Ok(Err(cause)) => {
+            let detail = format!("no node has the name {host}, and it leads nowhere: {cause}");
+            Err(Reason::NodeUnknown.because(detail, cause))
+        }
+        Err(_) => {
+            let detail = format!("no node has the name {host}, and it was not resolved in time");
+            Err(Reason::TargetTimeout.says(detail))
+        }
+    }
+}
+
+fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
+    let connection = direct.connection.clone();
+    let record = direct.record.clone();
+    let hold = direct.proxy.front.errors == ErrorForm::Kubernetes;
+    // The answer is over at once.
+    let busy = connection.idle.busy();
+    let work = async move {
+        let upgraded = match switched.await {
+            Ok(upgraded) => upgraded,
+            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+        };
+        let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
+        let far = Counted {
+            tcp,
+            passed: record.passed.clone(),
+        };
+        if let Err(error) = pass(session, far, hold).await {
+            tracing::debug!(%error, "a session that was dialled from here broke off");
+        }
+    };
+    direct.proxy.tasks.spawn(debug_span!("session"), work);
+}
+
+/// Bytes both ways, half-closes as well; what breaks on one side is reset on the other.
+async fn pass<S>(mut near: S, mut far: Counted, hold: bool) -> io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Abort + Unpin,
+{
+    let work = async {
+        if hold {
+            // kube-apiserver takes no byte behind the answer to its CONNECT before it has spoken (design trap 4).
+            let mut first = vec![0; CHUNK];
+            let read = near.read(&mut first).await?;
+            far.write_all(first.get(..read).unwrap_or_default()).await?;
+            if read == 0 {
+                far.shutdown().await?;
+            }
+        }
+        copy_bidirectional_with_sizes(&mut near, &mut far, CHUNK, CHUNK).await
+    };
+    let done = work.await;
+    if done.is_err() {
+        near.abort();
+        far.tcp.abort();
+    }
+    done.map(drop)
+}
+
+/// The target's connection, whose bytes are counted.
+struct Counted {
+    tcp: TcpStream,
+    passed: Arc<Passed>,
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.tcp).poll_read(cx, buf))?;
+        let read = u64::try_from(buf.filled().len() - before).unwrap_or_default();
+        self.passed.down.fetch_add(read, Relaxed);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.tcp).poll_write(cx, buf))?;
+        let up = u64::try_from(written).unwrap_or_default();
+        self.passed.up.fetch_add(up, Relaxed);
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tcp).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tcp).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,288 @@
+//! Node objects → `state::nodes`: which nodes there are, where, and by which addresses.
+//!
+//! 1. A paged list, then a watch with bookmarks; what is known is served on while the API is away.
+//! 2. Of a Node object only labels, addresses and pod networks are kept, as far as they are believed: a kubelet writes
+//!    its own object, so an address that everybody shares or that is outside the networks of the configuration is no
+//!    address. Which of two nodes has an address is never guessed (`state::nodes`).
+//! 3. Changes are put into the table together, at most [`GATHER`] late.
+
+use crate::client::SILENCE;
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::{Kubernetes, Label},
+    control::drain::Hold,
+    state::{Member, NodesWriter},
+};
+use futures_util::{StreamExt, TryStreamExt};
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1;
+use kube::{
+    Api, Client, ResourceExt,
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
+use tokio::time::{Instant, sleep_until};
+
+/// Nodes in one answer of the API.
+const PAGE: u32 = 500;
+/// How long further changes are waited for once there is one: a fleet that flaps is one change of the table.
+const GATHER: Duration = Duration::from_millis(100);
+/// An outage that lasts is said again this often.
+const SAY: Duration = Duration::from_mins(5);
+
+/// Keeps the table of nodes in step with the cluster.
+pub struct Informer {
+    /// The cluster's API.
+    pub client: Client,
+    /// What is believed.
+    pub rules: Kubernetes,
+    /// The table.
+    pub nodes: NodesWriter,
+}
+
+impl Informer {
+    /// Never ends. Drops `hold` when the table is full for the first time.
+    pub async fn run(self, hold: Hold) {
+        let timeout = u32::try_from(SILENCE.as_secs()).unwrap_or(u32::MAX) - 10;
+        let config = watcher::Config::default().page_size(PAGE).timeout(timeout);
+        let api = Api::<v1::Node>::all(self.client.clone());
+        // What is not kept is gone before the next page comes.
+        let rules = &self.rules;
+        let events = watcher(api, config)
+            .default_backoff()
+            .map_ok(|event| seen(&event, rules));
+        let mut events = pin!(events);
+        let (mut known, mut touch) = (Known::default(), Touch::new(hold));
+        let mut due: Option<Instant> = None;
+        loop {
+            let written = async {
+                match due {
+                    Some(due) => sleep_until(due).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                event = events.next() => match event {
+                    Some(Ok(seen)) => {
+                        if known.take(seen) {
+                            due.get_or_insert_with(|| Instant::now() + GATHER);
+                        }
+                        touch.heard();
+                    }
+                    Some(Err(error)) => touch.lost(&error),
+                    // A watcher never ends.
+                    None => return,
+                },
+                () = written => {
+                    due = None;
+                    self.nodes.cluster(known.members.clone());
+                    touch.written(&known.members);
+                }
+            }
+        }
+    }
+}
+
+/// What happened, without what is not kept.
+enum Seen {
+    /// A list begins.
+    Anew,
+    /// Of a list that is under way.
+    Listed(NodeName, Member),
+    /// The list is whole.
+    Whole,
+    /// A node came or changed.
+    Changed(NodeName, Member),
+    /// A node went.
+    Gone(NodeName),
+    /// A node whose name is none.
+    Nameless,
+}
+
+fn seen(event: &Event<v1::Node>, rules: &Kubernetes) -> Seen {
+    let node = match event {
+        Event::Init => return Seen::Anew,
+        Event::InitDone => return Seen::Whole,
+        Event::InitApply(node) | Event::Apply(node) | Event::Delete(node) => node,
+    };
+    let Ok(name) = NodeName::parse(&node.name_any()) else {
+        tracing::warn!(
+            node = node.name_any(),
+            "a Node object has a name that none of ours can have"
+        );
+        return Seen::Nameless;
+    };
+    match event {
+        Event::Delete(_) => Seen::Gone(name),
+        Event::InitApply(_) => Seen::Listed(name, member(node, rules)),
+        _ => Seen::Changed(name, member(node, rules)),
+    }
+}
+
+/// What is believed of a Node object.
+fn member(node: &v1::Node, rules: &Kubernetes) -> Member {
+    let labels = node.labels();
+    let has = |label: &Label| {
+        let value = labels.get(&label.key);
+        value.is_some_and(|value| label.value.as_ref().is_none_or(|wanted| wanted == value))
+    };
+    let status = node.status.as_ref();
+    let addresses = status.and_then(|status| status.addresses.as_ref());
+    let mut believed: Vec<IpAddr> = addresses
+        .into_iter()
+        .flatten()
+        .filter(|address| ["InternalIP", "ExternalIP"].contains(&address.type_.as_str()))
+        .filter_map(|address| address.address.parse::<IpAddr>().ok())
+        .map(|address| address.to_canonical())
+        .filter(|address| is_own(*address, &rules.address_networks))
+        .collect();
+    let mut unique = std::collections::HashSet::new();
+    believed.retain(|address| unique.insert(*address));
+    let pods = node.spec.as_ref().and_then(|spec| spec.pod_cidrs.as_ref());
+    let pod_networks = pods
+        .into_iter()
+        .flatten()
+        .filter_map(|text| text.parse::<IpNet>().ok())
+        .filter(|net| rules.pod_networks.iter().any(|all| all.contains(net)))
+        .collect();
+    Member {
+        edge: rules.edge_labels.iter().any(has),
+        addresses: believed,
+        pod_networks,
+        labels: labels.clone(),
+    }
+}
+
+/// Whether an address can be one node's own, and lies where such addresses are believed.
+fn is_own(address: IpAddr, networks: &[IpNet]) -> bool {
+    let shared = address.is_loopback() || address.is_unspecified() || address.is_multicast();
+    let link_local = match address {
+        IpAddr::V4(address) => address.is_link_local() || address.is_broadcast(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    let inside = networks.is_empty() || networks.iter().any(|net| net.contains(&address));
+    !shared && !link_local && inside
+}
+
+/// What is known of the cluster's nodes.
+#[derive(Default)]
+struct Known {
+    members: BTreeMap<NodeName, Member>,
+    /// Of a list that is not whole yet.
+    listed: Option<BTreeMap<NodeName, Member>>,
+}
+
+impl Known {
+    /// Whether the table has to be written.
+    fn take(&mut self, seen: Seen) -> bool {
+        match seen {
+            Seen::Anew => {
+                self.listed = Some(BTreeMap::new());
+                false
+            }
+            Seen::Listed(name, member) => {
+                self.listed.get_or_insert_default().insert(name, member);
+                false
+            }
+            Seen::Whole => {
+                self.members = self.listed.take().unwrap_or_default();
+                // The first list says that it is empty, too.
+                true
+            }
+            // Most changes are heartbeats.
+            Seen::Changed(name, member) if self.members.get(&name) == Some(&member) => false,
+            Seen::Changed(name, member) => {
+                self.members.insert(name, member);
+                true
+            }
+            Seen::Gone(name) => self.members.remove(&name).is_some(),
+            Seen::Nameless => false,
+        }
+    }
+}
+
+/// Whether the API is in touch, and what is said of it.
+struct Touch {
+    hold: Option<Hold>,
+    lost: Option<Instant>,
+    said: Option<Instant>,
+}
+
+impl Touch {
+    fn new(hold: Hold) -> Self {
+        Self {
+            hold: Some(hold),
+            lost: None,
+            said: None,
+        }
+    }
+
+    fn heard(&mut self) {
+        if let Some(since) = self.lost.take() {
+            self.said = None;
+            tracing::info!(outage = ?since.elapsed(), "the cluster's API answers again");
+        }
+    }
+
+    fn lost(&mut self, error: &watcher::Error) {
+        let why = reason(error);
+        let since = *self.lost.get_or_insert_with(Instant::now);
+        if let Some(hold) = &self.hold {
+            hold.says(format!("the nodes of the cluster are not known yet: {why}"));
+        }
+        if self.said.is_some_and(|said| said.elapsed() < SAY) {
+            tracing::debug!(why, "the cluster's API still fails");
+            return;
+        }
+        self.said = Some(Instant::now());
+        let age = since.elapsed();
+        if self.hold.is_some() {
+            tracing::warn!(why, "the cluster's nodes cannot be listed; trying on");
+        } else {
+            tracing::warn!(
+                why,
+                ?age,
+                "the cluster's nodes cannot be watched; what was known is served on"
+            );
+        }
+    }
+
+    fn written(&mut self, members: &BTreeMap<NodeName, Member>) {
+        let edge = members.values().filter(|member| member.edge).count();
+        if self.hold.take().is_some() {
+            tracing::info!(nodes = members.len(), edge, "the cluster's nodes are known");
+        } else {
+            tracing::debug!(nodes = members.len(), edge, "the cluster's nodes changed");
+        }
+    }
+}
+
+/// The sentence that says what to do: what the API server says itself, where it says something.
+fn reason(error: &watcher::Error) -> String {
+    let cause = match error {
+        watcher::Error::InitialListFailed(cause)
+        | watcher::Error::WatchStartFailed(cause)
+        | watcher::Error::WatchFailed(cause) => cause,
+        watcher::Error::WatchError(status) => return status.message.clone(),
+        watcher::Error::NoResourceVersion => return error.to_string(),
+    };
+    if let kube::Error::Api(status) = cause {
+        return status.message.clone();
+    }
+    let mut text = cause.to_string();
+    let mut next = std::error::Error::source(cause);
+    while let Some(inner) = next {
+        let said = inner.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = inner.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,119 @@
+use super::*;
+use causeway_gateway::config::Kubernetes;
+use serde_json::{Value, json};
+
+fn object(name: &str, labels: &Value, addresses: &[(&str, &str)], pods: &[&str]) -> v1::Node {
+    let addresses: Vec<_> = addresses
+        .iter()
+        .map(|(kind, address)| json!({ "type": kind, "address": address }))
+        .collect();
+    serde_json::from_value(json!({
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": { "name": name, "labels": labels },
+        "spec": { "podCIDRs": pods },
+        "status": { "addresses": addresses },
+    }))
+    .unwrap()
+}
+
+fn rules() -> Kubernetes {
+    Kubernetes {
+        pod_networks: vec!["10.244.0.0/16".parse().unwrap()],
+        ..Kubernetes::default()
+    }
+}
+
+fn texts(addresses: &[IpAddr]) -> Vec<String> {
+    addresses.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn a_node_is_at_the_edge_by_the_labels_of_ours_openyurts_and_superedges() {
+    for (labels, edge) in [
+        (json!({ "causeway.io/edge": "true" }), true),
+        (json!({ "openyurt.io/is-edge-worker": "true" }), true),
+        (json!({ "openyurt.io/is-edge-worker": "false" }), false),
+        (json!({ "superedge.io/node-edge": "enable" }), true),
+        (json!({}), false),
+    ] {
+        let node = object("n", &labels, &[], &[]);
+        assert_eq!(member(&node, &rules()).edge, edge, "{labels}");
+    }
+    let any = Kubernetes {
+        edge_labels: vec![Label::try_from("site".to_owned()).unwrap()],
+        ..Kubernetes::default()
+    };
+    let node = object("n", &json!({ "site": "north" }), &[], &[]);
+    assert!(member(&node, &any).edge);
+}
+
+#[test]
+fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
+    let claimed = [
+        ("InternalIP", "10.0.0.1"),
+        ("InternalIP", "::ffff:10.0.0.1"),
+        ("ExternalIP", "2001:db8::1"),
+        ("Hostname", "10.0.0.9"),
+        ("InternalIP", "127.0.0.1"),
+        ("InternalIP", "0.0.0.0"),
+        ("InternalIP", "169.254.169.254"),
+        ("InternalIP", "fe80::1"),
+        ("InternalIP", "224.0.0.1"),
+        ("InternalIP", "nonsense"),
+    ];
+    let node = object("n", &json!({}), &claimed, &[]);
+    let member = member(&node, &rules());
+    assert_eq!(texts(&member.addresses), ["10.0.0.1", "2001:db8::1"]);
+}
+
+#[test]
+fn what_lies_outside_of_the_networks_is_not_believed() {
+    let addresses = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.96.0.1")];
+    let pods = ["10.244.1.0/24", "10.0.0.0/8", "0.0.0.0/0", "nonsense"];
+    let node = object("n", &json!({}), &addresses, &pods);
+    let narrow = Kubernetes {
+        address_networks: vec!["10.0.0.0/16".parse().unwrap()],
+        ..rules()
+    };
+    let believed = member(&node, &narrow);
+    assert_eq!(texts(&believed.addresses), ["10.0.0.1"]);
+    assert_eq!(believed.pod_networks, ["10.244.1.0/24".parse().unwrap()]);
+    let silent = Kubernetes::default();
+    assert!(member(&node, &silent).pod_networks.is_empty());
+}
+
+#[test]
+fn a_list_replaces_all_at_once_and_a_heartbeat_changes_nothing() {
+    let node =
+        |name: &str, address: &str| object(name, &json!({}), &[("InternalIP", address)], &[]);
+    let mut known = Known::default();
+    let mut take = |event| known.take(seen(&event, &rules()));
+    assert!(!take(Event::Init));
+    assert!(!take(Event::InitApply(node("a", "10.0.0.1"))));
+    assert!(!take(Event::InitApply(node("b", "10.0.0.2"))));
+    assert!(take(Event::InitDone));
+    assert!(!take(Event::Apply(node("a", "10.0.0.1"))), "a heartbeat");
+    assert!(take(Event::Apply(node("a", "10.0.0.3"))));
+    assert!(take(Event::Delete(node("b", "10.0.0.2"))));
+    assert!(!take(Event::Delete(node("b", "10.0.0.2"))));
+    // A list that never becomes whole leaves everything as it was.
+    assert!(!take(Event::Init));
+    assert!(!take(Event::InitApply(node("c", "10.0.0.4"))));
+    assert_eq!(
+        known
+            .members
+            .keys()
+            .map(NodeName::as_str)
+            .collect::<Vec<_>>(),
+        ["a"]
+    );
+    assert!(known.take(seen(&Event::InitDone, &rules())));
+    assert_eq!(
+        known
+            .members
+            .keys()
+            .map(NodeName::as_str)
+            .collect::<Vec<_>>(),
+        ["c"]
+    );
+}

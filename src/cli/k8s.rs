@@ -1,0 +1,33 @@
+//! What is said of a cluster.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum K8s {
+    /// Print the configuration of the egress selector by which kube-apiserver comes through a connect front
+    EgressConfig(EgressConfig),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EgressConfig {
+    /// The front's unix socket, where kube-apiserver runs on the same host
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["url", "ca", "certificate", "key", "server_name"])]
+    pub(crate) socket: Option<PathBuf>,
+    /// Where the front is, `https://HOST:PORT`
+    #[arg(long, required_unless_present = "socket", requires_all = ["certificate", "key"])]
+    pub(crate) url: Option<String>,
+    /// File of the CA of the front's certificate, as kube-apiserver's host knows it (`ca.pem` of the gateway)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ca: Option<PathBuf>,
+    /// File of the certificate that kube-apiserver shows (`causeway ca caller`)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) certificate: Option<PathBuf>,
+    /// File of its key
+    #[arg(long, value_name = "FILE")]
+    pub(crate) key: Option<PathBuf>,
+    /// The name in the front's certificate, where the URL has another
+    #[arg(long, value_name = "NAME")]
+    pub(crate) server_name: Option<String>,
+}
