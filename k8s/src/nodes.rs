@@ -4,7 +4,7 @@
 //! 2. Of a Node object only labels, addresses and pod networks are kept, as far as they are believed: a kubelet writes
 //!    its own object, so an address that everybody shares or that is outside the networks of the configuration is no
 //!    address. Which of two nodes has an address is never guessed (`state::nodes`).
-//! 3. Changes are put into the table together, at most [`GATHER`] late.
+//! 3. Changes are put into the table together, at most a tenth of a second late.
 
 use crate::client::SILENCE;
 use causeway_certs::NodeName;

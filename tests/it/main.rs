@@ -25,6 +25,7 @@ mod revocation;
 
 mod kills;
 
+mod direct;
 mod road;
 
 mod clients_curl;

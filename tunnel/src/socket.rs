@@ -126,7 +126,7 @@ pub fn tune(tcp: &TcpStream) {
 const AHEAD: usize = 128 * 1024;
 
 /// The options of a connection to an app on this machine: as [`tune`], and the system reads little ahead. Left to itself it
-/// reads up to 32 MiB for each caller that stalls, to the same end as with [`UNSENT`]; here nothing is so far away
+/// reads up to 32 MiB for each caller that stalls, which is as much memory as the unsent bytes above are; here nothing is so far away
 /// that more would be of use.
 pub fn tune_near(tcp: &TcpStream) {
     tune(tcp);

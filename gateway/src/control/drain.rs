@@ -199,3 +199,22 @@ fn open(edge: &Edge) -> usize {
         .streams()
         .saturating_sub(CONTROL)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn callers_are_held_off_until_everything_is_there_that_is_waited_for() {
+        let readiness = Readiness::default();
+        assert_eq!(readiness.held(), None);
+        let (nodes, other) = (readiness.hold("no nodes yet"), readiness.hold("another"));
+        assert_eq!(readiness.held().as_deref(), Some("no nodes yet"));
+        nodes.says("no nodes yet: refused");
+        assert_eq!(readiness.held().as_deref(), Some("no nodes yet: refused"));
+        drop(nodes);
+        assert_eq!(readiness.held().as_deref(), Some("another"));
+        drop(other);
+        assert_eq!(readiness.held(), None);
+    }
+}

@@ -34,7 +34,7 @@ use hyper::{
 use ipnet::IpNet;
 use std::{
     io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
@@ -98,14 +98,8 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
     let target = direct.target;
     let addresses = look_up(direct, deadline).await?;
     let networks = &direct.proxy.front.direct;
-    let allowed: Vec<_> = addresses
-        .iter()
-        .filter(|address| {
-            networks
-                .iter()
-                .any(|net| net.contains(&address.ip().to_canonical()))
-        })
-        .collect();
+    let may = |address: &&SocketAddr| networks.iter().any(|net| lies_in(address.ip(), net));
+    let allowed: Vec<_> = addresses.iter().filter(may).collect();
     let mut failed = None;
     for (tried, address) in allowed.iter().enumerate() {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -131,6 +125,22 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
             "{target} is at no node's edge, and in no network that front {front:?} dials itself (direct)"
         ))
     }))
+}
+
+/// Whether a network means this address. The gateway's own host (its admin listener among others) and what is
+/// link-local, such as a cloud's metadata, are meant only by networks that hold nothing else.
+fn lies_in(address: IpAddr, network: &IpNet) -> bool {
+    let address = address.to_canonical();
+    let holds_nothing_else = is_own(network.network()) && is_own(network.broadcast());
+    network.contains(&address) && (!is_own(address) || holds_nothing_else)
+}
+
+fn is_own(address: IpAddr) -> bool {
+    let link_local = match address {
+        IpAddr::V4(address) => address.is_link_local() || address.octets()[0] == 0,
+        IpAddr::V6(address) => address.is_unicast_link_local() || address.is_unspecified(),
+    };
+    address.is_loopback() || link_local
 }
 
 /// Where the target is: a node of the cluster by its own addresses, all else by what resolves it.
@@ -239,5 +249,39 @@ impl AsyncWrite for Counted {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.tcp).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wide_network_does_not_mean_the_gateways_own_host() {
+        let all = "0.0.0.0/0,::/0,10.0.0.0/8,127.0.0.0/8,127.0.0.1,169.254.0.0/16,::1";
+        for (address, meant) in [
+            ("10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
+            ("::ffff:10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
+            ("127.0.0.1", "127.0.0.0/8,127.0.0.1"),
+            ("::ffff:127.0.0.1", "127.0.0.0/8,127.0.0.1"),
+            ("169.254.169.254", "169.254.0.0/16"),
+            ("::1", "::1"),
+            ("fe80::1", ""),
+            ("2001:db8::1", "::/0"),
+        ] {
+            let networks = all.split(',').filter(|text| {
+                let net = text
+                    .parse::<IpNet>()
+                    .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+                lies_in(address.parse().unwrap(), &net.unwrap())
+            });
+            let found: Vec<_> = networks.collect();
+            assert_eq!(found.join(","), meant, "{address}");
+        }
+        // What is at 0.0.0.0 is this host: "/0" begins there and means it all the same for nothing that is its own.
+        assert!(!lies_in(
+            "0.0.0.0".parse().unwrap(),
+            &"10.0.0.0/8".parse().unwrap()
+        ));
     }
 }

@@ -1,0 +1,195 @@
+//! A connect front that dials itself what is at no node's edge, and only in its networks.
+
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::{App, End, Gate, Script},
+    caller::{Answer, assert_problem, exchange, read_to_end},
+    gateway::{anonymous, front},
+    until,
+};
+use causeway_gateway::config::{ErrorForm, Front, Kind};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+use tokio_rustls::client::TlsStream;
+
+const HELLO: &str = "HTTP/1.1 200 ";
+
+/// A front that anybody may use, which dials on loopback.
+fn dialling(name: &str) -> Front {
+    Front {
+        direct: vec!["127.0.0.0/8".parse().unwrap()],
+        ..anonymous(name, Kind::Connect)
+    }
+}
+
+async fn world() -> World {
+    let narrow = Front {
+        direct: vec!["127.9.0.0/16".parse().unwrap()],
+        ..anonymous("narrow", Kind::Connect)
+    };
+    let api = Front {
+        errors: ErrorForm::Kubernetes,
+        ..dialling("api")
+    };
+    let known = Front {
+        anonymous: false,
+        ..dialling("known")
+    };
+    let build = World::build().front(dialling("wide")).front(narrow);
+    let build = build.front(api).front(known);
+    build.front(front("closed", Kind::Connect)).start().await
+}
+
+async fn asked(world: &World, front: &str, target: &str) -> (TlsStream<TcpStream>, String) {
+    let caller = world.caller_at(front);
+    let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+    let head = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
+    let answer = exchange(&mut wire, head).await;
+    (wire, answer)
+}
+
+async fn refused(world: &World, front: &str, target: &str) -> Answer {
+    let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+    world.caller_at(front).raw(GATEWAY_NAME, head).await
+}
+
+#[tokio::test]
+async fn what_is_at_no_edge_is_dialled_from_here_and_what_is_goes_through_its_tunnel() {
+    let world = world().await;
+    let (app, at_edge) = (
+        App::tcp(Script::new().echo()).await,
+        App::saying("edge").await,
+    );
+    let _edge = world
+        .edge("edge-1")
+        .port(9100, at_edge.address())
+        .join()
+        .await;
+
+    let (mut wire, answer) = asked(&world, "wide", &app.address().to_string()).await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    wire.write_all(b"there and back").await.unwrap();
+    wire.shutdown().await.unwrap();
+    assert_eq!(read_to_end(&mut wire).await.unwrap(), b"there and back");
+
+    let by_name = format!("localhost:{}", app.port());
+    assert!(asked(&world, "wide", &by_name).await.1.starts_with(HELLO));
+
+    let (mut wire, answer) = asked(&world, "wide", "edge-1:9100").await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    let answer = exchange(&mut wire, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    assert_eq!(at_edge.requests(), 1);
+
+    until("all three were recorded", async || {
+        world.metrics().await.outcomes("wide", "ok") >= 1
+    })
+    .await;
+    let records = world.log().records();
+    let first = &records[0];
+    let path = app.address().to_string();
+    assert_eq!(
+        (&first["path"], &first["status"]),
+        (&path.into(), &200.into())
+    );
+    assert_eq!((&first["up"], &first["down"]), (&14.into(), &14.into()));
+}
+
+#[tokio::test]
+async fn nothing_outside_of_a_fronts_networks_is_dialled_nor_by_a_front_without_any() {
+    let world = world().await;
+    let app = App::tcp(Script::new().echo()).await;
+    let address = app.address().to_string();
+    let by_name = format!("localhost:{}", app.port());
+    for target in [&address, &by_name] {
+        let answer = refused(&world, "narrow", target).await;
+        assert_problem(
+            &answer,
+            403,
+            "forbidden",
+            "in no network that front \"narrow\" dials itself",
+        );
+    }
+    let mapped = format!("[::ffff:127.0.0.1]:{}", app.port());
+    assert_eq!(refused(&world, "narrow", &mapped).await.status, 403);
+    let answer = refused(&world, "closed", &address).await;
+    assert_problem(&answer, 404, "node_unknown", "127.0.0.1");
+    let answer = refused(&world, "wide", "nobody.invalid:80").await;
+    assert_problem(&answer, 404, "node_unknown", "nobody.invalid");
+    let nobody = world.caller_at("known").nobody();
+    let head = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
+    let answer = nobody.raw(GATEWAY_NAME, head).await;
+    assert_eq!(answer.status, 401, "{answer}");
+    assert_eq!(app.connections(), 0);
+}
+
+#[tokio::test]
+async fn what_cannot_be_dialled_says_so() {
+    let world = world().await;
+    let closed = App::refusing();
+    let answer = refused(&world, "wide", &closed.address().to_string()).await;
+    let port = closed.port().to_string();
+    assert_problem(&answer, 502, "target_refused", &port);
+}
+
+#[tokio::test]
+async fn a_target_that_speaks_first_waits_for_kube_apiservers_first_byte_and_for_nobody_elses() {
+    let world = world().await;
+    let app = App::tcp(Script::new().write("220 well\r\n").echo()).await;
+    let target = app.address().to_string();
+    let (mut wire, answer) = asked(&world, "wide", &target).await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    let mut banner = [0; 10];
+    wire.read_exact(&mut banner).await.unwrap();
+    assert_eq!(&banner, b"220 well\r\n");
+
+    let (mut wire, answer) = asked(&world, "api", &target).await;
+    assert!(
+        answer.ends_with("\r\n\r\n"),
+        "nothing behind the answer: {answer}"
+    );
+    wire.write_all(b"x").await.unwrap();
+    let mut both = [0; 11];
+    wire.read_exact(&mut both).await.unwrap();
+    assert_eq!(&both, b"220 well\r\nx");
+}
+
+#[tokio::test]
+async fn a_reset_on_one_side_is_a_reset_on_the_other() {
+    let world = world().await;
+    let gate = Gate::new();
+    let breaking = App::tcp(Script::new().until(&gate).reset()).await;
+    let (mut wire, _) = asked(&world, "wide", &breaking.address().to_string()).await;
+    gate.open();
+    let error = read_to_end(&mut wire).await.unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+
+    let app = App::tcp(Script::new().silence()).await;
+    let (wire, _) = asked(&world, "wide", &app.address().to_string()).await;
+    let (tcp, _) = wire.into_inner();
+    tcp.set_zero_linger().unwrap();
+    drop(tcp);
+    assert_eq!(app.end().await, End::Reset);
+}
+
+#[tokio::test]
+async fn sessions_that_are_dialled_from_here_count_against_their_callers_limit() {
+    let build = World::build().front(dialling("wide"));
+    let world = build
+        .config(|config| config.limits.per_caller = 1)
+        .start()
+        .await;
+    let app = App::tcp(Script::new().echo()).await;
+    let target = app.address().to_string();
+    let (wire, answer) = asked(&world, "wide", &target).await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    let answer = refused(&world, "wide", &target).await;
+    assert_problem(&answer, 503, "limit_reached", "limit");
+    drop(wire);
+    until("there is room again", async || {
+        asked(&world, "wide", &target).await.1.starts_with(HELLO)
+    })
+    .await;
+}
