@@ -23,6 +23,7 @@ use crate::{
         http,
     },
     core::{CoreId, Cores},
+    metrics::Metrics,
     proxy::{Shared, authorize::Authorize},
     state::{NodesWriter, PolicyReader},
 };
@@ -247,6 +248,11 @@ impl Bound {
     /// The table of nodes, for whoever knows more of them.
     pub fn nodes(&self) -> NodesWriter {
         self.reloader.parts().authority.roll.nodes.clone()
+    }
+
+    /// What the gateway counts.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        self.shared.metrics.clone()
     }
 
     /// Holds callers off (`/readyz`) until what is returned is dropped.

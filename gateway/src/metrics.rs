@@ -98,6 +98,10 @@ declare! {
     reloads: Family<[Label; 1], Counter>,
     /// Whether the newest configuration that was read is the one in force.
     last_reload_successful: Gauge,
+    /// Nodes of the cluster, by where they are.
+    cluster_nodes: Family<[Label; 1], Gauge>,
+    /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
+    cluster_lost_timestamp_seconds: Gauge,
     /// When the certificate of the tunnel port ends, in Unix time.
     certificate_expiry_timestamp_seconds: Gauge,
 }
@@ -230,6 +234,23 @@ impl Metrics {
         let labels = [("outcome", if well { "ok" } else { "refused" })];
         self.declared.reloads.get_or_create(&labels).inc();
         self.declared.last_reload_successful.set(well.into());
+    }
+
+    /// So many nodes does the cluster have, at the edge and elsewhere.
+    pub fn cluster(&self, edge: usize, elsewhere: usize) {
+        for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
+            let gauge = self
+                .declared
+                .cluster_nodes
+                .get_or_create(&[("place", place)]);
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// The cluster's API answers, or does not since then, in Unix time.
+    pub fn cluster_lost(&self, since: Option<u64>) {
+        let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
+        self.declared.cluster_lost_timestamp_seconds.set(since);
     }
 
     /// The certificate of the tunnel port ends then, in Unix time.

@@ -11,6 +11,7 @@ use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
     control::drain::Hold,
+    metrics::Metrics,
     state::{Member, NodesWriter},
 };
 use futures_util::{StreamExt, TryStreamExt};
@@ -23,7 +24,8 @@ use kube::{
         watcher::{self, Event, watcher},
     },
 };
-use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
+use rustls_pki_types::UnixTime;
+use std::{collections::BTreeMap, net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep_until};
 
 /// Nodes in one answer of the API.
@@ -41,6 +43,8 @@ pub struct Informer {
     pub rules: Kubernetes,
     /// The table.
     pub nodes: NodesWriter,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
 }
 
 impl Informer {
@@ -55,7 +59,8 @@ impl Informer {
             .default_backoff()
             .map_ok(|event| seen(&event, rules));
         let mut events = pin!(events);
-        let (mut known, mut touch) = (Known::default(), Touch::new(hold));
+        let mut known = Known::default();
+        let mut touch = Touch::new(hold, self.metrics.clone());
         let mut due: Option<Instant> = None;
         loop {
             let written = async {
@@ -206,14 +211,16 @@ impl Known {
 
 /// Whether the API is in touch, and what is said of it.
 struct Touch {
+    metrics: Arc<Metrics>,
     hold: Option<Hold>,
     lost: Option<Instant>,
     said: Option<Instant>,
 }
 
 impl Touch {
-    fn new(hold: Hold) -> Self {
+    fn new(hold: Hold, metrics: Arc<Metrics>) -> Self {
         Self {
+            metrics,
             hold: Some(hold),
             lost: None,
             said: None,
@@ -223,13 +230,17 @@ impl Touch {
     fn heard(&mut self) {
         if let Some(since) = self.lost.take() {
             self.said = None;
+            self.metrics.cluster_lost(None);
             tracing::info!(outage = ?since.elapsed(), "the cluster's API answers again");
         }
     }
 
     fn lost(&mut self, error: &watcher::Error) {
         let why = reason(error);
-        let since = *self.lost.get_or_insert_with(Instant::now);
+        let since = *self.lost.get_or_insert_with(|| {
+            self.metrics.cluster_lost(Some(UnixTime::now().as_secs()));
+            Instant::now()
+        });
         if let Some(hold) = &self.hold {
             hold.says(format!("the nodes of the cluster are not known yet: {why}"));
         }
@@ -252,6 +263,7 @@ impl Touch {
 
     fn written(&mut self, members: &BTreeMap<NodeName, Member>) {
         let edge = members.values().filter(|member| member.edge).count();
+        self.metrics.cluster(edge, members.len() - edge);
         if self.hold.take().is_some() {
             tracing::info!(nodes = members.len(), edge, "the cluster's nodes are known");
         } else {

@@ -25,6 +25,7 @@ pub(super) async fn follow(rules: Option<Kubernetes>, bound: &Bound) -> anyhow::
         client: client::client(rules.kubeconfig.as_deref()).await?,
         rules,
         nodes: bound.nodes(),
+        metrics: bound.metrics(),
     };
     let hold = bound.hold("the nodes of the cluster are not known yet");
     Ok(Box::pin(async move {
