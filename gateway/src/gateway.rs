@@ -24,7 +24,7 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
-    proxy::{Shared, authorize::Authorize},
+    proxy::{Shared, authorize::Authorize, pods::Pods},
     state::{NodesWriter, PolicyReader},
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
@@ -113,6 +113,7 @@ pub struct Gateway {
     cores: Option<Cores>,
     deciding: Deciding,
     reloads: Reloads,
+    pods: Option<Arc<dyn Pods>>,
 }
 
 /// Who decides who may do what.
@@ -131,6 +132,7 @@ impl Gateway {
             // Without rules: whoever a front lets in may do everything.
             deciding: Deciding::Policy(PolicyReader::default()),
             reloads: Reloads::default(),
+            pods: None,
         }
     }
 
@@ -152,6 +154,13 @@ impl Gateway {
     #[must_use]
     pub fn reloads(mut self, reloads: Reloads) -> Self {
         self.reloads = reloads;
+        self
+    }
+
+    /// Asks `pods` where a pod is, for kube-apiservers whose requests name nothing else.
+    #[must_use]
+    pub fn pods(mut self, pods: Arc<dyn Pods>) -> Self {
+        self.pods = Some(pods);
         self
     }
 

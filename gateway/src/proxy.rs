@@ -12,6 +12,8 @@ pub mod caller;
 pub mod request;
 pub mod route;
 
+pub mod pods;
+
 pub mod authorize;
 pub mod limits;
 
@@ -48,6 +50,7 @@ use http::{HeaderMap, Method, Request, Response};
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
+use pods::Pods;
 use request::Kind;
 use route::{Asked, Route};
 use std::{sync::Arc, time::SystemTime};
@@ -63,6 +66,8 @@ pub struct Shared {
     pub limits: Limits,
     /// Sessions that are dialled from here.
     pub direct: Count,
+    /// Who knows where pods are, if anybody does.
+    pub pods: Option<Arc<dyn Pods>>,
     /// Who may do what.
     pub authorizer: Arc<dyn Authorize>,
     /// What is counted.
@@ -132,8 +137,9 @@ impl Proxy {
             };
             return direct::connect(direct, request).await;
         }
-        let (caller, route) = self.meet(connection, request.headers(), &asked).await?;
+        let (caller, routed) = self.known(connection, request.headers(), &asked).await?;
         record.caller(&caller);
+        let route = pods::or_route(self, (&caller, &kind), &request, routed).await?;
         record.route(&route);
         let act = match kind {
             Kind::Plain => Act::Request,
@@ -175,10 +181,20 @@ impl Proxy {
         fields: &HeaderMap,
         asked: &Asked<'_>,
     ) -> Result<(Caller, Route), Error> {
+        let (caller, routed) = self.known(connection, fields, asked).await?;
+        Ok((caller, routed?))
+    }
+
+    async fn known(
+        &self,
+        connection: &Connection,
+        fields: &HeaderMap,
+        asked: &Asked<'_>,
+    ) -> Result<(Caller, Result<Route, Error>), Error> {
         let routed = route::of(asked, &self.shared.nodes);
         let port = routed.as_ref().ok().map(|route| route.target.port);
         let caller = self.identify(connection, fields, port).await?;
-        Ok((caller, routed?))
+        Ok((caller, routed))
     }
 
     async fn identify(

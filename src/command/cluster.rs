@@ -6,42 +6,84 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 
-use causeway_gateway::Bound;
 use causeway_gateway::config::Kubernetes;
+use causeway_gateway::{Bound, Gateway};
 
 /// Runs for as long as the gateway does.
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
 
-/// Prepares what follows the cluster's nodes; nothing is dialled before it is polled. The gateway is not ready
-/// (`/readyz`) before the nodes are known.
+/// A cluster, if one is configured.
 #[cfg(feature = "k8s")]
-pub(super) async fn follow(rules: Option<Kubernetes>, bound: &Bound) -> anyhow::Result<Work> {
-    use causeway_k8s::{client, nodes::Informer};
+pub(super) struct Cluster(Option<(Kubernetes, causeway_k8s::Client)>);
 
-    let Some(rules) = rules else {
-        return Ok(Box::pin(std::future::pending()));
-    };
-    let informer = Informer {
-        client: client::client(rules.kubeconfig.as_deref()).await?,
-        rules,
-        nodes: bound.nodes(),
-        metrics: bound.metrics(),
-    };
-    let hold = bound.hold("the nodes of the cluster are not known yet");
-    Ok(Box::pin(async move {
-        informer.run(hold).await;
-        std::future::pending().await
-    }))
+#[cfg(feature = "k8s")]
+impl Cluster {
+    /// Reads how its API is reached; nothing is dialled.
+    pub(super) async fn read(rules: Option<Kubernetes>) -> anyhow::Result<Self> {
+        let Some(rules) = rules else {
+            return Ok(Self(None));
+        };
+        let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
+        Ok(Self(Some((rules, client))))
+    }
+
+    /// A gateway that asks it where pods are.
+    pub(super) fn beside(&self, gateway: Gateway) -> Gateway {
+        match &self.0 {
+            Some((_, client)) => {
+                let pods = causeway_k8s::Pods::new(client.clone());
+                gateway.pods(std::sync::Arc::new(pods))
+            }
+            None => gateway,
+        }
+    }
+
+    /// What follows its nodes, once it is polled. The gateway is not ready (`/readyz`) before they are known.
+    pub(super) fn follow(self, bound: &Bound) -> Work {
+        let Some((rules, client)) = self.0 else {
+            return Box::pin(std::future::pending());
+        };
+        let informer = causeway_k8s::Informer {
+            client,
+            rules,
+            nodes: bound.nodes(),
+            metrics: bound.metrics(),
+        };
+        let hold = bound.hold("the nodes of the cluster are not known yet");
+        Box::pin(async move {
+            informer.run(hold).await;
+            std::future::pending().await
+        })
+    }
 }
 
 /// As above, in a build that knows no cluster.
 #[cfg(not(feature = "k8s"))]
-#[allow(clippy::unused_async, reason = "the other build waits here")]
-pub(super) async fn follow(rules: Option<Kubernetes>, _: &Bound) -> anyhow::Result<Work> {
-    if rules.is_some() {
-        anyhow::bail!("kubernetes: this build knows no Kubernetes; build it with --features k8s");
+pub(super) struct Cluster;
+
+#[cfg(not(feature = "k8s"))]
+#[allow(
+    clippy::unused_async,
+    clippy::unused_self,
+    reason = "as the other build has them"
+)]
+impl Cluster {
+    pub(super) async fn read(rules: Option<Kubernetes>) -> anyhow::Result<Self> {
+        if rules.is_some() {
+            anyhow::bail!(
+                "kubernetes: this build knows no Kubernetes; build it with --features k8s"
+            );
+        }
+        Ok(Self)
     }
-    Ok(Box::pin(std::future::pending()))
+
+    pub(super) fn beside(&self, gateway: Gateway) -> Gateway {
+        gateway
+    }
+
+    pub(super) fn follow(self, _: &Bound) -> Work {
+        Box::pin(std::future::pending())
+    }
 }
 
 /// Does `work` beside what runs, and ends with that.

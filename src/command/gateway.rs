@@ -9,7 +9,8 @@ use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::{admin, cluster, policy};
+use super::cluster::{self, Cluster};
+use super::{admin, policy};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -28,21 +29,23 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let rules = Rules::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
-    let kubernetes = config.kubernetes.clone();
+    let cluster = Cluster::read(config.kubernetes.clone())
+        .await
+        .inspect_err(|error| notify.status(&error.to_string()))?;
     let (reloads, asked) = causeway_config::reloads();
     let reasons = Reasons {
         hangup: signals.hangup.take(),
         asked,
         files: noted,
     };
-    let bound = Gateway::new(within_files(config))
+    let gateway = Gateway::new(within_files(config))
         .policy(policy.reader())
-        .reloads(reloads)
+        .reloads(reloads);
+    let bound = cluster
+        .beside(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
-    let cluster = cluster::follow(kubernetes, &bound)
-        .await
-        .inspect_err(|error| notify.status(&error.to_string()))?;
+    let cluster = cluster.follow(&bound);
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let live = Live {

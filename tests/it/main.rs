@@ -26,6 +26,7 @@ mod revocation;
 mod kills;
 
 mod direct;
+mod pods;
 mod road;
 
 mod clients_curl;

@@ -28,6 +28,7 @@ use crate::{
         Shared,
         authorize::{Authorize, ByPolicy},
         limits::{Count, Limits},
+        pods::Pods,
     },
     state::{Advertised, NodesWriter, Registry},
 };
@@ -91,6 +92,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         cores,
         deciding,
         reloads,
+        pods,
     } = gateway;
     let base = Base::open(&config)?;
     let authorizer = authorizer(deciding, &config, &base)?;
@@ -102,7 +104,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     };
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let shared = Arc::new(shared(&config, &base, &cores, authorizer));
+    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods)));
     let port = (&config.tunnel, base.given.clone());
     let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
@@ -214,13 +216,19 @@ fn authorizer(
     }
 }
 
-fn shared(config: &Config, base: &Base, cores: &Cores, authorizer: Arc<dyn Authorize>) -> Shared {
+fn shared(
+    config: &Config,
+    base: &Base,
+    cores: &Cores,
+    (authorizer, pods): (Arc<dyn Authorize>, Option<Arc<dyn Pods>>),
+) -> Shared {
     Shared {
         nodes: base.nodes.reader(),
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone()),
         direct: Count::default(),
         authorizer,
+        pods,
         metrics: Metrics::new(),
         timeouts: config.timeouts.clone(),
         access_log: config.access_log,

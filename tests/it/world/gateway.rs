@@ -10,7 +10,7 @@ use causeway_gateway::{
     config::{AccessLog, Front, Kind, Listen},
     core::Cores,
     gateway::Addresses,
-    proxy::authorize::Authorize,
+    proxy::{authorize::Authorize, pods::Pods},
     state::PolicyReader,
 };
 use std::{
@@ -69,6 +69,7 @@ pub(crate) struct Build {
     config: Config,
     authorizer: Option<Arc<dyn Authorize>>,
     policy: Option<PolicyReader>,
+    pods: Option<Arc<dyn Pods>>,
     cores: Option<usize>,
     log: Log,
     _listening: DefaultGuard,
@@ -93,6 +94,7 @@ impl Build {
             config,
             authorizer: None,
             policy: None,
+            pods: None,
             cores: None,
             _listening: log.listen(),
             log,
@@ -122,6 +124,12 @@ impl Build {
     /// Decides by these rules.
     pub(crate) fn policy(mut self, policy: PolicyReader) -> Self {
         self.policy = Some(policy);
+        self
+    }
+
+    /// Who knows where pods are.
+    pub(crate) fn pods(mut self, pods: impl Pods) -> Self {
+        self.pods = Some(Arc::new(pods));
         self
     }
 
@@ -207,6 +215,9 @@ impl Build {
         }
         if let Some(policy) = &self.policy {
             gateway = gateway.policy(policy.clone());
+        }
+        if let Some(pods) = &self.pods {
+            gateway = gateway.pods(pods.clone());
         }
         gateway.bind()
     }

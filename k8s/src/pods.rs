@@ -1,0 +1,114 @@
+//! The node of a pod, asked of the API once for all who wait, and remembered for a short while.
+//!
+//! A pod never changes its node, but another may take its name: what was found is asked again after [`KEPT`]. A refusal is
+//! kept for a second, which is long enough for a herd and short enough for a pod that is being started.
+
+use causeway_certs::NodeName;
+use causeway_gateway::proxy::pods::Pods as Asked;
+use causeway_tunnel::task::Tasks;
+use futures_util::future::BoxFuture;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, Client};
+use moka::{Expiry, future::Cache};
+use std::{
+    borrow::Cow,
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{runtime::Handle, sync::oneshot, time::timeout};
+use tracing::info_span;
+
+/// How long it is known where a pod is.
+const KEPT: Duration = Duration::from_secs(10);
+/// How long it is known that nobody knows.
+const REFUSED: Duration = Duration::from_secs(1);
+/// How many pods are remembered; beyond, the API is asked more often.
+const MOST: u64 = 10_000;
+/// How long one question may take; who asks has a bound as well.
+const BOUND: Duration = Duration::from_secs(5);
+
+type Found = Result<NodeName, Arc<str>>;
+
+/// Where pods are.
+pub struct Pods {
+    client: Client,
+    known: Cache<(String, String), Found>,
+    /// Questions are asked where the client lives.
+    runtime: Handle,
+    tasks: Tasks,
+}
+
+impl Pods {
+    /// Asks by this client, on the runtime where this is called.
+    pub fn new(client: Client) -> Self {
+        Self {
+            client,
+            known: Cache::builder()
+                .max_capacity(MOST)
+                .expire_after(Kept)
+                .build(),
+            runtime: Handle::current(),
+            tasks: Tasks::default(),
+        }
+    }
+}
+
+impl fmt::Debug for Pods {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pods").finish_non_exhaustive()
+    }
+}
+
+impl Asked for Pods {
+    fn node(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
+        let (tell, told) = oneshot::channel();
+        let key = (namespace.to_owned(), name.to_owned());
+        let (known, client) = (self.known.clone(), self.client.clone());
+        let question = async move {
+            let ask = ask(client, key.clone());
+            // Who has left waits for no answer.
+            let _ = tell.send(known.get_with(key, ask).await);
+        };
+        self.tasks
+            .spawn_on(&self.runtime, info_span!("pod"), question);
+        Box::pin(async move {
+            match told.await {
+                Ok(Ok(node)) => Ok(node),
+                Ok(Err(why)) => Err(Cow::Owned(why.to_string())),
+                Err(_) => Err(Cow::Borrowed("the gateway is ending")),
+            }
+        })
+    }
+}
+
+async fn ask(client: Client, (namespace, name): (String, String)) -> Found {
+    let pods = Api::<Pod>::namespaced(client, &namespace);
+    let pod = match timeout(BOUND, pods.get(&name)).await {
+        Ok(Ok(pod)) => pod,
+        Ok(Err(kube::Error::Api(status))) => return Err(status.message.as_str().into()),
+        Ok(Err(error)) => return Err(error.to_string().into()),
+        Err(_) => return Err("the cluster's API does not answer".into()),
+    };
+    let node = pod.spec.and_then(|spec| spec.node_name);
+    let node = node.ok_or("it is on none yet")?;
+    NodeName::parse(&node).map_err(|error| error.to_string().into())
+}
+
+/// How long what was found is kept.
+struct Kept;
+
+impl Expiry<(String, String), Found> for Kept {
+    fn expire_after_create(
+        &self,
+        _: &(String, String),
+        found: &Found,
+        _: Instant,
+    ) -> Option<Duration> {
+        Some(if found.is_ok() { KEPT } else { REFUSED })
+    }
+}

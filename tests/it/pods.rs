@@ -1,0 +1,129 @@
+//! A kube-apiserver that checks no kubelet's certificate names no node but by the pod in its path.
+
+use crate::world::{
+    GATEWAY_NAME, World,
+    app::App,
+    caller::{Answer, Caller, assert_problem},
+    gateway::front,
+};
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::{ErrorForm, Front, Kind},
+    proxy::pods::Pods,
+};
+use futures_util::{FutureExt, future::BoxFuture};
+use std::{borrow::Cow, time::Duration};
+
+/// One pod on each node, and one of which nobody hears.
+#[derive(Debug)]
+struct Known;
+
+impl Pods for Known {
+    fn node(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
+        let node = match (namespace, name) {
+            ("a", "web") => "edge-1",
+            ("b", "web") => "edge-2",
+            ("c", "web") => "cloud-1",
+            ("slow", _) => return std::future::pending().boxed(),
+            _ => return async { Err("pods \"x\" not found".into()) }.boxed(),
+        };
+        let node = NodeName::parse(node).unwrap();
+        async move { Ok(node) }.boxed()
+    }
+}
+
+async fn world() -> World {
+    let api = Front {
+        errors: ErrorForm::Kubernetes,
+        port: Some(10250),
+        ..front("api", Kind::Https)
+    };
+    let open = Front {
+        anonymous: true,
+        ..api.clone()
+    };
+    let open = Front {
+        name: "open".into(),
+        ..open
+    };
+    let build = World::build().pods(Known).front(api).front(open);
+    let build = build.front(Front {
+        port: Some(10250),
+        ..front("others", Kind::Https)
+    });
+    let bound = Duration::from_millis(300);
+    let build = build.config(|config| config.timeouts.authorize = bound);
+    build.start().await
+}
+
+/// As kube-apiserver asks: no name in the handshake, and its own Host.
+fn apiserver(world: &World, front: &str) -> Caller {
+    let caller = world.caller_at(front).sni(GATEWAY_NAME);
+    caller.host("10.97.0.1:6443")
+}
+
+async fn ask(world: &World, front: &str, path: &str) -> Answer {
+    let url = format!("https://gateway{path}");
+    apiserver(world, front).get(&url).await
+}
+
+#[tokio::test]
+async fn the_pod_in_the_path_names_the_node_where_nothing_else_does() {
+    let world = world().await;
+    let (one, two) = (App::saying("one").await, App::saying("two").await);
+    let _one = world.edge("edge-1").port(10250, one.address()).join().await;
+    let _two = world.edge("edge-2").port(10250, two.address()).join().await;
+    for (path, text) in [
+        ("/exec/a/web/app?command=true", "one"),
+        ("/portForward/b/web", "two"),
+        ("/containerLogs/a/web/app?follow=true", "one"),
+        ("/attach/b/web/app", "two"),
+    ] {
+        assert_eq!(ask(&world, "api", path).await.text(), text, "{path}");
+    }
+    assert_eq!(one.head().await.value("host").unwrap(), "10.97.0.1:6443");
+    // Who names a node in the handshake means that one, whatever the path says.
+    let named = apiserver(&world, "api").sni("edge-2");
+    let answer = named.get("https://gateway/exec/a/web/app").await;
+    assert_eq!(answer.text(), "two");
+}
+
+#[tokio::test]
+async fn a_pod_that_is_nowhere_is_502_with_the_sentence_and_in_time() {
+    let world = world().await;
+    for (path, sentence) in [
+        ("/exec/a/nobody/app", "pods \"x\" not found"),
+        (
+            "/exec/c/web/app",
+            "pod c/web is on cloud-1, which is at no edge",
+        ),
+        (
+            "/exec/slow/web/app",
+            "pod slow/web was not found within 300ms",
+        ),
+        ("/exec/a", "no node"),
+        ("/pods", "no node"),
+    ] {
+        let answer = ask(&world, "api", path).await;
+        assert_eq!(answer.status, 502, "{path}: {answer}");
+        let text = answer.text();
+        assert!(text.contains(sentence), "{path}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_is_told_of_pods_but_known_callers_at_fronts_for_kube_apiservers() {
+    let world = world().await;
+    let app = App::saying("one").await;
+    let _edge = world.edge("edge-1").port(10250, app.address()).join().await;
+    let path = "/exec/a/web/app";
+    assert_problem(&ask(&world, "others", path).await, 404, "node_unknown", "");
+    let nobody = apiserver(&world, "open").nobody();
+    let answer = nobody.get(&format!("https://gateway{path}")).await;
+    assert_eq!(answer.status, 502, "{answer}");
+    assert_eq!(app.requests(), 0);
+}
