@@ -1,0 +1,57 @@
+//! Causeway in a real Kubernetes: etcd, kube-apiserver, kubelets with containerd behind NAT, and kubectl.
+//!
+//! One file for each group of promises; `world` has what they are about. Everything is driven as a process, from the
+//! outside. The program runs twice: the outer one looks for what is needed and cleans up, the inner one, in
+//! namespaces of its own, runs the tests one after the other.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+mod stands;
+mod world;
+
+use std::{env, process::ExitCode};
+
+use libtest_mimic::{Arguments, Trial};
+use world::{assets, cage};
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    if arguments.list {
+        return libtest_mimic::run(&arguments, trials()).exit_code();
+    }
+    if let Some(folder) = cage::inside() {
+        cage::furnish(&folder);
+        arguments.test_threads = Some(1);
+        let code = libtest_mimic::run(&arguments, trials()).exit_code();
+        return code;
+    }
+    if let Some(missing) = assets::missing() {
+        return skipped(&missing);
+    }
+    match assets::folder() {
+        Some(folder) => cage::run(&folder),
+        None => skipped("the parts of Kubernetes (tests/kube/assets/build)"),
+    }
+}
+
+fn trials() -> Vec<Trial> {
+    stands::trials()
+}
+
+/// A test of this name.
+fn trial(name: &str, test: fn()) -> Trial {
+    Trial::test(name, move || {
+        test();
+        Ok(())
+    })
+}
+
+fn skipped(what: &str) -> ExitCode {
+    let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
+    eprintln!("kube: skipped: needs {what}");
+    if required {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    }
+}

@@ -1,0 +1,97 @@
+//! A real Kubernetes for the tests: a cluster in the cloud, and two nodes behind NAT.
+//!
+//! Started once, by the first test that asks, and ended with the process namespace that `cage` makes. Tests run one after
+//! the other; each says with which flags it wants the API server.
+
+pub(crate) mod assets;
+pub(crate) mod cage;
+pub(crate) mod causeway;
+pub(crate) mod cluster;
+pub(crate) mod image;
+pub(crate) mod net;
+pub(crate) mod node;
+pub(crate) mod pki;
+pub(crate) mod process;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+};
+
+use cluster::Cluster;
+use node::Node;
+
+/// The cluster and its nodes.
+pub(crate) struct World {
+    pub(crate) folder: PathBuf,
+    pub(crate) cluster: Cluster,
+    pub(crate) nodes: [Node; 2],
+}
+
+/// The world, which is there after the first call, with the pods that tests use.
+pub(crate) fn world() -> MutexGuard<'static, World> {
+    static WORLD: OnceLock<Mutex<World>> = OnceLock::new();
+    let world = WORLD.get_or_init(|| Mutex::new(World::start()));
+    // A test that failed has left it as usable as it was.
+    world.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the pod `ticker` runs: a line a second, the first of which says where it is.
+fn ticker(node: &str) -> String {
+    format!(
+        "echo ticker on {node}; echo {node} >/tmp/node; i=0; \
+         while :; do i=$((i+1)); echo $i; sleep 1; done"
+    )
+}
+
+impl World {
+    fn start() -> Self {
+        let folder = cage::inside().expect("the tests run inside");
+        let assets = assets::folder().expect("the outer program has looked");
+        net::cloud();
+        image::pack(&folder);
+        let cluster = Cluster::start(&folder, &assets);
+        let nodes = [1, 2].map(|number| Node::start(&folder, &assets, &cluster, number));
+        let world = Self {
+            folder,
+            cluster,
+            nodes,
+        };
+        world.furnish();
+        world
+    }
+
+    /// In each node's namespace, `a` and `b`, pods of the same names.
+    fn furnish(&self) {
+        for node in &self.nodes {
+            let name = &node.name;
+            process::until("the kubelet has made its Node", || {
+                self.cluster.get(&format!("node {name}")).is_some()
+            });
+            self.cluster
+                .wait("default", &format!("node/{name}"), "Ready");
+        }
+        for (namespace, node) in ["a", "b"].into_iter().zip(&self.nodes) {
+            let cluster = &self.cluster;
+            let name = &node.name;
+            cluster.pod(namespace, "ticker", name, &ticker(name));
+            let echo = format!(
+                "mkdir /tmp/www; echo {name} >/tmp/www/index.html; httpd -p 8080 -h /tmp/www; exec cat"
+            );
+            cluster.pod(namespace, "echo", name, &echo);
+            let silent = "trap exit TERM; echo first; until [ -e /tmp/go ]; do sleep 1; done; \
+                 echo last; exec sleep 2000000000";
+            cluster.pod(namespace, "silent", name, silent);
+        }
+        for namespace in ["a", "b"] {
+            for pod in ["ticker", "echo", "silent"] {
+                self.cluster.wait(namespace, &format!("pod/{pod}"), "Ready");
+            }
+        }
+    }
+
+    /// A file of the world's.
+    pub(crate) fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.folder.join(name)
+    }
+}

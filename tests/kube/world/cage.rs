@@ -1,0 +1,123 @@
+//! Where the tests live: network, mounts and processes of their own, which end together with them.
+//!
+//! The program starts itself once more as the first process of new namespaces. With that one everything ends that was
+//! started in there, however it ended; what the kernel keeps then, the cgroups and a folder, is removed from out here.
+//! Nothing inside may rely on being stopped in order.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, id},
+};
+
+use super::process::must;
+
+/// Says to the inner program that it is that, and where its folder is.
+const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
+
+/// The folder of the tests, if this is the inner program.
+pub(crate) fn inside() -> Option<PathBuf> {
+    env::var_os(INSIDE).map(PathBuf::from)
+}
+
+/// The tests' own branch below each of the machine's cgroup hierarchies.
+pub(crate) fn branch(folder: &Path) -> String {
+    let name = folder.file_name().expect("a folder made here has a name");
+    name.to_string_lossy().into_owned()
+}
+
+/// Where the machine's cgroups are: one folder for each hierarchy of version 1, or the one of version 2.
+pub(crate) fn hierarchies() -> Vec<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    if root.join("cgroup.controllers").exists() {
+        return vec![root.to_owned()];
+    }
+    let Ok(entries) = fs::read_dir(root) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.join("cgroup.procs").exists())
+        .filter(|path| path.file_name().is_some_and(|name| name != "unified"))
+        .collect()
+}
+
+/// Whether such namespaces can be made here.
+pub(crate) fn possible() -> bool {
+    let tried = unshare().args(["--", "ip", "link", "show", "lo"]).output();
+    tried.is_ok_and(|output| output.status.success())
+}
+
+fn unshare() -> Command {
+    let mut command = Command::new("setpriv");
+    command
+        .args(["--pdeathsig", "KILL", "unshare"])
+        .args(["--net", "--mount", "--pid", "--fork", "--kill-child"])
+        .args(["--mount-proc", "--propagation", "private"]);
+    command
+}
+
+/// Runs the inner program to its end, and removes what is left of it.
+pub(crate) fn run(assets: &Path) -> ExitCode {
+    let folder = tempfile::Builder::new()
+        .prefix("causeway-kube-")
+        .tempdir()
+        .expect("a folder for the tests");
+    let program = env::current_exe().expect("this program has a path");
+    let ended = unshare()
+        .arg("--")
+        .arg(program)
+        .args(env::args_os().skip(1))
+        .env(INSIDE, folder.path())
+        .env("KUBEBUILDER_ASSETS", assets)
+        .status();
+    for hierarchy in hierarchies() {
+        remove(&hierarchy.join(branch(folder.path())));
+    }
+    match ended.map(|status| status.code()) {
+        Ok(Some(0)) => ExitCode::SUCCESS,
+        Ok(Some(code)) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
+        Ok(None) | Err(_) => {
+            eprintln!("kube: process {} saw its tests end by a signal", id());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Removes a cgroup with all that are below it.
+fn remove(cgroup: &Path) {
+    for below in fs::read_dir(cgroup).into_iter().flatten().flatten() {
+        if below.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove(&below.path());
+        }
+    }
+    let _ = fs::remove_dir(cgroup);
+}
+
+/// Makes the inner program's surroundings its own: names of namespaces, names of hosts, and kernel settings that a
+/// kubelet would change for the whole machine.
+pub(crate) fn furnish(folder: &Path) {
+    must("ip link set lo up");
+    must("mount -t tmpfs tmpfs /run");
+    let settings = [
+        ("vm/overcommit_memory", "1"),
+        ("kernel/panic", "10"),
+        ("kernel/panic_on_oops", "1"),
+        ("kernel/keys/root_maxkeys", "1000000"),
+        ("kernel/keys/root_maxbytes", "25000000"),
+    ];
+    for (name, wanted) in settings {
+        lay(folder, &format!("/proc/sys/{name}"), wanted);
+    }
+    lay(folder, "/etc/resolv.conf", "");
+    lay(folder, "/etc/hosts", super::net::HOSTS);
+}
+
+/// Lays a file with this text over another.
+pub(crate) fn lay(folder: &Path, over: &str, text: &str) {
+    let name = over.trim_start_matches('/').replace('/', "-");
+    let file = folder.join(name);
+    fs::write(&file, format!("{}\n", text.trim_end())).unwrap();
+    must(&format!("mount --bind {} {over}", file.display()));
+}

@@ -1,0 +1,1 @@
+//! Causeway in the cluster.

@@ -1,0 +1,255 @@
+//! The control plane: etcd, kube-apiserver and kube-controller-manager, and kubectl to talk to it.
+//!
+//! etcd and the certificates stay for all tests; the API server is stopped and started again where a test wants it with
+//! other flags, and keeps its address. RBAC is on, and kubelets know the API server as `system:kubelet-api-admin`, no
+//! more. There is no scheduler: pods name their node.
+
+use std::{
+    fs,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use super::{
+    net::CLOUD,
+    pki::Pki,
+    process::{PATIENCE, Process, Program, Ran, until, within},
+};
+
+/// What an API server is started with besides what all are.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Flags {
+    /// The egress selector's configuration.
+    pub(crate) egress: Option<PathBuf>,
+    /// Whether kubelets' certificates are checked.
+    pub(crate) checks: bool,
+    /// In which order a node's addresses are tried.
+    pub(crate) addresses: &'static str,
+}
+
+/// A control plane that runs.
+pub(crate) struct Cluster {
+    folder: PathBuf,
+    assets: PathBuf,
+    pub(crate) pki: Pki,
+    flags: Flags,
+    api: Option<Process>,
+    started: usize,
+    _etcd: Process,
+    _controllers: Process,
+}
+
+impl Cluster {
+    /// Starts all of it.
+    pub(crate) fn start(folder: &Path, assets: &Path) -> Self {
+        let pki = Pki::new(&folder.join("pki"));
+        let service = IpAddr::from([10, 96, 0, 1]);
+        let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
+        pki.server("apiserver", &names, &[CLOUD.into(), service]);
+        pki.client("kubelet-client", "kube-apiserver-kubelet-client", None);
+        pki.client("egress", "kube-apiserver", None);
+        pki.client("admin", "admin", Some("system:masters"));
+        let server = format!("https://{CLOUD}:6443");
+        pki.kubeconfig("admin", &server);
+        let etcd = Program::new(assets.join("etcd"))
+            .args([format!("--data-dir={}", folder.join("etcd").display())])
+            .words("--unsafe-no-fsync --log-level=warn")
+            .words("--listen-client-urls=http://127.0.0.1:2379")
+            .words("--advertise-client-urls=http://127.0.0.1:2379")
+            .words("--listen-peer-urls=http://127.0.0.1:2380")
+            .start(&folder.join("etcd.log"));
+        let controllers = controllers(folder, assets, &pki);
+        let flags = Flags {
+            checks: true,
+            addresses: "Hostname",
+            ..Flags::default()
+        };
+        let mut cluster = Self {
+            folder: folder.to_owned(),
+            assets: assets.to_owned(),
+            pki,
+            api: None,
+            flags,
+            started: 0,
+            _etcd: etcd,
+            _controllers: controllers,
+        };
+        cluster.restart();
+        cluster.furnish();
+        cluster
+    }
+
+    fn furnish(&self) {
+        let bind = "create clusterrolebinding kubelet-client --clusterrole=system:kubelet-api-admin \
+             --user=kube-apiserver-kubelet-client";
+        self.kubectl(bind).run().ok();
+        // A node of the cloud: no kubelet, an address that can be dialled.
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": "cloud-1", "labels": { "openyurt.io/is-edge-worker": "false" } },
+        }));
+        let status = json!({ "status": { "addresses": [
+            { "type": "InternalIP", "address": CLOUD }, { "type": "Hostname", "address": "cloud-1" },
+        ] } });
+        self.kubectl("patch node cloud-1 --subresource=status --type=merge -p")
+            .args([status.to_string()])
+            .run()
+            .ok();
+        for namespace in ["a", "b"] {
+            self.kubectl("create namespace")
+                .args([namespace])
+                .run()
+                .ok();
+        }
+    }
+
+    /// The API server as it is, or as these flags want it.
+    pub(crate) fn with(&mut self, flags: Flags) {
+        if self.flags != flags {
+            self.flags = flags;
+            self.restart();
+        }
+    }
+
+    /// Starts the API server anew.
+    pub(crate) fn restart(&mut self) {
+        if let Some(api) = self.api.take() {
+            api.stop();
+        }
+        self.started += 1;
+        let log = self.folder.join(format!("api-{}.log", self.started));
+        let mut command = Program::new(self.assets.join("kube-apiserver"))
+            .args(self.arguments())
+            .words("--etcd-servers=http://127.0.0.1:2379 --secure-port=6443")
+            .words("--authorization-mode=Node,RBAC --service-cluster-ip-range=10.96.0.0/16")
+            .words("--service-account-issuer=https://kubernetes.default.svc");
+        if let Some(egress) = &self.flags.egress {
+            let file = egress.display();
+            command = command.args([format!("--egress-selector-config-file={file}")]);
+        }
+        self.api = Some(command.start(&log));
+        let ready = within(PATIENCE, || {
+            let asked = self.kubectl("get --raw /readyz").run();
+            asked.code == Some(0)
+        });
+        assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let path = |name| self.pki.path(name);
+        let mut arguments = vec![
+            format!("--bind-address={CLOUD}"),
+            format!("--advertise-address={CLOUD}"),
+            format!("--tls-cert-file={}", path("apiserver.pem")),
+            format!("--tls-private-key-file={}", path("apiserver.key")),
+            format!("--client-ca-file={}", path("ca.pem")),
+            format!("--service-account-key-file={}", path("sa.pub")),
+            format!("--service-account-signing-key-file={}", path("sa.key")),
+            format!(
+                "--kubelet-client-certificate={}",
+                path("kubelet-client.pem")
+            ),
+            format!("--kubelet-client-key={}", path("kubelet-client.key")),
+            format!("--kubelet-preferred-address-types={}", self.flags.addresses),
+        ];
+        if self.flags.checks {
+            let ca = path("ca.pem");
+            arguments.push(format!("--kubelet-certificate-authority={ca}"));
+        }
+        arguments
+    }
+
+    /// kubectl with these words, as an administrator.
+    pub(crate) fn kubectl(&self, line: &str) -> Program {
+        self.kubectl_of(&self.assets.join("kubectl"), line)
+    }
+
+    /// Another kubectl.
+    pub(crate) fn kubectl_of(&self, program: &Path, line: &str) -> Program {
+        Program::new(program)
+            .args(self.access())
+            .words(line)
+            .env("HOME", &self.folder)
+    }
+
+    /// A line for `script`, which gives kubectl a terminal.
+    pub(crate) fn kubectl_line(&self, line: &str) -> String {
+        let program = self.assets.join("kubectl");
+        let [config] = self.access();
+        format!("{} {config} {line}", program.display())
+    }
+
+    fn access(&self) -> [String; 1] {
+        [format!(
+            "--kubeconfig={}",
+            self.pki.path("admin.kubeconfig")
+        )]
+    }
+
+    /// Makes an object.
+    pub(crate) fn apply(&self, object: &Value) {
+        self.kubectl("apply -f -")
+            .input(object.to_string())
+            .run()
+            .ok();
+    }
+
+    /// An object, if it is there.
+    pub(crate) fn get(&self, line: &str) -> Option<Value> {
+        let ran: Ran = self.kubectl("get -o json").words(line).run();
+        (ran.code == Some(0)).then(|| serde_json::from_slice(&ran.stdout).unwrap())
+    }
+
+    /// Waits until an object has a condition.
+    pub(crate) fn wait(&self, namespace: &str, what: &str, condition: &str) {
+        let line = format!("wait -n {namespace} {what} --for=condition={condition} --timeout=90s");
+        let waited = self.kubectl(&line).within(Duration::from_secs(100)).run();
+        if waited.code != Some(0) {
+            let shown = self.kubectl(&format!("describe -n {namespace} {what}"));
+            panic!("{}{}", waited.stderr, shown.run().text());
+        }
+    }
+
+    /// A pod on a node, of our image, which runs this script. Its service account is awaited.
+    pub(crate) fn pod(&self, namespace: &str, name: &str, node: &str, script: &str) {
+        until("the service account is there", || {
+            self.get(&format!("serviceaccount -n {namespace} default"))
+                .is_some()
+        });
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": name, "namespace": namespace, "labels": { "app": name } },
+            "spec": {
+                "nodeName": node,
+                "terminationGracePeriodSeconds": 0, "dnsPolicy": "Default",
+                "containers": [{
+                    "name": "it", "image": super::image::NAME, "imagePullPolicy": "Never",
+                    "command": ["sh", "-c", script], "stdin": true,
+                }],
+            },
+        }));
+    }
+}
+
+fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {
+    let path = |name| pki.path(name);
+    let which = [
+        "serviceaccount-controller",
+        "serviceaccount-token-controller",
+        "root-ca-certificate-publisher-controller",
+        "endpointslice-controller",
+        "namespace-controller",
+    ];
+    Program::new(assets.join("kube-controller-manager"))
+        .args([
+            format!("--kubeconfig={}", path("admin.kubeconfig")),
+            format!("--service-account-private-key-file={}", path("sa.key")),
+            format!("--root-ca-file={}", path("ca.pem")),
+            format!("--controllers={}", which.join(",")),
+        ])
+        .words("--leader-elect=false --use-service-account-credentials --secure-port=0")
+        .start(&folder.join("controllers.log"))
+}

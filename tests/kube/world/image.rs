@@ -1,0 +1,53 @@
+//! The one image that all containers run: Debian's static busybox, packed here.
+//!
+//! It serves as the pause image as well: what it runs where nothing else is said is a sleep without end. Nothing is ever
+//! fetched from a registry.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::process::{Program, must};
+
+/// The image's name.
+pub(crate) const NAME: &str = "causeway.test/busybox:1";
+
+/// Where Debian's package has it.
+pub(crate) const BUSYBOX: &str = "/bin/busybox";
+
+/// Packs the image into an archive that `ctr image import` takes.
+pub(crate) fn pack(folder: &Path) -> PathBuf {
+    let folder = folder.join("image");
+    let root = folder.join("root");
+    for name in ["bin", "tmp", "proc", "sys", "dev", "etc"] {
+        fs::create_dir_all(root.join(name)).unwrap();
+    }
+    fs::copy(BUSYBOX, root.join("bin/busybox")).unwrap();
+    let applets = Program::new(BUSYBOX).args(["--list"]).run().ok().text();
+    for applet in applets.lines().filter(|name| *name != "busybox") {
+        std::os::unix::fs::symlink("busybox", root.join("bin").join(applet)).unwrap();
+    }
+    let (root, place) = (root.display(), folder.display());
+    must(&format!("tar -C {root} -cf {place}/layer.tar ."));
+    let layer = Sha256::digest(fs::read(folder.join("layer.tar")).unwrap());
+    let config = json!({
+        "architecture": std::env::consts::ARCH.replace("x86_64", "amd64").replace("aarch64", "arm64"),
+        "os": "linux",
+        "config": { "Env": ["PATH=/bin"], "Entrypoint": ["/bin/sleep", "2000000000"] },
+        "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", data_encoding::HEXLOWER.encode(&layer))] },
+    });
+    let manifest =
+        json!([{ "Config": "config.json", "RepoTags": [NAME], "Layers": ["layer.tar"] }]);
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    fs::write(folder.join("manifest.json"), manifest.to_string()).unwrap();
+    let archive = folder.join("image.tar");
+    must(&format!(
+        "tar -C {place} -cf {} manifest.json config.json layer.tar",
+        archive.display()
+    ));
+    archive
+}

@@ -1,0 +1,104 @@
+//! The cloud's network and the edge's: sites behind routers that let nobody in.
+//!
+//! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
+//! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use super::process::{Program, must};
+
+/// The cloud's address: API server, gateway and callers.
+pub(crate) const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 1);
+
+/// What the cloud calls the nodes: kube-apiserver resolves a name before it proxies to it, also where it then asks for
+/// the name by CONNECT.
+pub(crate) const HOSTS: &str = "127.0.0.1 localhost\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
+
+/// Makes the cloud's bridge.
+pub(crate) fn cloud() {
+    must("ip link add cloud type bridge");
+    must(&format!("ip addr add {CLOUD}/24 dev cloud"));
+    must("ip link set cloud up");
+}
+
+/// A node's place behind a router.
+pub(crate) struct Site {
+    router: String,
+    space: String,
+    address: Ipv4Addr,
+}
+
+impl Site {
+    /// The site with this number, from 1.
+    pub(crate) fn new(number: u8) -> Self {
+        let (router, space) = (format!("router-{number}"), format!("site-{number}"));
+        let site = Self {
+            address: Ipv4Addr::new(10, 1, number, 10 + number),
+            router,
+            space,
+        };
+        let (router, space) = (&site.router, &site.space);
+        for name in [router, space] {
+            must(&format!("ip netns add {name}"));
+            must(&format!("ip -n {name} link set lo up"));
+        }
+        must(&format!(
+            "ip link add wan{number} type veth peer name wan netns {router}"
+        ));
+        must(&format!("ip link set wan{number} master cloud up"));
+        must(&format!(
+            "ip -n {router} addr add 10.97.0.{}/24 dev wan",
+            100 + number
+        ));
+        must(&format!("ip -n {router} link set wan up"));
+        must(&format!(
+            "ip -n {router} link add lan type veth peer name eth0 netns {space}"
+        ));
+        must(&format!(
+            "ip -n {router} addr add 10.1.{number}.1/24 dev lan"
+        ));
+        must(&format!("ip -n {router} link set lan up"));
+        must(&format!(
+            "ip -n {space} addr add {}/24 dev eth0",
+            site.address
+        ));
+        must(&format!("ip -n {space} link set eth0 up"));
+        must(&format!(
+            "ip -n {space} route add default via 10.1.{number}.1"
+        ));
+        site.shut();
+        site
+    }
+
+    /// NAT for what goes out, and nothing in but answers.
+    fn shut(&self) {
+        let rules = "table ip nat {\n\
+             chain out { type nat hook postrouting priority 100; oifname \"wan\" masquerade; }\n\
+             chain through { type filter hook forward priority 0; policy drop;\n\
+             iifname \"lan\" accept; ct state established,related accept; }\n}\n";
+        self.at_router("nft").words("-f -").input(rules).run().ok();
+        let forward = self.at_router("sysctl");
+        forward.words("-qw net.ipv4.ip_forward=1").run().ok();
+    }
+
+    fn at_router(&self, program: &str) -> Program {
+        // Not `ip netns exec`, which would hide the cgroups behind a sysfs of its own.
+        Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.router), program])
+    }
+
+    /// The node's own address.
+    pub(crate) fn address(&self) -> IpAddr {
+        IpAddr::V4(self.address)
+    }
+
+    /// The file that stands for the node's network.
+    pub(crate) fn network(&self) -> String {
+        format!("/run/netns/{}", self.space)
+    }
+
+    /// From now on the site's link passes nothing, or all again.
+    pub(crate) fn link(&self, up: bool) {
+        let state = if up { "up" } else { "down" };
+        must(&format!("ip -n {} link set wan {state}", self.router));
+    }
+}

@@ -1,0 +1,181 @@
+//! A node at the edge: a real kubelet with a real containerd, behind NAT.
+//!
+//! Each has a network and mounts of its own, so that both have the paths that such machines have, and a cgroup of its
+//! own. Pods' networks are the same on all nodes, as they are on sites that know nothing of each other.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    cage,
+    cluster::Cluster,
+    image,
+    net::{CLOUD, Site},
+    process::{Process, Program, until},
+};
+
+/// What `main` asks for.
+pub(crate) const NEEDS: [&str; 4] = ["containerd", "runc", "ctr", image::BUSYBOX];
+
+/// Where Debian has the CNI plugins.
+pub(crate) const PLUGINS: &str = "/usr/lib/cni";
+
+/// A node whose kubelet runs.
+pub(crate) struct Node {
+    pub(crate) name: String,
+    pub(crate) site: Site,
+    folder: PathBuf,
+    anchor: Process,
+    _containerd: Process,
+    kubelet: Process,
+}
+
+impl Node {
+    /// Starts the node with this number, from 1. It is ready some seconds later.
+    pub(crate) fn start(folder: &Path, assets: &Path, cluster: &Cluster, number: u8) -> Self {
+        let (name, site) = (format!("edge-{number}"), Site::new(number));
+        let place = folder.join(&name);
+        fs::create_dir_all(&place).unwrap();
+        let anchor = anchor(&place, &site);
+        let at = |program: &str| at(&anchor, program);
+        fs::write(place.join("containerd.toml"), containerd(&place)).unwrap();
+        let runtime = at("containerd")
+            .args(["--config".into(), place.join("containerd.toml")])
+            .start(&place.join("containerd.log"));
+        let archive = folder.join("image/image.tar").display().to_string();
+        until("containerd takes the image", || {
+            let import = at("ctr").words("-n k8s.io images import");
+            import.args([&archive]).run().code == Some(0)
+        });
+        credentials(cluster, &name, &site);
+        cgroup(folder, &name);
+        let branch = format!("/{}/{name}", cage::branch(folder));
+        let config = kubelet(cluster, &name, &branch);
+        fs::write(place.join("kubelet.yaml"), config).unwrap();
+        let kubelet = at(&assets.join("kubelet").display().to_string())
+            .args([
+                format!("--config={}", place.join("kubelet.yaml").display()),
+                format!(
+                    "--kubeconfig={}",
+                    cluster.pki.path(&format!("{name}.kubeconfig"))
+                ),
+                format!("--hostname-override={name}"),
+                format!("--node-ip={}", site.address()),
+            ])
+            .words("--node-labels=openyurt.io/is-edge-worker=true,causeway.io/edge=true")
+            .start(&place.join("kubelet.log"));
+        Self {
+            name,
+            site,
+            folder: place,
+            anchor,
+            _containerd: runtime,
+            kubelet,
+        }
+    }
+
+    /// A program, to be run on the node.
+    pub(crate) fn at(&self, program: &str) -> Program {
+        at(&self.anchor, program)
+    }
+
+    /// A file of the node's own.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// What its kubelet has said.
+    pub(crate) fn told(&self) -> String {
+        self.kubelet.said()
+    }
+}
+
+fn at(anchor: &Process, program: &str) -> Program {
+    let of = anchor.id().to_string();
+    Program::new("nsenter").args(["--target", &of, "--net", "--mount", program])
+}
+
+/// The process that holds the node's namespaces.
+fn anchor(place: &Path, site: &Site) -> Process {
+    let script = "set -e; mount -t tmpfs tmpfs /run; \
+         for over in lib log; do mkdir $0/$over; mount --bind $0/$over /var/$over; done; \
+         echo ready; exec sleep 2000000000";
+    let mut anchor = Program::new("nsenter")
+        .args([&format!("--net={}", site.network()), "unshare", "--mount"])
+        .args(["sh", "-c", script, &place.display().to_string()])
+        .start(&place.join("anchor.log"));
+    anchor.says("ready");
+    anchor
+}
+
+fn credentials(cluster: &Cluster, name: &str, site: &Site) {
+    let user = format!("system:node:{name}");
+    cluster.pki.client(name, &user, Some("system:nodes"));
+    let server = format!("https://{CLOUD}:6443");
+    cluster.pki.kubeconfig(name, &server);
+    let serving = format!("{name}-kubelet");
+    cluster.pki.server(&serving, &[name], &[site.address()]);
+}
+
+/// Makes the node's cgroup, which has all of the machine's cores.
+fn cgroup(folder: &Path, name: &str) {
+    for hierarchy in cage::hierarchies() {
+        let branch = hierarchy.join(cage::branch(folder));
+        for cgroup in [branch.clone(), branch.join(name)] {
+            fs::create_dir_all(&cgroup).unwrap();
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                if let Ok(all) = fs::read(hierarchy.join(file)) {
+                    fs::write(cgroup.join(file), all).unwrap();
+                }
+            }
+        }
+    }
+}
+
+fn containerd(place: &Path) -> String {
+    let networks = place.join("cni");
+    fs::create_dir_all(&networks).unwrap();
+    let bridge = serde_json::json!({
+        "cniVersion": "1.0.0", "name": "pods",
+        "plugins": [{
+            "type": "bridge", "bridge": "cni0", "isGateway": true,
+            "ipam": { "type": "host-local", "ranges": [[{ "subnet": "10.244.0.0/24" }]] },
+        }],
+    });
+    fs::write(networks.join("pods.conflist"), bridge.to_string()).unwrap();
+    format!(
+        "version = 2\n\
+         [plugins.\"io.containerd.grpc.v1.cri\"]\n\
+         sandbox_image = \"{}\"\n\
+         disable_apparmor = true\n\
+         restrict_oom_score_adj = true\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".cni]\n\
+         bin_dir = \"{PLUGINS}\"\n\
+         conf_dir = \"{}\"\n",
+        image::NAME,
+        networks.display()
+    )
+}
+
+fn kubelet(cluster: &Cluster, name: &str, branch: &str) -> String {
+    let path = |file: String| cluster.pki.path(&file);
+    serde_json::json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+        "address": "0.0.0.0", "port": 10250, "healthzPort": 0,
+        "tlsCertFile": path(format!("{name}-kubelet.pem")),
+        "tlsPrivateKeyFile": path(format!("{name}-kubelet.key")),
+        "authentication": {
+            "anonymous": { "enabled": false }, "webhook": { "enabled": true },
+            "x509": { "clientCAFile": path("ca.pem".into()) },
+        },
+        "authorization": { "mode": "Webhook" },
+        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "cgroupDriver": "cgroupfs", "cgroupRoot": branch, "failCgroupV1": false,
+        "failSwapOn": false, "registerNode": true, "resolvConf": "", "oomScoreAdj": 0,
+        "evictionHard": { "nodefs.available": "0%", "imagefs.available": "0%", "memory.available": "1Mi" },
+        "imageGCHighThresholdPercent": 100,
+    })
+    .to_string()
+}

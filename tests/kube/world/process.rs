@@ -1,0 +1,270 @@
+//! Programs as child processes: run to their end within a bound, or left running with their words in a file.
+//!
+//! A process that runs dies with the value that holds it. Nothing of this machine's settings for proxies or for
+//! Causeway reaches one. Every wait is bounded, and one that fails shows what was said so far.
+
+use std::{
+    env,
+    ffi::OsStr,
+    fs::{self, File},
+    io::{Read, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// For a machine that does other work besides.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until it holds.
+pub(crate) fn until(what: &str, holds: impl FnMut() -> bool) {
+    assert!(within(PATIENCE, holds), "not within {PATIENCE:?}: {what}");
+}
+
+/// Whether it comes to hold within this time.
+pub(crate) fn within(bound: Duration, mut holds: impl FnMut() -> bool) -> bool {
+    let begun = Instant::now();
+    loop {
+        if holds() {
+            return true;
+        }
+        if begun.elapsed() > bound {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Runs a line of words that has to end well.
+pub(crate) fn must(line: &str) {
+    let mut words = line.split_whitespace();
+    Program::new(words.next().unwrap()).args(words).run().ok();
+}
+
+/// A program about to be started.
+pub(crate) struct Program {
+    command: Command,
+    what: String,
+    input: Vec<u8>,
+    patience: Duration,
+}
+
+impl Program {
+    /// Any program.
+    pub(crate) fn new(program: impl AsRef<OsStr>) -> Self {
+        let mut command = Command::new(&program);
+        for (name, _) in env::vars_os() {
+            let upper = name.to_string_lossy().to_ascii_uppercase();
+            let ours = upper.starts_with("CAUSEWAY_") || upper.ends_with("_PROXY");
+            if ours || upper == "RUST_LOG" || upper == "KUBECONFIG" {
+                command.env_remove(name);
+            }
+        }
+        Self {
+            command,
+            what: program.as_ref().to_string_lossy().into_owned(),
+            input: Vec::new(),
+            patience: PATIENCE,
+        }
+    }
+
+    /// Adds arguments.
+    pub(crate) fn args<A: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = A>) -> Self {
+        for argument in arguments {
+            self.what.push(' ');
+            self.what.push_str(&argument.as_ref().to_string_lossy());
+            self.command.arg(argument);
+        }
+        self
+    }
+
+    /// Adds the words of a line.
+    pub(crate) fn words(self, line: &str) -> Self {
+        self.args(line.split_whitespace())
+    }
+
+    /// Sets a variable.
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// What it reads.
+    pub(crate) fn input(mut self, input: impl Into<Vec<u8>>) -> Self {
+        self.input = input.into();
+        self
+    }
+
+    /// How long it may take.
+    pub(crate) fn within(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// Runs it to its end.
+    pub(crate) fn run(mut self) -> Ran {
+        self.command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = self.spawn();
+        let (input, mut stdin) = (self.input, child.stdin.take().unwrap());
+        // One that does not read to the end is no fault.
+        let writer = thread::spawn(move || drop(stdin.write_all(&input)));
+        let stdout = reader(child.stdout.take().unwrap());
+        let stderr = reader(child.stderr.take().unwrap());
+        let begun = Instant::now();
+        let ended = within(self.patience, || child.try_wait().unwrap().is_some());
+        if !ended {
+            let _ = child.kill();
+        }
+        let status = child.wait().unwrap();
+        let took = begun.elapsed();
+        let stderr = String::from_utf8_lossy(&stderr.join().unwrap()).into_owned();
+        let stdout = stdout.join().unwrap();
+        writer.join().unwrap();
+        let (what, patience) = (self.what, self.patience);
+        assert!(ended, "{what}: not over within {patience:?}: {stderr}");
+        Ran {
+            what,
+            code: status.code(),
+            stdout,
+            stderr,
+            took,
+        }
+    }
+
+    /// Starts it and leaves it running; what it says goes to the file `log`.
+    pub(crate) fn start(mut self, log: &Path) -> Process {
+        let file = File::create(log).unwrap();
+        self.command
+            .stdin(Stdio::piped())
+            .stdout(file.try_clone().unwrap())
+            .stderr(file);
+        let child = self.spawn();
+        Process {
+            child,
+            log: log.to_owned(),
+            what: self.what,
+        }
+    }
+
+    fn spawn(&mut self) -> Child {
+        let spawned = self.command.spawn();
+        spawned.unwrap_or_else(|error| panic!("cannot start {}: {error}", self.what))
+    }
+}
+
+fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut all = Vec::new();
+        // What came before an error is what there is.
+        let _ = pipe.read_to_end(&mut all);
+        all
+    })
+}
+
+/// A program that runs; dropping it kills it.
+pub(crate) struct Process {
+    child: Child,
+    log: PathBuf,
+    what: String,
+}
+
+impl Process {
+    /// Its id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has said so far.
+    pub(crate) fn said(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
+    }
+
+    /// Waits until it has said this.
+    pub(crate) fn says(&mut self, part: &str) {
+        let there = within(PATIENCE, || {
+            self.said().contains(part) || self.child.try_wait().unwrap().is_some()
+        });
+        let said = self.said();
+        let short = said.len().saturating_sub(4000);
+        let tail = String::from_utf8_lossy(&said.as_bytes()[short..]);
+        let what = &self.what;
+        assert!(
+            there && said.contains(part),
+            "{what} did not say {part:?}: {tail}"
+        );
+    }
+
+    /// Writes to it.
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        let stdin = self.child.stdin.as_mut().expect("the input is open");
+        stdin.write_all(bytes).unwrap();
+        stdin.flush().unwrap();
+    }
+
+    /// Asks it to end, and waits for that.
+    pub(crate) fn stop(mut self) {
+        must(&format!("kill -TERM {}", self.id()));
+        self.ended();
+    }
+
+    /// How it ends by itself: its exit code, and after how long.
+    pub(crate) fn ended(&mut self) -> (Option<i32>, Duration) {
+        let begun = Instant::now();
+        let over = within(PATIENCE, || self.child.try_wait().unwrap().is_some());
+        assert!(over, "{} does not end: {}", self.what, self.said());
+        (self.child.wait().unwrap().code(), begun.elapsed())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A program that has ended.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    what: String,
+    /// `None` if a signal ended it.
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: Vec<u8>,
+    pub(crate) stderr: String,
+    pub(crate) took: Duration,
+}
+
+impl Ran {
+    /// The same, once it is sure that it ended well.
+    pub(crate) fn ok(self) -> Self {
+        assert_eq!(
+            self.code,
+            Some(0),
+            "{}: {}{}",
+            self.what,
+            self.text(),
+            self.stderr
+        );
+        self
+    }
+
+    /// Its complaint, once it is sure that it has failed.
+    pub(crate) fn failed(self) -> String {
+        assert!(
+            self.code.is_some_and(|code| code != 0),
+            "{}: {}",
+            self.what,
+            self.text()
+        );
+        self.stderr
+    }
+
+    /// What it wrote.
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.stdout).into_owned()
+    }
+}
