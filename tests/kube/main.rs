@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod egress;
 mod stands;
 mod world;
 
@@ -36,6 +37,9 @@ fn main() -> ExitCode {
 
 fn trials() -> Vec<Trial> {
     stands::trials()
+        .into_iter()
+        .chain(egress::trials())
+        .collect()
 }
 
 /// A test of this name.
@@ -46,10 +50,19 @@ fn trial(name: &str, test: fn()) -> Trial {
     })
 }
 
-fn skipped(what: &str) -> ExitCode {
-    let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
+fn required() -> bool {
+    env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1")
+}
+
+/// Tells that a part of the tests cannot run here; fails where it has to.
+fn missing(what: &str) {
+    assert!(!required(), "needs {what}");
     eprintln!("kube: skipped: needs {what}");
-    if required {
+}
+
+fn skipped(what: &str) -> ExitCode {
+    eprintln!("kube: skipped: needs {what}");
+    if required() {
         ExitCode::FAILURE
     } else {
         ExitCode::SUCCESS

@@ -18,7 +18,8 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use cluster::Cluster;
+use causeway::Road;
+use cluster::{Cluster, Flags};
 use node::Node;
 
 /// The cluster and its nodes.
@@ -26,6 +27,16 @@ pub(crate) struct World {
     pub(crate) folder: PathBuf,
     pub(crate) cluster: Cluster,
     pub(crate) nodes: [Node; 2],
+    road: Option<Road>,
+}
+
+/// By which way the API server reaches nodes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Way {
+    /// An egress selector that dials a unix socket.
+    Unix,
+    /// One that dials TCP, with certificates on both sides.
+    Tcp,
 }
 
 /// The world, which is there after the first call, with the pods that tests use.
@@ -56,6 +67,7 @@ impl World {
             folder,
             cluster,
             nodes,
+            road: None,
         };
         world.furnish();
         world
@@ -79,8 +91,7 @@ impl World {
                 "mkdir /tmp/www; echo {name} >/tmp/www/index.html; httpd -p 8080 -h /tmp/www; exec cat"
             );
             cluster.pod(namespace, "echo", name, &echo);
-            let silent = "trap exit TERM; echo first; until [ -e /tmp/go ]; do sleep 1; done; \
-                 echo last; exec sleep 2000000000";
+            let silent = "mkfifo /tmp/say; echo first; while :; do cat /tmp/say; done";
             cluster.pod(namespace, "silent", name, silent);
         }
         for namespace in ["a", "b"] {
@@ -88,6 +99,30 @@ impl World {
                 self.cluster.wait(namespace, &format!("pod/{pod}"), "Ready");
             }
         }
+    }
+
+    /// Lets the API server reach nodes by this way: a gateway in the cloud, and an edge on each node.
+    pub(crate) fn by(&mut self, way: Way) {
+        let road = self
+            .road
+            .get_or_insert_with(|| Road::start(&self.folder, &self.cluster.pki, &self.nodes));
+        let egress = Some(road.egress(way));
+        self.cluster.with(Flags {
+            egress,
+            checks: true,
+            addresses: "Hostname",
+        });
+    }
+
+    /// The gateway and its edges.
+    pub(crate) fn road(&mut self) -> &mut Road {
+        self.road.as_mut().expect("`by` comes first")
+    }
+
+    /// Starts the edge of a node again.
+    pub(crate) fn rejoin(&mut self, number: usize) {
+        let road = self.road.as_mut().expect("`by` comes first");
+        road.join(&self.nodes, number, None);
     }
 
     /// A file of the world's.

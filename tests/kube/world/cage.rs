@@ -39,7 +39,6 @@ pub(crate) fn hierarchies() -> Vec<PathBuf> {
         .flatten()
         .map(|entry| entry.path())
         .filter(|path| path.join("cgroup.procs").exists())
-        .filter(|path| path.file_name().is_some_and(|name| name != "unified"))
         .collect()
 }
 

@@ -117,7 +117,8 @@ impl Cluster {
     /// Starts the API server anew.
     pub(crate) fn restart(&mut self) {
         if let Some(api) = self.api.take() {
-            api.stop();
+            // It would wait for the kubelets' watches, up to a minute.
+            api.stop(Duration::from_secs(2));
         }
         self.started += 1;
         let log = self.folder.join(format!("api-{}.log", self.started));

@@ -12,7 +12,8 @@ pub(crate) const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 1);
 
 /// What the cloud calls the nodes: kube-apiserver resolves a name before it proxies to it, also where it then asks for
 /// the name by CONNECT.
-pub(crate) const HOSTS: &str = "127.0.0.1 localhost\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
+pub(crate) const HOSTS: &str =
+    "127.0.0.1 localhost\n10.97.0.1 cloud-1\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
 
 /// Makes the cloud's bridge.
 pub(crate) fn cloud() {
@@ -94,11 +95,5 @@ impl Site {
     /// The file that stands for the node's network.
     pub(crate) fn network(&self) -> String {
         format!("/run/netns/{}", self.space)
-    }
-
-    /// From now on the site's link passes nothing, or all again.
-    pub(crate) fn link(&self, up: bool) {
-        let state = if up { "up" } else { "down" };
-        must(&format!("ip -n {} link set wan {state}", self.router));
     }
 }

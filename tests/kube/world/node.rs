@@ -29,7 +29,7 @@ pub(crate) struct Node {
     folder: PathBuf,
     anchor: Process,
     _containerd: Process,
-    kubelet: Process,
+    _kubelet: Process,
 }
 
 impl Node {
@@ -72,7 +72,7 @@ impl Node {
             folder: place,
             anchor,
             _containerd: runtime,
-            kubelet,
+            _kubelet: kubelet,
         }
     }
 
@@ -84,11 +84,6 @@ impl Node {
     /// A file of the node's own.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
-    }
-
-    /// What its kubelet has said.
-    pub(crate) fn told(&self) -> String {
-        self.kubelet.said()
     }
 }
 

@@ -205,10 +205,10 @@ impl Process {
         stdin.flush().unwrap();
     }
 
-    /// Asks it to end, and waits for that.
-    pub(crate) fn stop(mut self) {
+    /// Asks it to end, and ends it if it takes longer than this.
+    pub(crate) fn stop(mut self, grace: Duration) {
         must(&format!("kill -TERM {}", self.id()));
-        self.ended();
+        within(grace, || self.child.try_wait().unwrap().is_some());
     }
 
     /// How it ends by itself: its exit code, and after how long.
