@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod egress;
+mod nodes;
 mod stands;
 mod world;
 
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
 fn trials() -> Vec<Trial> {
     stands::trials()
         .into_iter()
+        .chain(nodes::trials())
         .chain(egress::trials())
         .collect()
 }

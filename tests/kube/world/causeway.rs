@@ -21,7 +21,8 @@ use super::{
 /// A node port that edges allow, at which nothing listens.
 pub(crate) const CLOSED: u16 = 9998;
 
-const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
+/// The binary that is tested.
+pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 
 /// A gateway with an edge for each node.
 pub(crate) struct Road {

@@ -114,12 +114,48 @@ impl Cluster {
         }
     }
 
-    /// Starts the API server anew.
-    pub(crate) fn restart(&mut self) {
+    /// Stops the API server.
+    pub(crate) fn stop(&mut self) {
         if let Some(api) = self.api.take() {
             // It would wait for the kubelets' watches, up to a minute.
             api.stop(Duration::from_secs(2));
         }
+    }
+
+    /// A kubeconfig for a client of the cluster's CA.
+    pub(crate) fn kubeconfig(&self, client: &str) -> String {
+        self.pki
+            .kubeconfig(client, &format!("https://{CLOUD}:6443"))
+    }
+
+    /// The account of `examples/egress/rbac.yaml`, as a kubeconfig.
+    pub(crate) fn account(&self) -> String {
+        let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/egress/rbac.yaml");
+        self.kubectl("apply -f").args([rights]).run().ok();
+        let secret = "get -n kube-system secret causeway-gateway -o jsonpath={.data.token}";
+        let mut token = String::new();
+        until("the account has a token", || {
+            token = self.kubectl(secret).run().text();
+            !token.is_empty()
+        });
+        let token = data_encoding::BASE64.decode(token.as_bytes()).unwrap();
+        let token = String::from_utf8(token).unwrap();
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "it",
+            "clusters": [{ "name": "it", "cluster": {
+                "server": format!("https://{CLOUD}:6443"), "certificate-authority": self.pki.path("ca.pem"),
+            } }],
+            "users": [{ "name": "it", "user": { "token": token } }],
+            "contexts": [{ "name": "it", "context": { "cluster": "it", "user": "it" } }],
+        });
+        let file = self.folder.join("gateway.kubeconfig");
+        fs::write(&file, config.to_string()).unwrap();
+        file.display().to_string()
+    }
+
+    /// Starts the API server anew.
+    pub(crate) fn restart(&mut self) {
+        self.stop();
         self.started += 1;
         let log = self.folder.join(format!("api-{}.log", self.started));
         let mut command = Program::new(self.assets.join("kube-apiserver"))

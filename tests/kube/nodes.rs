@@ -1,0 +1,307 @@
+//! A gateway that follows the cluster's Node objects, with the rights of `examples/egress/rbac.yaml` and no others.
+//!
+//! Each test has a gateway of its own, beside that of the egress selector's way.
+
+use std::{
+    env, fs,
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    time::Duration,
+};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use crate::{
+    trial,
+    world::{
+        World,
+        causeway::BINARY,
+        process::{PATIENCE, Process, Program, Ran, until, within},
+        world,
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "nodes::a_gateway_follows_node_objects",
+            a_gateway_follows_node_objects,
+        ),
+        trial(
+            "nodes::an_outage_of_the_api_is_survived_and_told",
+            an_outage_of_the_api_is_survived_and_told,
+        ),
+        trial(
+            "nodes::an_api_server_that_is_away_at_the_start_is_waited_for",
+            an_api_server_that_is_away_at_the_start_is_waited_for,
+        ),
+        trial(
+            "nodes::rights_that_are_missing_are_named",
+            rights_that_are_missing_are_named,
+        ),
+        trial(
+            "nodes::a_node_that_claims_anothers_address_gets_nothing_of_it",
+            a_node_that_claims_anothers_address_gets_nothing_of_it,
+        ),
+        trial(
+            "nodes::thousands_of_nodes_are_known_in_seconds",
+            thousands_of_nodes_are_known_in_seconds,
+        ),
+    ]
+}
+
+/// Soon enough for whoever labels a node and looks.
+const SOON: Duration = Duration::from_secs(2);
+
+/// A gateway that knows no edge, only the cluster.
+struct Gateway {
+    process: Process,
+    folder: PathBuf,
+}
+
+impl Gateway {
+    fn start(world: &World, name: &str, kubeconfig: &str) -> Self {
+        let folder = world.path(name);
+        fs::create_dir_all(&folder).unwrap();
+        let data = folder.join("data");
+        let ca = Program::new(BINARY)
+            .words("ca init --data-dir")
+            .args([&data]);
+        ca.run().ok();
+        let config = json!({
+            "data_dir": data,
+            "tunnel": { "listen": "127.0.0.1:11262" }, "admin": { "listen": "127.0.0.1:11265" },
+            "kubernetes": { "kubeconfig": kubeconfig, "pod_networks": ["10.244.0.0/16"] },
+            "fronts": [{
+                "name": "it", "kind": "connect",
+                "listen": format!("unix:{}", folder.join("it.sock").display()),
+            }],
+        });
+        let file = folder.join("gateway.yaml");
+        fs::write(&file, config.to_string()).unwrap();
+        let mut process = Program::new(BINARY)
+            .words("gateway --config")
+            .args([&file])
+            .start(&folder.join("log"));
+        process.says("gateway ready");
+        Self { process, folder }
+    }
+
+    fn ask(path: &str) -> Ran {
+        let url = format!("http://127.0.0.1:11265{path}");
+        Program::new("curl").words("-sS").args([url]).run()
+    }
+
+    fn is_ready() -> bool {
+        Self::ask("/readyz").text() == "ready\n"
+    }
+
+    /// Nodes at the edge and elsewhere.
+    fn nodes() -> (u64, u64) {
+        let all = Self::ask("/metrics").ok().text();
+        let of = |place: &str| {
+            number(
+                &all,
+                &format!("causeway_gateway_cluster_nodes{{place=\"{place}\"}} "),
+            )
+        };
+        (of("edge"), of("elsewhere"))
+    }
+
+    fn lost() -> u64 {
+        let all = Self::ask("/metrics").ok().text();
+        number(&all, "causeway_gateway_cluster_lost_timestamp_seconds ")
+    }
+
+    /// What a CONNECT is answered.
+    fn connect(&self, target: &str) -> String {
+        let mut wire = UnixStream::connect(self.folder.join("it.sock")).unwrap();
+        wire.set_read_timeout(Some(PATIENCE)).unwrap();
+        write!(wire, "CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut answer = vec![0; 8 << 10];
+        let read = wire.read(&mut answer).unwrap();
+        String::from_utf8_lossy(&answer[..read]).into_owned()
+    }
+}
+
+fn number(metrics: &str, name: &str) -> u64 {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name));
+    line.map_or(0, |value| value.parse().unwrap())
+}
+
+fn soon(what: &str, holds: impl FnMut() -> bool) {
+    assert!(within(SOON, holds), "not soon: {what}");
+}
+
+fn node(world: &World, name: &str, edge: bool, addresses: &[&str]) {
+    let labels = if edge {
+        json!({ "causeway.io/edge": "true" })
+    } else {
+        json!({})
+    };
+    world.cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "labels": labels },
+    }));
+    let of = |address: &&str| json!({ "type": "InternalIP", "address": address });
+    let addresses: Vec<Value> = addresses.iter().map(of).collect();
+    let status = json!({ "status": { "addresses": addresses } });
+    let patch = format!("patch node {name} --subresource=status --type=merge -p");
+    let patch = world.cluster.kubectl(&patch).args([status.to_string()]);
+    patch.run().ok();
+}
+
+fn delete(world: &World, names: &str) {
+    let line = format!("delete node {names} --wait=false");
+    world.cluster.kubectl(&line).run().ok();
+}
+
+fn a_gateway_follows_node_objects() {
+    let world = world();
+    let gateway = Gateway::start(&world, "follows", &world.cluster.account());
+    until("the nodes are known", Gateway::is_ready);
+    assert_eq!(Gateway::nodes(), (2, 1), "edge-1, edge-2 and cloud-1");
+
+    node(&world, "new-1", true, &["10.1.9.1"]);
+    soon("a new node is known", || Gateway::nodes() == (3, 1));
+    let answer = gateway.connect("10.1.9.1:10250");
+    assert!(answer.contains("new-1 is not connected"), "{answer}");
+    world
+        .cluster
+        .kubectl("label node new-1 causeway.io/edge-")
+        .run()
+        .ok();
+    soon("it is at no edge any more", || Gateway::nodes() == (2, 2));
+    let answer = gateway.connect("new-1:10250");
+    assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+    delete(&world, "new-1");
+    soon("it is gone", || Gateway::nodes() == (2, 1));
+}
+
+fn an_outage_of_the_api_is_survived_and_told() {
+    let mut world = world();
+    let gateway = Gateway::start(&world, "outage", &world.cluster.account());
+    until("the nodes are known", Gateway::is_ready);
+    assert_eq!(Gateway::lost(), 0);
+    world.cluster.stop();
+    until("it is told", || Gateway::lost() > 0);
+    assert!(Gateway::is_ready(), "what is known is served on");
+    let answer = gateway.connect("edge-1:10250");
+    assert!(answer.contains("edge-1 is not connected"), "{answer}");
+    world.cluster.restart();
+    until("it is over", || Gateway::lost() == 0);
+    assert_eq!(Gateway::nodes(), (2, 1));
+    let said = gateway.process.said();
+    assert!(said.contains("what was known is served on"), "{said}");
+    assert!(said.contains("answers again"), "{said}");
+}
+
+fn an_api_server_that_is_away_at_the_start_is_waited_for() {
+    let mut world = world();
+    let account = world.cluster.account();
+    world.cluster.stop();
+    let gateway = Gateway::start(&world, "away", &account);
+    until("it says what it waits for", || {
+        let why = Gateway::ask("/readyz").text();
+        why.contains("the nodes of the cluster are not known yet: ") && why.contains("refused")
+    });
+    world.cluster.restart();
+    until("the nodes are known", Gateway::is_ready);
+    assert_eq!(Gateway::nodes(), (2, 1));
+    drop(gateway);
+}
+
+fn rights_that_are_missing_are_named() {
+    let world = world();
+    world.cluster.pki.client("nobody", "nobody-special", None);
+    let kubeconfig = world.cluster.kubeconfig("nobody");
+    let gateway = Gateway::start(&world, "rights", &kubeconfig);
+    let wanted = "User \"nobody-special\" cannot list resource \"nodes\" in API group \"\" at the cluster scope";
+    until("it says which", || {
+        Gateway::ask("/readyz").text().contains(wanted)
+    });
+    let said = gateway.process.said();
+    assert!(said.contains("cannot list resource"), "{said}");
+}
+
+fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
+    let world = world();
+    let address = world.nodes[0].site.address().to_string();
+    let gateway = Gateway::start(&world, "claims", &world.cluster.account());
+    until("the nodes are known", Gateway::is_ready);
+    let target = format!("{address}:10250");
+    let answer = gateway.connect(&target);
+    assert!(answer.contains("edge-1 is not connected"), "{answer}");
+    let cloud = super::world::net::CLOUD.to_string();
+    node(
+        &world,
+        "evil-1",
+        true,
+        &[&address, &cloud, "127.0.0.1", "169.254.169.254"],
+    );
+    soon("nobody has the address any more", || {
+        let answer = gateway.connect(&target);
+        answer.starts_with("HTTP/1.1 421 ") && answer.contains("edge-1, evil-1")
+    });
+    let answer = gateway.connect(&format!("{cloud}:6443"));
+    assert!(
+        answer.starts_with("HTTP/1.1 421 "),
+        "of cloud-1 too: {answer}"
+    );
+    for own in ["127.0.0.1:10265", "169.254.169.254:80"] {
+        let answer = gateway.connect(own);
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{own}: {answer}");
+    }
+    // By name all stay reachable.
+    let answer = gateway.connect("edge-1:10250");
+    assert!(answer.contains("edge-1 is not connected"), "{answer}");
+    delete(&world, "evil-1");
+    soon("edge-1 has it back", || {
+        gateway.connect(&target).contains("edge-1 is not connected")
+    });
+}
+
+fn thousands_of_nodes_are_known_in_seconds() {
+    let world = world();
+    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    let count: u64 = if full { 5_000 } else { 1_200 };
+    let list: Vec<Value> = (0..count)
+        .map(|number| {
+            json!({
+                "apiVersion": "v1", "kind": "Node",
+                "metadata": { "name": format!("many-{number}"), "labels": { "causeway.io/edge": "true" } },
+                "status": { "addresses": [{
+                    "type": "InternalIP",
+                    "address": format!("10.{}.{}.{}", 100 + number / 62_500, number / 250 % 250, number % 250 + 1),
+                }] },
+            })
+        })
+        .collect();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": list });
+    let create = world.cluster.kubectl("create --validate=false -f -");
+    let create = create
+        .input(list.to_string())
+        .within(Duration::from_mins(5));
+    create.run().ok();
+    let gateway = Gateway::start(&world, "many", &world.cluster.account());
+    let known = within(Duration::from_secs(30), || {
+        Gateway::nodes() == (2 + count, 1)
+    });
+    assert!(known, "{:?} of {count}", Gateway::nodes());
+    let status = fs::read_to_string(format!("/proc/{}/status", gateway.process.id())).unwrap();
+    let memory = status
+        .lines()
+        .find(|line| line.starts_with("VmRSS"))
+        .unwrap();
+    println!("{count} nodes: {memory}");
+    let kib: u64 = memory.split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!(kib < 200 << 10, "{memory}");
+    world
+        .cluster
+        .kubectl("delete nodes -l causeway.io/edge=true --field-selector metadata.name!=edge-1,metadata.name!=edge-2 --wait=false")
+        .within(Duration::from_mins(5))
+        .run()
+        .ok();
+    until("they are gone", || Gateway::nodes() == (2, 1));
+}
