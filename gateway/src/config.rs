@@ -4,6 +4,7 @@
 //! reference in the README. Neither files nor the environment are read here (the binary
 //! does that); `validate` finds what no type can express, all of it at once.
 
+mod dns;
 mod front;
 pub(crate) mod identity_headers;
 mod jwt;
@@ -21,6 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
+pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
@@ -40,6 +42,9 @@ pub struct Config {
     pub admin: Admin,
     /// Where callers arrive. Without this key: one `https` front on 0.0.0.0:10263 for callers with a certificate of the own CA.
     pub fronts: Vec<Front>,
+    /// The DNS server that answers names of nodes; without this key there is none.
+    #[serde(skip_serializing_if = "Given::is_absent")]
+    pub dns: Given<Dns>,
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
     #[serde(skip_serializing_if = "Given::is_absent")]
     pub policy: Given<PathBuf>,
@@ -67,6 +72,7 @@ impl Default for Config {
             tunnel: Tunnel::default(),
             admin: Admin::default(),
             fronts: vec![Front::https()],
+            dns: Given::default(),
             policy: Given::default(),
             kubernetes: None,
             limits: Limits::default(),

@@ -2,7 +2,7 @@
 //!
 //! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
 //! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere. Beside it, `jwks`
-//! fetches the keys by which callers prove who they are.
+//! fetches the keys by which callers prove who they are, and `dns` tells callers where nodes are to be had.
 
 pub mod enrol;
 pub mod expel;
@@ -12,6 +12,8 @@ pub mod admit;
 pub mod ledger;
 
 pub mod jwks;
+
+pub mod dns;
 
 pub mod admin;
 

@@ -19,6 +19,7 @@ use crate::{
     control::{
         admin,
         admit::Admission,
+        dns,
         drain::{self, Hold, Readiness},
         http,
     },
@@ -195,6 +196,7 @@ pub struct Bound {
     tunnel: listener::Bound,
     admin: listener::Bound,
     admin_app: admin::App,
+    dns: Option<dns::Bound>,
     reloader: Reloader,
     readiness: Readiness,
     /// Asks fronts and connections to finish.
@@ -220,6 +222,8 @@ pub struct Addresses {
     pub tunnel: SocketAddr,
     /// The admin listener.
     pub admin: SocketAddr,
+    /// The DNS server, if there is one.
+    pub dns: Option<SocketAddr>,
     /// The fronts by name; unix sockets have no address.
     pub fronts: Vec<(String, Option<SocketAddr>)>,
 }
@@ -245,6 +249,7 @@ impl Bound {
         Addresses {
             tunnel: tcp(&self.tunnel),
             admin: tcp(&self.admin),
+            dns: self.dns.as_ref().and_then(dns::Bound::local_addr),
             fronts: self.reloader.parts().fronts.addresses(),
         }
     }
@@ -298,12 +303,20 @@ impl Bound {
         control.spawn_on(runtime, info_span!("admission"), admission);
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
+        if let Some(bound) = self.dns {
+            let names = self.reloader.parts().names.clone();
+            let answering = dns::run(bound, names, closing.clone());
+            control.spawn_on(runtime, info_span!("dns"), answering);
+        }
         let renewals = Tasks::default();
         renewals.spawn_on(
             runtime,
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),
         );
+        if let Some(address) = addresses.dns {
+            tracing::info!(%address, "names of nodes are answered");
+        }
         self.readiness.ready();
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 

@@ -90,6 +90,8 @@ declare! {
     tunnel_round_trip_seconds: Family<[Label; 1], Seconds>,
     /// Bytes that wait here, of answers for callers and of uploads for apps, when each was last looked at.
     unread_bytes: Gauge,
+    /// Questions by DNS, by what was found.
+    dns_queries: Family<[Label; 1], Counter>,
     /// Whether the gateway drains.
     draining: Gauge,
     /// Fetches of the keys of issuers of JWTs, by outcome.
@@ -206,6 +208,12 @@ impl Metrics {
     pub fn jwks_fetched(&self, well: bool) {
         let labels = [("outcome", if well { "ok" } else { "failed" })];
         self.declared.jwks_fetches.get_or_create(&labels).inc();
+    }
+
+    /// A question by DNS was answered, or not worth an answer.
+    pub fn dns_query(&self, outcome: &'static str) {
+        let labels = [("outcome", outcome)];
+        self.declared.dns_queries.get_or_create(&labels).inc();
     }
 
     /// What waits unread now, in bytes.

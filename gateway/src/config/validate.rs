@@ -24,6 +24,9 @@ impl Validate for Config {
                 "names nobody whose edges are let in; give a file of CA certificates",
             );
         }
+        if let Some(dns) = &self.dns.0 {
+            dns.validate(&self.front_addresses(), &mut faults);
+        }
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
             let path = format!("fronts[{index}]");
@@ -102,6 +105,9 @@ impl Config {
         let mut listeners = Listeners::default();
         listeners.add("tunnel.listen", "tunnel.listen", self.tunnel.listen, faults);
         listeners.add("admin.listen", "admin.listen", self.admin.listen, faults);
+        if let Some(dns) = &self.dns.0 {
+            listeners.add("dns.listen", "dns.listen", dns.listen, faults);
+        }
         for (index, front) in self.fronts.iter().enumerate() {
             let path = format!("fronts[{index}].listen");
             let name = format!("front \"{}\"", front.name);

@@ -16,6 +16,7 @@ use crate::{
     control::{
         admin,
         admit::Admission,
+        dns::{self, Names, Zones},
         drain::Readiness,
         enrol,
         expel::{self, Roll},
@@ -105,6 +106,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods)));
+    let (dns, names) = dns(&config, &shared)?;
     let port = (&config.tunnel, base.given.clone());
     let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
@@ -123,6 +125,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         fronts,
         identity,
         advertised,
+        names,
         registry: shared.registry.clone(),
         metrics: shared.metrics.clone(),
     });
@@ -142,6 +145,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         tunnel,
         admin,
         admin_app,
+        dns,
         reloader,
         readiness,
         ending,
@@ -264,6 +268,19 @@ pub(super) fn bind(what: &str, listen: &Listen) -> Result<listener::Bound, BindE
         listen: listen.to_string(),
         cause,
     })
+}
+
+fn dns(config: &Config, shared: &Shared) -> Result<(Option<dns::Bound>, Names), BindError> {
+    let bound = config.dns.0.as_ref().map(|dns| {
+        dns::Bound::at(dns.listen).map_err(|cause| BindError::Listen {
+            what: "the DNS server".to_owned(),
+            listen: dns.listen.to_string(),
+            cause,
+        })
+    });
+    let zones = Zones::of(config).map_err(BindError::Name)?;
+    let names = Names::new(zones, shared.nodes.clone(), shared.metrics.clone());
+    Ok((bound.transpose()?, names))
 }
 
 fn admission(

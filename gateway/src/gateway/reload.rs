@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     config::{self, Config},
+    control::dns::{Names, Zones},
     metrics::Metrics,
     state::{Advertised, Registry},
 };
@@ -33,6 +34,7 @@ pub(super) struct Parts {
     pub(super) fronts: Arc<Fronts>,
     pub(super) identity: Identity,
     pub(super) advertised: Advertised,
+    pub(super) names: Names,
     pub(super) registry: Registry,
     pub(super) metrics: Arc<Metrics>,
 }
@@ -44,6 +46,7 @@ pub struct Prepared<'a> {
     fronts: Plan<'a>,
     identity: Next,
     advertised: Vec<String>,
+    zones: Option<Zones>,
     at_restart: Vec<&'static str>,
 }
 
@@ -56,6 +59,8 @@ pub struct Changed {
     pub identity: bool,
     /// Whether edges were told other addresses.
     pub advertised: bool,
+    /// Whether names of nodes are answered otherwise (`dns`).
+    pub dns: bool,
     /// Keys that differ from what the gateway began with, and wait for its next start.
     pub at_restart: Vec<&'static str>,
 }
@@ -82,6 +87,7 @@ impl Reloader {
                 ..config.tunnel.clone()
             })?,
             advertised: advertised(&config.tunnel, parts.tunnel),
+            zones: zones(&parts.began, config)?,
             at_restart: at_restart(&parts.began, config),
             parts,
         })
@@ -121,12 +127,14 @@ impl Prepared<'_> {
         if advertised {
             tell(&parts.registry, &parts.advertised);
         }
+        let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let fronts = self.fronts.apply(rules);
         parts.metrics.reloaded(true);
         Changed {
             fronts,
             identity,
             advertised,
+            dns,
             at_restart: self.at_restart,
         }
     }
@@ -143,6 +151,13 @@ fn tell(registry: &Registry, advertised: &Advertised) {
     }
 }
 
+/// What names are to be answered with. A server that goes, or comes, at the next start stays as it is until then.
+fn zones(began: &Config, now: &Config) -> Result<Option<Zones>, BindError> {
+    let stays = began.dns.0.is_some() && now.dns.0.is_some();
+    let zones = stays.then(|| Zones::of(now)).transpose();
+    zones.map_err(BindError::Name)
+}
+
 fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     // Of the tunnel port only who is told of it changes while it is there, and what the files say that it goes by.
     let tunnel = |config: &Config| config::Tunnel {
@@ -152,6 +167,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ..config.tunnel.clone()
     };
     let given = |config: &Config| config.tunnel.identity.is_some();
+    let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
     let keys = [
         ("data_dir", began.data_dir != now.data_dir),
         ("cores", began.cores != now.cores),
@@ -159,6 +175,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("tunnel.identity", given(began) != given(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),
+        ("dns.listen", answers(began) != answers(now)),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),
         ("access_log", began.access_log != now.access_log),
@@ -198,6 +215,9 @@ impl fmt::Display for Changed {
         }
         if self.advertised {
             f.write_str("; edges are told other addresses")?;
+        }
+        if self.dns {
+            f.write_str("; names of nodes are answered otherwise")?;
         }
         if !self.at_restart.is_empty() {
             write!(

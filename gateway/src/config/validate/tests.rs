@@ -292,3 +292,48 @@ fn an_identity_that_lets_nobody_in_is_a_fault() {
     let files = ["a.pem", "a.key", "ca.pem"].map(PathBuf::from);
     assert!(files.iter().all(|file| config.files().contains(file)));
 }
+
+#[test]
+fn names_mean_what_is_said_or_where_all_fronts_listen_and_nothing_is_guessed() {
+    let config = |addresses: Value, listens: &[&str]| {
+        let front = |(index, listen): (usize, &&str)| json!({ "name": index.to_string(), "kind": "https", "listen": listen });
+        let fronts: Vec<Value> = listens.iter().enumerate().map(front).collect();
+        json!({ "dns": { "zones": ["."], "addresses": addresses }, "fronts": fronts })
+    };
+    let named = |config: Value| {
+        let config: Config = serde_json::from_value(config).unwrap();
+        assert_eq!(config.validate(), []);
+        let named = config.named_addresses();
+        named.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let wild = ["0.0.0.0:1", "127.0.0.1:2"];
+    one_fault(config(json!([]), &wild), "dns.addresses", "all addresses");
+    one_fault(config(json!(["::"]), &wild), "dns.addresses[0]", "reach");
+    one_fault(config(json!([]), &[]), "dns.addresses", "is not known");
+    let said = json!(["10.0.0.2", "fd00::2", "::ffff:10.0.0.2"]);
+    assert_eq!(named(config(said, &wild)), ["10.0.0.2", "fd00::2"]);
+    let definite = ["127.0.0.1:1", "10.0.0.7:1", "10.0.0.7:2"];
+    assert_eq!(named(config(json!([]), &definite)), ["10.0.0.7"]);
+    let local = ["127.0.0.1:1", "unix:/run/a"];
+    assert_eq!(named(config(json!([]), &local)), ["127.0.0.1"]);
+}
+
+#[test]
+fn the_dns_server_needs_zones_that_are_names_and_whole_seconds() {
+    let dns = |more: Value| {
+        let mut dns = json!({ "addresses": ["10.0.0.2"], "zones": ["Nodes.example.", "."] });
+        let more = more.as_object().unwrap().clone();
+        dns.as_object_mut().unwrap().extend(more);
+        json!({ "dns": dns })
+    };
+    assert_eq!(faults(dns(json!({}))), Vec::<String>::new());
+    one_fault(dns(json!({ "zones": [] })), "dns.zones", "no name");
+    for zone in ["", "a..b", "..", "no zone", &"a.".repeat(100)] {
+        one_fault(dns(json!({ "zones": [zone] })), "dns.zones[0]", "");
+    }
+    let twice = json!({ "zones": ["a.b", "A.b."] });
+    one_fault(dns(twice), "dns.zones[1]", "earlier");
+    one_fault(dns(json!({ "ttl": "1500ms" })), "dns.ttl", "whole seconds");
+    let taken = json!({ "listen": "127.0.0.1:10265" });
+    one_fault(dns(taken), "dns.listen", "admin.listen");
+}

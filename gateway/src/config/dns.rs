@@ -1,0 +1,134 @@
+//! The section `dns`: the server that answers names of nodes.
+//!
+//! It is there when the section is. What the name of an edge's node means is said here or follows from where the fronts
+//! listen, and is never guessed: a front on a wildcard address says nothing about how callers reach it.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use causeway_certs::NodeName;
+use causeway_config::{Faults, HumanAddress, HumanDuration, Listen};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Config;
+
+/// Longest zone: a node's name and the server's own have to find room in front of it.
+const MAX_ZONE: usize = 190;
+/// Answers that are kept for longer than this follow no edge any more.
+const MAX_TTL: Duration = Duration::from_hours(24);
+
+/// The DNS server of node names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Dns {
+    /// Address of the DNS server, for UDP and TCP.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+    /// Zones in which nodes have names, `NODE.ZONE`; `.` is for bare names, and for forwarders that ask somebody else about what is no node.
+    pub zones: Vec<String>,
+    /// What the name of an edge's node means: the addresses at which callers reach this gateway's fronts. Without it where these listen, if that is no wildcard.
+    pub addresses: Vec<IpAddr>,
+    /// How long an answer may be kept, in whole seconds.
+    #[serde(with = "HumanDuration")]
+    pub ttl: Duration,
+}
+
+impl Default for Dns {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 10253)),
+            zones: Vec::new(),
+            addresses: Vec::new(),
+            // A node that moves behind a tunnel, or out of there, is found where it is within this time.
+            ttl: Duration::from_secs(1),
+        }
+    }
+}
+
+impl Dns {
+    pub(super) fn validate(&self, fronts: &[IpAddr], faults: &mut Faults) {
+        if self.zones.is_empty() {
+            let nothing =
+                "no name would be answered; give a zone, such as [nodes.example.internal]";
+            faults.add("dns.zones", nothing);
+        }
+        let mut earlier = Vec::new();
+        for (index, zone) in self.zones.iter().enumerate() {
+            let path = format!("dns.zones[{index}]");
+            let plain = plain(zone);
+            match (plain.as_str(), NodeName::parse(&plain)) {
+                ("", _) if zone == "." => {}
+                (_, Err(error)) => faults.add(&path, error.to_string()),
+                (name, Ok(_)) if name.len() > MAX_ZONE => {
+                    let message = format!(
+                        "is longer than {MAX_ZONE} characters, and leaves no room for names"
+                    );
+                    faults.add(&path, message);
+                }
+                (_, Ok(_)) => {}
+            }
+            if earlier.contains(&plain) {
+                faults.add(&path, "is the same zone as an earlier one; remove it");
+            }
+            earlier.push(plain);
+        }
+        for (index, address) in self.addresses.iter().enumerate() {
+            if address.is_unspecified() || address.is_multicast() {
+                let message = format!("{address} is no address that a caller can reach");
+                faults.add(format!("dns.addresses[{index}]"), message);
+            }
+        }
+        if self.addresses.is_empty() && fronts.is_empty() {
+            let message = "what the name of an edge's node means is not known, since fronts listen on all addresses; \
+                           give those at which callers reach them";
+            faults.add("dns.addresses", message);
+        }
+        if self.ttl.subsec_nanos() != 0 || self.ttl > MAX_TTL {
+            faults.add("dns.ttl", "must be whole seconds, from 0s to 1day");
+        }
+    }
+}
+
+/// A zone without the root's dot and in lower case; the root is empty.
+fn plain(zone: &str) -> String {
+    let zone = zone.strip_suffix('.').unwrap_or(zone);
+    zone.to_ascii_lowercase()
+}
+
+impl Config {
+    /// What the names of edges' nodes mean: `dns.addresses`, else where the fronts listen; empty where that says nothing.
+    pub fn named_addresses(&self) -> Vec<IpAddr> {
+        match &self.dns.0 {
+            Some(dns) if !dns.addresses.is_empty() => canonical(dns.addresses.iter().copied()),
+            _ => self.front_addresses(),
+        }
+    }
+
+    /// Where the fronts listen, if all of them say it. Loopback counts only where there is nothing else: beside fronts for
+    /// all callers there often are some for this machine.
+    pub(super) fn front_addresses(&self) -> Vec<IpAddr> {
+        let address = |listen: &Listen| match listen {
+            Listen::Tcp(address) => Some(address.ip()),
+            Listen::Unix(_) => None,
+        };
+        let listens = self.fronts.iter();
+        let all = canonical(listens.filter_map(|front| address(&front.listen)));
+        if all.iter().any(IpAddr::is_unspecified) {
+            return Vec::new();
+        }
+        let (local, public): (Vec<_>, Vec<_>) = all.into_iter().partition(IpAddr::is_loopback);
+        if public.is_empty() { local } else { public }
+    }
+}
+
+/// Each address once, IPv4 as IPv4.
+fn canonical(addresses: impl Iterator<Item = IpAddr>) -> Vec<IpAddr> {
+    let mut all = Vec::new();
+    for address in addresses.map(|address| address.to_canonical()) {
+        if !all.contains(&address) {
+            all.push(address);
+        }
+    }
+    all
+}

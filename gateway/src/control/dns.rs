@@ -1,0 +1,114 @@
+//! The DNS server of node names: a caller that knows no more than a node's name is led to this gateway.
+//!
+//! Owns the sockets, one for datagrams and one for connections on the same address, and counts what is asked. What is
+//! answered is `answer`'s, by the table of nodes as it is at that moment: nothing is kept here, so nothing is stale.
+//! Never stands in a request's way, never asks another server, and takes nothing but questions.
+
+mod answer;
+mod stream;
+mod udp;
+mod zones;
+
+pub use answer::{Found, Over, answer};
+pub use zones::Zones;
+
+use crate::{metrics::Metrics, state::Nodes};
+use arc_swap::ArcSwap;
+use causeway_tunnel::listener;
+use socket2::{Domain, Protocol, Type};
+use std::{
+    io,
+    net::{SocketAddr, UdpSocket},
+    sync::Arc,
+};
+use tokio_util::sync::CancellationToken;
+
+/// How often a port is looked for that is free for datagrams and connections, where the system chooses it.
+const TRIES: usize = 16;
+
+/// What answers: the zones, which a reload replaces, and the table of nodes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Names {
+    zones: Arc<ArcSwap<Zones>>,
+    nodes: Nodes,
+    metrics: Arc<Metrics>,
+}
+
+impl Names {
+    /// Answers for these zones, by this table.
+    pub fn new(zones: Zones, nodes: Nodes, metrics: Arc<Metrics>) -> Self {
+        Self {
+            zones: Arc::new(ArcSwap::from_pointee(zones)),
+            nodes,
+            metrics,
+        }
+    }
+
+    /// Other zones from now on; whether that is a change.
+    pub fn replace(&self, zones: Zones) -> bool {
+        let new = **self.zones.load() != zones;
+        self.zones.store(Arc::new(zones));
+        new
+    }
+
+    fn answer(&self, question: &[u8], over: Over) -> Option<Vec<u8>> {
+        let (found, bytes) = answer(question, over, (&self.zones.load(), &self.nodes));
+        self.metrics.dns_query(found.as_str());
+        bytes
+    }
+}
+
+/// Both sockets, which belong to no runtime yet.
+#[derive(Debug)]
+pub struct Bound {
+    udp: UdpSocket,
+    tcp: listener::Bound,
+}
+
+impl Bound {
+    /// Binds UDP and TCP at one address. An IPv6 wildcard takes IPv4 as well.
+    ///
+    /// # Errors
+    /// As the system says, most often that the address is in use.
+    pub fn at(address: SocketAddr) -> io::Result<Self> {
+        let tries = if address.port() == 0 { TRIES } else { 1 };
+        let mut bound = Self::once(address);
+        for _ in 1..tries {
+            if bound.is_ok() {
+                break;
+            }
+            bound = Self::once(address);
+        }
+        bound
+    }
+
+    fn once(address: SocketAddr) -> io::Result<Self> {
+        let tcp = listener::Bound::tcp(address)?;
+        // Where the system chooses the port it is the same for both.
+        let address = tcp.local_addr().unwrap_or(address);
+        let domain = Domain::for_address(address);
+        let udp = socket2::Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;
+        if address.is_ipv6() {
+            udp.set_only_v6(!address.ip().is_unspecified())?;
+        }
+        udp.bind(&address.into())?;
+        udp.set_nonblocking(true)?;
+        Ok(Self {
+            udp: udp.into(),
+            tcp,
+        })
+    }
+
+    /// The address, with the port that the system chose.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.tcp.local_addr()
+    }
+}
+
+/// Answers until `stop`.
+pub async fn run(bound: Bound, names: Names, stop: CancellationToken) {
+    tokio::join!(
+        udp::run(bound.udp, &names, &stop),
+        stream::run(bound.tcp, &names, &stop),
+    );
+}

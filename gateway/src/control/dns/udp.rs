@@ -1,0 +1,124 @@
+//! Questions by datagram.
+//!
+//! An answer leaves from the very address that was asked, or a client takes it for somebody else's: a socket on a wildcard
+//! address has to be told which (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any
+//! datagram may be, so that nobody's slow link holds up the next question.
+
+use super::{Names, Over};
+use nix::{
+    cmsg_space,
+    libc::{in_addr, in_pktinfo, in6_pktinfo},
+    sys::socket::{
+        ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg,
+        setsockopt, sockopt,
+    },
+};
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    net,
+    os::fd::AsRawFd,
+    time::Duration,
+};
+use tokio::{io::Interest, net::UdpSocket, time::sleep};
+use tokio_util::sync::CancellationToken;
+
+/// Longer questions are none: a name has 255 bytes at most.
+const QUESTION: usize = 4096;
+/// How long to wait when the machine is out of something.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The address that was asked.
+#[derive(Clone, Copy, Debug)]
+enum Asked {
+    V4(in_pktinfo),
+    V6(in6_pktinfo),
+}
+
+/// A question's length, who asks, and where.
+type Came = (usize, SockaddrStorage, Option<Asked>);
+
+pub(super) async fn run(socket: net::UdpSocket, names: &Names, stop: &CancellationToken) {
+    let socket = match attach(socket) {
+        Ok(socket) => socket,
+        Err(error) => {
+            tracing::error!(%error, "cannot answer DNS over UDP: the system does not take the socket");
+            return;
+        }
+    };
+    let mut buffer = [0; QUESTION];
+    let mut said = false;
+    loop {
+        let came = tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            came = socket.async_io(Interest::READABLE, || receive(&socket, &mut buffer)) => came,
+        };
+        match came {
+            Ok((length, from, asked)) => {
+                if let Some(answer) = names.answer(&buffer[..length], Over::Udp) {
+                    send(&socket, &answer, (&from, asked));
+                }
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut said, true) {
+                    tracing::warn!(%error, "cannot take questions, trying again");
+                }
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+fn attach(socket: net::UdpSocket) -> io::Result<UdpSocket> {
+    if socket.local_addr()?.is_ipv4() {
+        setsockopt(&socket, sockopt::Ipv4PacketInfo, &true)?;
+    } else {
+        setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true)?;
+    }
+    UdpSocket::from_std(socket)
+}
+
+fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<Came> {
+    let mut space = cmsg_space!(in_pktinfo, in6_pktinfo);
+    let mut parts = [IoSliceMut::new(buffer)];
+    let flags = MsgFlags::empty();
+    let message =
+        recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
+    let asked = message.cmsgs()?.find_map(|control| match control {
+        ControlMessageOwned::Ipv4PacketInfo(info) => Some(Asked::V4(in_pktinfo {
+            // The way back is the routing table's business.
+            ipi_ifindex: 0,
+            ipi_addr: in_addr { s_addr: 0 },
+            ..info
+        })),
+        ControlMessageOwned::Ipv6PacketInfo(info) => Some(Asked::V6(in6_pktinfo {
+            ipi6_ifindex: 0,
+            ..info
+        })),
+        _ => None,
+    });
+    let from = message.address.ok_or(io::ErrorKind::InvalidData)?;
+    Ok((message.bytes, from, asked))
+}
+
+fn send(socket: &UdpSocket, answer: &[u8], (to, asked): (&SockaddrStorage, Option<Asked>)) {
+    let from = match &asked {
+        Some(Asked::V4(info)) => Some(ControlMessage::Ipv4PacketInfo(info)),
+        Some(Asked::V6(info)) => Some(ControlMessage::Ipv6PacketInfo(info)),
+        None => None,
+    };
+    let sent = socket.try_io(Interest::WRITABLE, || {
+        let parts = [IoSlice::new(answer)];
+        let fd = socket.as_raw_fd();
+        Ok(sendmsg(
+            fd,
+            &parts,
+            from.as_slice(),
+            MsgFlags::empty(),
+            Some(to),
+        )?)
+    });
+    if let Err(error) = sent {
+        tracing::debug!(%error, "an answer was dropped");
+    }
+}
