@@ -8,6 +8,8 @@ mod world;
 
 mod routing;
 
+mod dns;
+
 mod errors;
 
 mod identity;

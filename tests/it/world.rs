@@ -117,6 +117,11 @@ impl World {
         self.gateway().addresses.admin
     }
 
+    /// The DNS server.
+    pub(crate) fn dns(&self) -> SocketAddr {
+        self.gateway().addresses.dns.expect("there is a DNS server")
+    }
+
     /// The world's CA.
     pub(crate) fn ca(&self) -> &Ca {
         &self.ca

@@ -190,6 +190,9 @@ impl Build {
         let addresses = bound.addresses();
         self.config.tunnel.listen = addresses.tunnel;
         self.config.admin.listen = addresses.admin;
+        if let (Some(dns), Some(address)) = (&mut self.config.dns.0, addresses.dns) {
+            dns.listen = address;
+        }
         self.config.fronts = placed(&config.fronts, &addresses);
         let stop = CancellationToken::new();
         let mut task = JoinSet::new();

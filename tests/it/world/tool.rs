@@ -50,10 +50,15 @@ pub(crate) fn have(tool: &str) -> bool {
         return true;
     }
     let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
-    assert!(!required, "needs {tool} (run .ci/setup)");
+    // What is built once, for minutes, is not built by a test.
+    let remedy = match tool {
+        "coredns" => "run tests/kube/assets/build",
+        _ => "run .ci/setup",
+    };
+    assert!(!required, "needs {tool} ({remedy})");
     let name = std::thread::current().name().unwrap_or("a test").to_owned();
     let mut stderr = std::io::stderr().lock();
-    writeln!(stderr, "{name}: skipped: needs {tool} (run .ci/setup)").unwrap();
+    writeln!(stderr, "{name}: skipped: needs {tool} ({remedy})").unwrap();
     false
 }
 
@@ -69,6 +74,8 @@ fn is_here(tool: &str) -> bool {
         // To bind files of its own over the system's, in a namespace.
         None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
         None if tool == netns::NEED => return netns::possible(),
+        None if tool == "coredns" => return coredns().is_some(),
+        None if tool == "dig" => (tool.as_ref(), &["-v"]),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
     };
@@ -92,15 +99,38 @@ fn python() -> PathBuf {
     if let Some(named) = env::var_os("CAUSEWAY_TEST_PYTHON") {
         return named.into();
     }
-    let folder = |name| env::var_os(name).filter(|value| !value.is_empty());
-    let cache = folder("CAUSEWAY_CACHE")
-        .map(PathBuf::from)
-        .or_else(|| folder("XDG_CACHE_HOME").map(|home| PathBuf::from(home).join("causeway")))
-        .or_else(|| folder("HOME").map(|home| PathBuf::from(home).join(".cache/causeway")));
-    cache
+    cache()
         .map(|cache| cache.join("python/bin/python3"))
         .filter(|python| python.exists())
         .unwrap_or_else(|| "python3".into())
+}
+
+/// What is kept between runs, outside the clone.
+fn cache() -> Option<PathBuf> {
+    named("CAUSEWAY_CACHE")
+        .or_else(|| named("XDG_CACHE_HOME").map(|home| home.join("causeway")))
+        .or_else(|| named("HOME").map(|home| home.join(".cache/causeway")))
+}
+
+fn named(variable: &str) -> Option<PathBuf> {
+    let value = env::var_os(variable).filter(|value| !value.is_empty());
+    value.map(PathBuf::from)
+}
+
+/// CoreDNS: that of `KUBEBUILDER_ASSETS`, else the newest that was built into the cache.
+pub(crate) fn coredns() -> Option<PathBuf> {
+    let in_folder = |folder: PathBuf| Some(folder.join("coredns")).filter(|path| path.exists());
+    if let Some(folder) = named("KUBEBUILDER_ASSETS") {
+        return in_folder(folder);
+    }
+    let built = std::fs::read_dir(cache()?.join("tools")).ok()?;
+    let built = built.filter_map(|entry| Some(entry.ok()?.path()));
+    let complete = built.filter(|folder| {
+        let name = folder.file_name().and_then(OsStr::to_str);
+        name.is_some_and(|name| name.starts_with("kube-")) && folder.join("complete").exists()
+    });
+    let made = |folder: &PathBuf| folder.metadata().and_then(|data| data.modified()).ok();
+    complete.max_by_key(made).and_then(in_folder)
 }
 
 /// A child about to be started.

@@ -1,0 +1,442 @@
+//! Names of nodes by DNS: real questions to a gateway, by dig and through a real CoreDNS.
+
+use crate::world::{
+    World,
+    gateway::loopback,
+    netns::{self, Street},
+    process::causeway,
+    tool::{Running, Tool, coredns, need},
+    until,
+};
+use causeway_gateway::config::Dns;
+use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream, UdpSocket},
+};
+
+const ZONE: &str = "nodes.example.internal";
+/// What the names of edges' nodes mean here.
+const FRONTS: [&str; 2] = ["192.0.2.20", "2001:db8::20"];
+/// The promise: an edge that joins has a name within this time.
+const FRESH: Duration = Duration::from_secs(1);
+
+fn dns() -> Dns {
+    Dns {
+        listen: loopback(),
+        zones: vec![ZONE.to_owned()],
+        addresses: FRONTS.iter().map(|text| text.parse().unwrap()).collect(),
+        ..Dns::default()
+    }
+}
+
+async fn world() -> World {
+    World::build()
+        .config(|config| config.dns = dns().into())
+        .start()
+        .await
+}
+
+/// What dig says when it asks `server` with these words, split at blanks.
+async fn dig(server: SocketAddr, line: &str) -> String {
+    let (at, port) = (format!("@{}", server.ip()), server.port().to_string());
+    let dig = Tool::new("dig").args([&at, "-p", &port, "+time=5", "+tries=1"]);
+    dig.args(line.split(' ')).run().await.ok().text()
+}
+
+/// The data of the answer alone, a line each.
+async fn short(server: SocketAddr, line: &str) -> String {
+    dig(server, &format!("+short {line}"))
+        .await
+        .trim_end()
+        .to_owned()
+}
+
+/// `NXDOMAIN`, and dig's other words.
+async fn status(server: SocketAddr, line: &str) -> String {
+    let said = dig(server, line).await;
+    let status = said
+        .split("status: ")
+        .nth(1)
+        .unwrap_or_else(|| panic!("{said}"));
+    status.split(',').next().unwrap().to_owned()
+}
+
+/// Whether the server still answers, over UDP and TCP.
+async fn assert_answers(server: SocketAddr) {
+    for over in ["+notcp", "+tcp"] {
+        let line = format!("{over} {ZONE} SOA");
+        assert!(short(server, &line).await.starts_with("ns.dns."), "{over}");
+    }
+}
+
+#[tokio::test]
+async fn an_edge_has_a_name_within_a_second_of_its_joining_and_keeps_it_while_it_is_away() {
+    need!("dig");
+    let world = world().await;
+    let (server, name) = (world.dns(), format!("edge-1.{ZONE}"));
+    assert_eq!(status(server, &name).await, "NXDOMAIN");
+    let mut edge = world.edge("edge-1").join().await;
+    let joined = Instant::now();
+    assert_eq!(short(server, &name).await, FRONTS[0]);
+    assert!(joined.elapsed() < FRESH, "{:?}", joined.elapsed());
+    assert_eq!(short(server, &format!("{name} AAAA")).await, FRONTS[1]);
+    assert_eq!(
+        short(server, &format!("+tcp EDGE-1.{ZONE}")).await,
+        FRONTS[0]
+    );
+    let said = dig(server, &name).await;
+    assert!(said.contains("flags: qr aa rd;"), "{said}");
+    assert!(said.contains("udp: 1232"), "{said}");
+
+    edge.stop().await;
+    world.until_tunnels("edge-1", 0).await;
+    assert_eq!(
+        short(server, &name).await,
+        FRONTS[0],
+        "the gateway says why"
+    );
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "edge")]), 5);
+    assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "none")]), 1);
+}
+
+#[tokio::test]
+async fn what_is_no_node_is_not_there_and_what_is_not_ours_is_refused() {
+    need!("dig");
+    let world = world().await;
+    let server = world.dns();
+    let said = dig(server, &format!("nobody.{ZONE}")).await;
+    assert!(said.contains("status: NXDOMAIN"), "{said}");
+    assert!(said.contains(&format!("{ZONE}.\t1\tIN\tSOA")), "{said}");
+    for (line, expected) in [
+        ("example.com", "REFUSED"),
+        ("+opcode=notify edge-1", "NOTIMP"),
+        ("+opcode=update edge-1", "NOTIMP"),
+        ("-c CH version.bind TXT", "REFUSED"),
+        (&format!("+edns=1 +noednsneg {ZONE} SOA"), "BADVERS"),
+    ] {
+        assert_eq!(status(server, line).await, expected, "{line}");
+    }
+    let said = dig(server, &format!("{ZONE} AXFR")).await;
+    assert!(said.contains("Transfer failed"), "{said}");
+    assert!(
+        short(server, &format!("+notcp {ZONE} ANY"))
+            .await
+            .contains("RFC8482")
+    );
+    assert_eq!(
+        short(server, &format!("{ZONE} NS")).await,
+        format!("ns.dns.{ZONE}.")
+    );
+}
+
+#[tokio::test]
+async fn an_answer_that_is_too_large_for_a_datagram_comes_over_tcp() {
+    need!("dig");
+    let many = (1..=100).map(|last| format!("192.0.2.{last}").parse().unwrap());
+    let dns = Dns {
+        addresses: many.collect(),
+        ..dns()
+    };
+    let world = World::build().config(|config| config.dns = dns.into());
+    let world = world.start().await;
+    let _edge = world.edge("edge-1").join().await;
+    let (server, name) = (world.dns(), format!("edge-1.{ZONE}"));
+    let cut = dig(server, &format!("+ignore {name}")).await;
+    assert!(
+        cut.contains("flags: qr aa tc rd;") && cut.contains("ANSWER: 0"),
+        "{cut}"
+    );
+    let whole = short(server, &name).await;
+    assert_eq!(whole.lines().count(), 100);
+}
+
+#[tokio::test]
+async fn an_answer_comes_from_the_address_that_was_asked() {
+    need!("dig");
+    for (listen, asked) in [
+        ("0.0.0.0:0", "127.0.0.2"),
+        ("[::]:0", "127.0.0.2"),
+        ("[::]:0", "::1"),
+    ] {
+        let dns = Dns {
+            listen: listen.parse().unwrap(),
+            ..dns()
+        };
+        let world = World::build().config(|config| config.dns = dns.into());
+        let world = world.start().await;
+        let asked = SocketAddr::new(asked.parse().unwrap(), world.dns().port());
+        // dig takes no answer from elsewhere.
+        assert_answers(asked).await;
+    }
+}
+
+#[tokio::test]
+async fn a_reload_changes_what_names_mean_and_says_what_waits_for_a_restart() {
+    need!("dig");
+    let mut world = world().await;
+    let _edge = world.edge("edge-1").join().await;
+    let server = world.dns();
+    let changed = world.reload(|config| {
+        let dns = config.dns.0.as_mut().unwrap();
+        dns.zones = vec!["other.test".to_owned(), ".".to_owned()];
+        dns.addresses = vec!["192.0.2.77".parse().unwrap()];
+        dns.ttl = Duration::from_secs(9);
+    });
+    let changed = changed.unwrap();
+    assert!(changed.dns && changed.at_restart.is_empty(), "{changed}");
+    for name in ["edge-1.other.test", "edge-1"] {
+        let said = dig(server, name).await;
+        assert!(said.contains("\t9\tIN\tA\t192.0.2.77"), "{name}: {said}");
+    }
+    assert_eq!(
+        status(server, &format!("edge-1.{ZONE}")).await,
+        "NXDOMAIN",
+        "a name below the root"
+    );
+    let again = world.reload(|_| {}).unwrap();
+    assert!(!again.dns, "{again}");
+    let moved = world.reload(|config| config.dns.0.as_mut().unwrap().listen.set_port(1));
+    assert_eq!(moved.unwrap().at_restart, ["dns.listen"]);
+    let gone = world.reload(|config| config.dns.0 = None).unwrap();
+    assert_eq!(gone.at_restart, ["dns.listen"]);
+    assert_eq!(
+        short(server, "edge-1").await,
+        "192.0.2.77",
+        "until then it stays"
+    );
+}
+
+#[tokio::test]
+async fn what_is_no_question_leaves_it_answering() {
+    need!("dig");
+    let world = world().await;
+    let server = world.dns();
+    let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    socket.connect(server).await.unwrap();
+    // A question for the zone's SOA, which is cut and spoilt.
+    let sound = question(ZONE);
+    let mut random = StdRng::seed_from_u64(8);
+    for round in 0..4000 {
+        let packet = spoilt(&sound, &mut random);
+        socket.send(&packet).await.unwrap();
+        if round % 500 == 0 {
+            assert_answers(server).await;
+        }
+    }
+    for _ in 0..300 {
+        let mut stream = TcpStream::connect(server).await.unwrap();
+        let packet = spoilt(&sound, &mut random);
+        // Half of them say another length than theirs.
+        let length = if random.random() {
+            packet.len() as u16
+        } else {
+            random.random()
+        };
+        let _ = stream.write_all(&length.to_be_bytes()).await;
+        let _ = stream.write_all(&packet).await;
+    }
+    assert_answers(server).await;
+    let metrics = world.metrics().await;
+    assert!(metrics.sum("dns_queries_total", &[("outcome", "malformed")]) > 1000);
+    let mut last = [0; 4096];
+    while let Ok(length) = socket.try_recv(&mut last) {
+        assert!(length <= 1232, "nobody gets more than fits");
+    }
+}
+
+/// A question for the SOA of a zone.
+fn question(zone: &str) -> Vec<u8> {
+    let mut bytes = vec![0, 8, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    for label in zone.split('.') {
+        bytes.push(u8::try_from(label.len()).unwrap());
+        bytes.extend_from_slice(label.as_bytes());
+    }
+    bytes.extend_from_slice(&[0, 0, 6, 0, 1]);
+    bytes
+}
+
+/// A sound question, cut; with some bytes changed; or nothing but noise.
+fn spoilt(sound: &[u8], random: &mut StdRng) -> Vec<u8> {
+    let mut packet = sound.to_vec();
+    match random.random_range(0..3) {
+        0 => packet.truncate(random.random_range(0..sound.len())),
+        1 => {
+            for _ in 0..random.random_range(1..8) {
+                let place = random.random_range(0..packet.len());
+                packet[place] = random.random();
+            }
+        }
+        _ => {
+            packet = vec![0; random.random_range(0..1500)];
+            random.fill_bytes(&mut packet);
+        }
+    }
+    packet
+}
+
+#[tokio::test]
+async fn connections_that_say_nothing_keep_nobody_from_asking() {
+    need!("dig");
+    let world = world().await;
+    let server = world.dns();
+    let mut held = Vec::new();
+    for _ in 0..400 {
+        held.push(TcpStream::connect(server).await.unwrap());
+    }
+    let line = format!("+notcp {ZONE} SOA");
+    assert!(short(server, &line).await.starts_with("ns.dns."));
+    until("those beyond the limit are closed at once", async || {
+        world
+            .metrics()
+            .await
+            .sum("limits_reached_total", &[("limit", "dns_connections")])
+            >= 100
+    })
+    .await;
+    // Those that came when many were there are closed within a second or two, with all that they hold.
+    until("somebody else is served over TCP", async || {
+        answered(server).await
+    })
+    .await;
+    drop(held);
+}
+
+/// Whether a question over TCP is answered.
+async fn answered(server: SocketAddr) -> bool {
+    let question = question(ZONE);
+    let length = u16::try_from(question.len()).unwrap();
+    let asked = async {
+        let mut stream = TcpStream::connect(server).await?;
+        stream
+            .write_all(&[&length.to_be_bytes()[..], &question].concat())
+            .await?;
+        stream.read_u16().await
+    };
+    asked.await.is_ok_and(|length| length > 12)
+}
+
+#[tokio::test]
+async fn several_questions_come_over_one_connection_and_in_pieces() {
+    let world = world().await;
+    let mut stream = TcpStream::connect(world.dns()).await.unwrap();
+    let mut framed = question(ZONE);
+    let length = u16::try_from(framed.len()).unwrap();
+    framed.splice(0..0, length.to_be_bytes());
+    let twice = framed.repeat(2);
+    for piece in twice.chunks(7) {
+        stream.write_all(piece).await.unwrap();
+    }
+    for _ in 0..2 {
+        let length = stream.read_u16().await.unwrap();
+        let mut answer = vec![0; usize::from(length)];
+        stream.read_exact(&mut answer).await.unwrap();
+        assert_eq!(answer[..2], [0, 8], "the id of the question");
+        assert_eq!(answer[3] & 0x0f, 0, "no error");
+    }
+}
+
+#[tokio::test]
+async fn names_are_answered_while_the_gateway_drains() {
+    need!("dig");
+    let build = World::build().config(|config| {
+        config.dns = dns().into();
+        config.timeouts.drain = Duration::from_mins(1);
+    });
+    let mut world = build.start().await;
+    let _edge = world.edge("edge-1").join().await;
+    let server = world.dns();
+    world.drain_gateway();
+    until("it drains", async || {
+        world.admin_text("/readyz").await.0 == 503
+    })
+    .await;
+    assert_eq!(short(server, &format!("edge-1.{ZONE}")).await, FRONTS[0]);
+    world.kill_gateway().await;
+    let again = UdpSocket::bind(server).await;
+    assert!(again.is_ok(), "the socket goes with the gateway: {again:?}");
+}
+
+#[tokio::test]
+async fn a_port_that_is_taken_is_named() {
+    let taken = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let folder = tempfile::tempdir().unwrap();
+    let init = causeway("ca init --data-dir data").within(folder.path());
+    init.run().await.ok();
+    let gateway = causeway(
+        "gateway --data-dir data --tunnel-listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --fronts [] \
+         --dns-zones . --dns-addresses 192.0.2.20",
+    );
+    let gateway = gateway.flag("--dns-listen", &address).within(folder.path());
+    let said = gateway.run().await.with_code(1).stderr;
+    let expected = format!("the DNS server cannot listen on {address}: ");
+    assert!(said.contains(&expected), "{said}");
+}
+
+/// A CoreDNS on this port of loopback that forwards `ZONE` to the gateway, with further plugins.
+async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, SocketAddr) {
+    let at = SocketAddr::from(([127, 0, 0, 1], port));
+    let gateway = world.dns();
+    let file = world.write(&format!(
+        "{ZONE}:{port} {{\n bind 127.0.0.1\n {plugins}\n forward . {gateway}\n}}\n"
+    ));
+    let tool = Tool::new(coredns().unwrap());
+    let running = tool.args(["-conf".as_ref(), file.as_os_str()]).start();
+    until("CoreDNS answers", async || answered(at).await).await;
+    (running, at)
+}
+
+/// A port that was free a moment ago: CoreDNS takes no `0`.
+async fn free() -> u16 {
+    let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    free.local_addr().unwrap().port()
+}
+
+#[tokio::test]
+async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
+    need!("dig", "coredns");
+    let world = world().await;
+    let name = format!("edge-1.{ZONE}");
+    let (_plain, plain) = forwarding(&world, free().await, "").await;
+    let (_caching, caching) = forwarding(&world, free().await, "cache 30").await;
+    for server in [plain, caching] {
+        assert_eq!(status(server, &name).await, "NXDOMAIN");
+    }
+    let _edge = world.edge("edge-1").join().await;
+    let joined = Instant::now();
+    assert_eq!(short(plain, &name).await, FRONTS[0]);
+    assert!(joined.elapsed() < FRESH, "{:?}", joined.elapsed());
+    let over_tcp = format!("+tcp {name} AAAA");
+    assert_eq!(short(plain, &over_tcp).await, FRONTS[1]);
+    assert_eq!(status(plain, "example.com").await, "REFUSED");
+    // It keeps for 5 s whatever the answer says.
+    until(
+        "the cache has forgotten that there was no such name",
+        async || short(caching, &name).await == FRONTS[0],
+    )
+    .await;
+}
+
+/// Its own network, since `resolv.conf` has no place for a port.
+#[tokio::test]
+async fn a_resolver_that_is_pointed_at_coredns_resolves_the_bare_name_of_a_node() {
+    need!(netns::NEED, "mounts", "coredns");
+    let _street = Street::new();
+    let world = world().await;
+    let _edge = world.edge("edge-1").join().await;
+    let _coredns = forwarding(&world, 53, "").await;
+    let resolv = world.write(&format!("nameserver 127.0.0.1\nsearch {ZONE}\n"));
+    let script = r#"mount --bind "$0" /etc/resolv.conf && exec getent -s dns ahostsv4 "$1""#;
+    for name in ["edge-1", "EDGE-1", "edge-1.nodes.example.internal"] {
+        let asked = Tool::new("unshare").args(["--mount", "sh", "-c", script]);
+        let said = asked.args([resolv.as_os_str(), name.as_ref()]).run().await;
+        let said = said.ok().text();
+        assert!(said.starts_with(FRONTS[0]), "{name}: {said}");
+    }
+}
