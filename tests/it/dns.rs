@@ -1,4 +1,4 @@
-//! Names of nodes by DNS: real questions to a gateway, by dig and through a real CoreDNS.
+//! Names of nodes by DNS: real questions to a gateway, by dig and through a real `CoreDNS`.
 
 use crate::world::{
     World,
@@ -234,7 +234,7 @@ async fn what_is_no_question_leaves_it_answering() {
         let packet = spoilt(&sound, &mut random);
         // Half of them say another length than theirs.
         let length = if random.random() {
-            packet.len() as u16
+            u16::try_from(packet.len()).unwrap()
         } else {
             random.random()
         };
@@ -379,7 +379,7 @@ async fn a_port_that_is_taken_is_named() {
     assert!(said.contains(&expected), "{said}");
 }
 
-/// A CoreDNS on this port of loopback that forwards `ZONE` to the gateway, with further plugins.
+/// A `CoreDNS` on this port of loopback that forwards `ZONE` to the gateway, with further plugins.
 async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, SocketAddr) {
     let at = SocketAddr::from(([127, 0, 0, 1], port));
     let gateway = world.dns();
@@ -392,7 +392,7 @@ async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, Socket
     (running, at)
 }
 
-/// A port that was free a moment ago: CoreDNS takes no `0`.
+/// A port that was free a moment ago: `CoreDNS` takes no `0`.
 async fn free() -> u16 {
     let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
     free.local_addr().unwrap().port()

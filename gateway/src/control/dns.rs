@@ -23,6 +23,8 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
+/// Longer questions are none: a name has 255 bytes at most.
+const QUESTION: usize = 4096;
 /// How often a port is looked for that is free for datagrams and connections, where the system chooses it.
 const TRIES: usize = 16;
 

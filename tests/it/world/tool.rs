@@ -117,7 +117,7 @@ fn named(variable: &str) -> Option<PathBuf> {
     value.map(PathBuf::from)
 }
 
-/// CoreDNS: that of `KUBEBUILDER_ASSETS`, else the newest that was built into the cache.
+/// `CoreDNS`: that of `KUBEBUILDER_ASSETS`, else the newest that was built into the cache.
 pub(crate) fn coredns() -> Option<PathBuf> {
     let in_folder = |folder: PathBuf| Some(folder.join("coredns")).filter(|path| path.exists());
     if let Some(folder) = named("KUBEBUILDER_ASSETS") {

@@ -7,7 +7,7 @@
 use super::zones::{NEGATIVE, Zone, Zones};
 use crate::state::nodes::{Nodes, Place};
 use hickory_proto::{
-    op::{Edns, Header, Message, MessageType, Metadata, OpCode, ResponseCode},
+    op::{Edns, Header, HeaderCounts, Message, MessageType, Metadata, OpCode, ResponseCode},
     rr::{
         DNSClass, Name, RData, Record, RecordType,
         rdata::{A, AAAA, HINFO},
@@ -84,9 +84,8 @@ pub fn answer(
     if head.op_code != OpCode::Query {
         return (Found::Refused, bare(&head, ResponseCode::NotImp));
     }
-    // Before the rest is read: room is made for as many questions as the head promises.
-    let one = head.counts.queries == 1;
-    let Some(query) = one.then(|| Message::from_vec(question).ok()).flatten() else {
+    let plain = is_plain(head.counts);
+    let Some(query) = plain.then(|| Message::from_vec(question).ok()).flatten() else {
         return (Found::Malformed, bare(&head, ResponseCode::FormErr));
     };
     let mut reply = begun(&query);
@@ -103,6 +102,12 @@ pub fn answer(
         bytes = reply.truncate().to_vec().ok();
     }
     (found, bytes)
+}
+
+/// Whether there is one question, and beside it at most what may stand there: the SOA of a transfer, EDNS and a
+/// signature. Seen before the rest is read, which takes room and time for as many records as the head promises.
+fn is_plain(counts: HeaderCounts) -> bool {
+    counts.queries == 1 && counts.answers == 0 && counts.authorities <= 1 && counts.additionals <= 2
 }
 
 /// Nothing but a head.

@@ -4,7 +4,7 @@
 //! taken. When half of the permits are out, connections that rest are closed sooner, and beyond the last one new ones at
 //! once: whoever holds them keeps nobody from asking by datagram.
 
-use super::{Names, Over};
+use super::{Names, Over, QUESTION};
 use causeway_tunnel::{listener::Bound, socket::Socket, task::Tasks};
 use std::{io, sync::Arc, time::Duration};
 use tokio::{
@@ -77,9 +77,12 @@ async fn serve(
             // Nothing more to ask, or nothing for too long.
             Err(_) => return Ok(()),
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
-            Ok(length) => length?,
+            Ok(length) => usize::from(length?),
         };
-        let mut question = vec![0; usize::from(length)];
+        if length > QUESTION {
+            return Ok(());
+        }
+        let mut question = vec![0; length];
         timeout(TRANSFER, socket.read_exact(&mut question)).await??;
         let Some(answer) = names.answer(&question, Over::Tcp) else {
             return Ok(());

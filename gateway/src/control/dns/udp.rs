@@ -4,7 +4,7 @@
 //! address has to be told which (`IP_PKTINFO`). An answer that the system does not take at once is dropped, as any
 //! datagram may be, so that nobody's slow link holds up the next question.
 
-use super::{Names, Over};
+use super::{Names, Over, QUESTION};
 use nix::{
     cmsg_space,
     libc::{in_addr, in_pktinfo, in6_pktinfo},
@@ -22,8 +22,6 @@ use std::{
 use tokio::{io::Interest, net::UdpSocket, time::sleep};
 use tokio_util::sync::CancellationToken;
 
-/// Longer questions are none: a name has 255 bytes at most.
-const QUESTION: usize = 4096;
 /// How long to wait when the machine is out of something.
 const PAUSE: Duration = Duration::from_millis(100);
 

@@ -324,6 +324,13 @@ fn only_questions_are_answered_and_what_cannot_be_read_gets_less_than_it_sent() 
         several[4..6].copy_from_slice(&[count, count]);
         assert_malformed(&desk, &several);
     }
+    for (place, most) in [(7, 0), (9, 1), (11, 2)] {
+        let mut records = bytes.clone();
+        records[place] = most + 1;
+        // The root, A, IN, no data: as short as a record is.
+        records.extend_from_slice(&[0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0].repeat(3));
+        assert_malformed(&desk, &records);
+    }
     for length in 0..bytes.len() {
         assert_malformed(&desk, &bytes[..length]);
     }

@@ -1,0 +1,65 @@
+//! A question by DNS: whatever it says, an answer is one, to that question, and no larger than fits.
+
+#![no_main]
+
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    Config,
+    config::Dns,
+    control::dns::{Found, Over, Zones, answer},
+    state::{Node, Nodes, NodesWriter},
+};
+use hickory_proto::op::{Message, MessageType, ResponseCode};
+use libfuzzer_sys::fuzz_target;
+use std::sync::LazyLock;
+
+static TABLES: LazyLock<(Zones, Nodes)> = LazyLock::new(|| {
+    let many = (0..60).flat_map(|last| [format!("192.0.2.{last}"), format!("2001:db8::{last}")]);
+    let dns = Dns {
+        zones: vec![".".to_owned(), "nodes.example".to_owned()],
+        addresses: many.map(|text| text.parse().expect("an address")).collect(),
+        ..Dns::default()
+    };
+    let config = Config {
+        dns: dns.into(),
+        ..Config::default()
+    };
+    let nodes = NodesWriter::default();
+    for name in ["edge-1", "edge-1.site-a"] {
+        let name = NodeName::parse(name).expect("a node's name");
+        nodes.put(name, Node::default());
+    }
+    (Zones::of(&config).expect("zones"), nodes.reader())
+});
+
+fuzz_target!(|question: &[u8]| {
+    let (zones, nodes) = &*TABLES;
+    for (over, limit) in [(Over::Udp, 1232), (Over::Tcp, 65_535)] {
+        let (found, Some(bytes)) = answer(question, over, (zones, nodes)) else {
+            continue;
+        };
+        assert!(
+            question.len() >= 12 && question[2] & 0x80 == 0,
+            "an answer is not answered"
+        );
+        assert!(bytes.len() <= limit);
+        let said = Message::from_vec(&bytes).expect("an answer can be read");
+        assert_eq!(bytes[..2], question[..2], "the id");
+        assert_eq!(said.message_type, MessageType::Response);
+        assert!(!said.recursion_available);
+        match found {
+            Found::Malformed => assert_eq!(
+                (bytes.len(), said.response_code),
+                (12, ResponseCode::FormErr)
+            ),
+            Found::Edge => {
+                assert!(said.authoritative && said.response_code == ResponseCode::NoError)
+            }
+            Found::None => assert_eq!(said.response_code, ResponseCode::NXDomain),
+            Found::Refused => {
+                assert!(said.answers.is_empty() && said.response_code != ResponseCode::NoError)
+            }
+            Found::Elsewhere | Found::Zone => {}
+        }
+    }
+});
