@@ -2,6 +2,7 @@
 
 use crate::world::{
     World,
+    app::App,
     gateway::loopback,
     netns::{self, Street},
     process::causeway,
@@ -11,7 +12,9 @@ use crate::world::{
 use causeway_gateway::config::Dns;
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 use std::{
+    ffi::OsStr,
     net::SocketAddr,
+    path::Path,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -379,17 +382,22 @@ async fn a_port_that_is_taken_is_named() {
     assert!(said.contains(&expected), "{said}");
 }
 
-/// A `CoreDNS` on this port of loopback that forwards `ZONE` to the gateway, with further plugins.
-async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, SocketAddr) {
+/// A `CoreDNS` of this configuration on this port of loopback.
+async fn running(world: &World, port: u16, corefile: &str) -> (Running, SocketAddr) {
     let at = SocketAddr::from(([127, 0, 0, 1], port));
-    let gateway = world.dns();
-    let file = world.write(&format!(
-        "{ZONE}:{port} {{\n bind 127.0.0.1\n {plugins}\n forward . {gateway}\n}}\n"
-    ));
+    let file = world.write(corefile);
     let tool = Tool::new(coredns().unwrap());
     let running = tool.args(["-conf".as_ref(), file.as_os_str()]).start();
-    until("CoreDNS answers", async || answered(at).await).await;
+    until("it answers", async || answered(at).await).await;
     (running, at)
+}
+
+/// One that forwards `ZONE` to the gateway, with further plugins.
+async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, SocketAddr) {
+    let gateway = world.dns();
+    let corefile =
+        format!("{ZONE}:{port} {{\n bind 127.0.0.1\n {plugins}\n forward . {gateway}\n}}\n");
+    running(world, port, &corefile).await
 }
 
 /// A port that was free a moment ago: `CoreDNS` takes no `0`.
@@ -423,20 +431,62 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     .await;
 }
 
+/// What `script` says where `resolv.conf` is this, with these arguments.
+async fn resolving(resolv: &Path, script: &str, arguments: &[&OsStr]) -> String {
+    let script = format!(r#"mount --bind "$0" /etc/resolv.conf && exec {script}"#);
+    let shell = Tool::new("unshare").args(["--mount", "sh", "-c", &script]);
+    let ran = shell.args([resolv.as_os_str()]).args(arguments).run().await;
+    ran.ok().text()
+}
+
 /// Its own network, since `resolv.conf` has no place for a port.
 #[tokio::test]
-async fn a_resolver_that_is_pointed_at_coredns_resolves_the_bare_name_of_a_node() {
-    need!(netns::NEED, "mounts", "coredns");
+async fn a_caller_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() {
+    need!(netns::NEED, "mounts", "curl", "coredns");
     let _street = Street::new();
-    let world = world().await;
-    let _edge = world.edge("edge-1").join().await;
+    let fronts = Dns {
+        addresses: vec!["127.0.0.1".parse().unwrap()],
+        ..dns()
+    };
+    let world = World::build().config(|config| config.dns = fronts.into());
+    let world = world.start().await;
+    let (app, port) = (App::saying("edge-1").await, world.front("https").port());
+    let _edge = world.edge("edge-1").port(port, app.address()).join().await;
     let _coredns = forwarding(&world, 53, "").await;
     let resolv = world.write(&format!("nameserver 127.0.0.1\nsearch {ZONE}\n"));
-    let script = r#"mount --bind "$0" /etc/resolv.conf && exec getent -s dns ahostsv4 "$1""#;
     for name in ["edge-1", "EDGE-1", "edge-1.nodes.example.internal"] {
-        let asked = Tool::new("unshare").args(["--mount", "sh", "-c", script]);
-        let said = asked.args([resolv.as_os_str(), name.as_ref()]).run().await;
-        let said = said.ok().text();
-        assert!(said.starts_with(FRONTS[0]), "{name}: {said}");
+        let script = r#"getent -s dns ahostsv4 "$1""#;
+        let said = resolving(&resolv, script, &[name.as_ref()]).await;
+        assert!(said.starts_with("127.0.0.1 "), "{name}: {said}");
     }
+    let leaf = world.caller_leaf("curl");
+    let both = format!("{}{}", leaf.chain_pem(), leaf.key_pem().expose());
+    let (root, own) = (world.root_path(), world.write(&both));
+    let url = format!("https://edge-1:{port}/");
+    let script = r#"curl -q -sS --cacert "$1" --cert "$2" "$3""#;
+    let arguments = [root.as_os_str(), own.as_os_str(), url.as_ref()];
+    assert_eq!(resolving(&resolv, script, &arguments).await, "edge-1");
+}
+
+#[tokio::test]
+async fn bare_names_come_from_the_root_zone_and_everything_else_from_who_is_asked_next() {
+    need!("dig", "coredns");
+    let bare = Dns {
+        zones: vec![".".to_owned()],
+        ..dns()
+    };
+    let world = World::build().config(|config| config.dns = bare.into());
+    let world = world.start().await;
+    let _edge = world.edge("edge-1").join().await;
+    let port = free().await;
+    let gateway = world.dns();
+    // Another gateway's server stands in for the rest of the internet.
+    let rest = self::world().await;
+    let _there = rest.edge("edge-2").join().await;
+    let (next, lines) = (rest.dns(), "{\n next NXDOMAIN\n}\n forward . ");
+    let corefile =
+        format!(".:{port} {{\n bind 127.0.0.1\n forward . {gateway} {lines}{next}\n}}\n");
+    let (_coredns, at) = running(&world, port, &corefile).await;
+    assert_eq!(short(at, "edge-1").await, FRONTS[0]);
+    assert_eq!(short(at, &format!("edge-2.{ZONE}")).await, FRONTS[0]);
 }
