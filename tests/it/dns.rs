@@ -15,11 +15,12 @@ use std::{
     ffi::OsStr,
     net::SocketAddr,
     path::Path,
+    sync::atomic::{AtomicU8, Ordering},
     time::{Duration, Instant},
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream, UdpSocket},
+    net::{TcpStream, UdpSocket},
 };
 
 const ZONE: &str = "nodes.example.internal";
@@ -403,28 +404,31 @@ async fn a_port_that_is_taken_is_named() {
     assert!(said.contains(&expected), "{said}");
 }
 
-/// A `CoreDNS` of this configuration on this port of loopback.
-async fn running(world: &World, port: u16, corefile: &str) -> (Running, SocketAddr) {
-    let at = SocketAddr::from(([127, 0, 0, 1], port));
-    let file = world.write(corefile);
+/// A `CoreDNS` at this address, for this zone and what stands below it.
+async fn running(world: &World, at: SocketAddr, zone: &str, plugins: &str) -> Running {
+    let (host, port) = (at.ip(), at.port());
+    let corefile = format!("{zone}:{port} {{\n bind {host}\n {plugins}\n}}\n");
+    let file = world.write(&corefile);
     let tool = Tool::new(coredns().unwrap());
     let running = tool.args(["-conf".as_ref(), file.as_os_str()]).start();
     until("it answers", async || answered(at).await).await;
-    (running, at)
+    running
 }
 
 /// One that forwards `ZONE` to the gateway, with further plugins.
-async fn forwarding(world: &World, port: u16, plugins: &str) -> (Running, SocketAddr) {
+async fn forwarding(world: &World, at: SocketAddr, plugins: &str) -> Running {
     let gateway = world.dns();
-    let corefile =
-        format!("{ZONE}:{port} {{\n bind 127.0.0.1\n {plugins}\n forward . {gateway}\n}}\n");
-    running(world, port, &corefile).await
+    let plugins = format!("{plugins}\n forward . {gateway}");
+    running(world, at, ZONE, &plugins).await
 }
 
-/// A port that was free a moment ago: `CoreDNS` takes no `0`.
-async fn free() -> u16 {
-    let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    free.local_addr().unwrap().port()
+/// Where nobody else listens: `CoreDNS` chooses no port itself, so this is an address of loopback that is this process's
+/// and this call's, with a port that the system gives nobody.
+fn apart() -> SocketAddr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let own = NEXT.fetch_add(1, Ordering::Relaxed);
+    SocketAddr::from(([127, high | 0x80, low, own], 5353))
 }
 
 #[tokio::test]
@@ -432,8 +436,9 @@ async fn coredns_forwards_the_zone_and_follows_a_join_within_a_second() {
     need!("dig", "coredns");
     let world = world().await;
     let name = format!("edge-1.{ZONE}");
-    let (_plain, plain) = forwarding(&world, free().await, "").await;
-    let (_caching, caching) = forwarding(&world, free().await, "cache 30").await;
+    let (plain, caching) = (apart(), apart());
+    let _plain = forwarding(&world, plain, "").await;
+    let _caching = forwarding(&world, caching, "cache 30").await;
     for server in [plain, caching] {
         assert_eq!(status(server, &name).await, "NXDOMAIN");
     }
@@ -472,7 +477,7 @@ async fn a_caller_whose_resolver_asks_coredns_reaches_a_node_by_its_bare_name() 
     let world = world.start().await;
     let (app, port) = (App::saying("edge-1").await, world.front("https").port());
     let _edge = world.edge("edge-1").port(port, app.address()).join().await;
-    let _coredns = forwarding(&world, 53, "").await;
+    let _coredns = forwarding(&world, SocketAddr::from(([127, 0, 0, 1], 53)), "").await;
     let resolv = world.write(&format!("nameserver 127.0.0.1\nsearch {ZONE}\n"));
     for name in ["edge-1", "EDGE-1", "edge-1.nodes.example.internal"] {
         let script = r#"getent -s dns ahostsv4 "$1""#;
@@ -498,15 +503,12 @@ async fn bare_names_come_from_the_root_zone_and_everything_else_from_who_is_aske
     let world = World::build().config(|config| config.dns = bare.into());
     let world = world.start().await;
     let _edge = world.edge("edge-1").join().await;
-    let port = free().await;
-    let gateway = world.dns();
     // Another gateway's server stands in for the rest of the internet.
     let rest = self::world().await;
     let _there = rest.edge("edge-2").join().await;
-    let (next, lines) = (rest.dns(), "{\n next NXDOMAIN\n}\n forward . ");
-    let corefile =
-        format!(".:{port} {{\n bind 127.0.0.1\n forward . {gateway} {lines}{next}\n}}\n");
-    let (_coredns, at) = running(&world, port, &corefile).await;
+    let (gateway, next, at) = (world.dns(), rest.dns(), apart());
+    let plugins = format!("forward . {gateway} {{\n next NXDOMAIN\n }}\n forward . {next}");
+    let _coredns = running(&world, at, ".", &plugins).await;
     assert_eq!(short(at, "edge-1").await, FRONTS[0]);
     assert_eq!(short(at, &format!("edge-2.{ZONE}")).await, FRONTS[0]);
 }
