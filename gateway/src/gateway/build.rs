@@ -97,12 +97,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     } = gateway;
     let base = Base::open(&config)?;
     let authorizer = authorizer(deciding, &config, &base)?;
-    let (cores, threads) = if let Some(cores) = cores {
-        (cores, Threads(None))
-    } else {
-        let cores = Cores::start(config.cores).map_err(BindError::Cores)?;
-        (cores.clone(), Threads(Some(cores)))
-    };
+    let (cores, threads) = started(cores, &config)?;
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods)));
@@ -150,6 +145,15 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         readiness,
         ending,
     })
+}
+
+/// The cores that there are, or those of the configuration, whose threads then end with the gateway.
+fn started(cores: Option<Cores>, config: &Config) -> Result<(Cores, Threads), BindError> {
+    if let Some(cores) = cores {
+        return Ok((cores, Threads(None)));
+    }
+    let cores = Cores::start(config.cores).map_err(BindError::Cores)?;
+    Ok((cores.clone(), Threads(Some(cores))))
 }
 
 fn authority(

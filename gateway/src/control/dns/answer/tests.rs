@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     config::{Config, Dns},
-    state::{Node, NodesWriter},
+    state::{Member, Node, NodesWriter},
 };
 use causeway_certs::NodeName;
 use hickory_proto::op::Query;
@@ -33,11 +33,15 @@ fn table() -> NodesWriter {
     for edge in ["edge-1", "edge-1.site-a", "far"] {
         writer.put(name(edge), Node::default());
     }
+    let at = |addresses| Member {
+        addresses,
+        ..Member::default()
+    };
     let elsewhere = [
-        (name("cloud-1"), vec!["192.0.2.1".parse().unwrap()]),
-        (name("cloud-2"), Vec::new()),
+        (name("cloud-1"), at(vec!["192.0.2.1".parse().unwrap()])),
+        (name("cloud-2"), at(Vec::new())),
     ];
-    writer.elsewhere(BTreeMap::from(elsewhere));
+    writer.cluster(BTreeMap::from(elsewhere));
     writer
 }
 
