@@ -5,6 +5,7 @@
 //! namespaces of its own, runs the tests one after the other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+#![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
 mod egress;
 mod nodes;

@@ -88,11 +88,13 @@ impl World {
             let name = &node.name;
             cluster.pod(namespace, "ticker", name, &ticker(name));
             let echo = format!(
-                "mkdir /tmp/www; echo {name} >/tmp/www/index.html; httpd -p 8080 -h /tmp/www; exec cat"
+                "echo {name} >/tmp/node; mkdir /tmp/www; cp /tmp/node /tmp/www/index.html; httpd -p 8080 -h /tmp/www; exec cat"
             );
             cluster.pod(namespace, "echo", name, &echo);
-            let silent = "mkfifo /tmp/say; echo first; while :; do cat /tmp/say; done";
-            cluster.pod(namespace, "silent", name, silent);
+            let silent = format!(
+                "echo {name} >/tmp/node; mkfifo /tmp/say; echo first; while :; do cat /tmp/say; done"
+            );
+            cluster.pod(namespace, "silent", name, &silent);
         }
         for namespace in ["a", "b"] {
             for pod in ["ticker", "echo", "silent"] {

@@ -55,7 +55,7 @@ impl Pki {
         params.subject_alt_names.extend(addresses);
         params.distinguished_name.push(DnType::CommonName, file);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        self.sign(file, params);
+        self.sign(file, &params);
     }
 
     /// The certificate of a client.
@@ -68,10 +68,10 @@ impl Pki {
                 .push(DnType::OrganizationName, group);
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        self.sign(file, params);
+        self.sign(file, &params);
     }
 
-    fn sign(&self, file: &str, params: CertificateParams) {
+    fn sign(&self, file: &str, params: &CertificateParams) {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         fs::write(self.path(&format!("{file}.pem")), certificate.pem()).unwrap();

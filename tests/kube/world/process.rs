@@ -15,7 +15,7 @@ use std::{
 };
 
 /// For a machine that does other work besides.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Waits until it holds.
 pub(crate) fn until(what: &str, holds: impl FnMut() -> bool) {
@@ -203,6 +203,11 @@ impl Process {
         let stdin = self.child.stdin.as_mut().expect("the input is open");
         stdin.write_all(bytes).unwrap();
         stdin.flush().unwrap();
+    }
+
+    /// Ends what it reads.
+    pub(crate) fn close_input(&mut self) {
+        self.child.stdin = None;
     }
 
     /// Asks it to end, and ends it if it takes longer than this.
