@@ -20,7 +20,9 @@ use crate::{
     world::{
         Way, World, assets,
         causeway::CLOSED,
-        process::{Program, within},
+        image::BUSYBOX,
+        net,
+        process::{Program, until, within},
         world,
     },
 };
@@ -32,6 +34,15 @@ pub(crate) fn trials() -> Vec<Trial> {
     let mut trials = vec![
         trial("egress_tcp_logs_and_exec", || basics(Way::Tcp)),
         trial("egress_unix_logs_and_exec", || basics(Way::Unix)),
+        trial("egress_by_address_logs_and_exec", || basics(Way::Address)),
+        trial(
+            "pods_and_services_are_proxied_to",
+            pods_and_services_are_proxied_to,
+        ),
+        trial(
+            "what_is_in_the_cloud_is_dialled_from_there",
+            what_is_in_the_cloud_is_dialled_from_there,
+        ),
         trial("logs_follow_across_silence", logs_follow_across_silence),
         trial("exec_with_a_terminal", exec_with_a_terminal),
         trial("nodes_are_proxied_to", nodes_are_proxied_to),
@@ -245,6 +256,46 @@ fn nodes_are_proxied_to() {
         let stats: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
         assert_eq!(stats["node"]["nodeName"], node);
     }
+}
+
+fn pods_and_services_are_proxied_to() {
+    let mut world = world();
+    world.by(Way::Address);
+    for (namespace, node) in NODES {
+        let expose = format!("expose -n {namespace} pod echo --port=80 --target-port=8080");
+        world.cluster.kubectl(&expose).run().ok();
+        let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
+        let said = world.cluster.kubectl(&raw).run().ok().text();
+        assert!(
+            said.contains(&format!("\"nodeName\": \"{node}\"")),
+            "{said}"
+        );
+        for what in ["pods/echo:8080", "services/echo:80"] {
+            let raw = format!("get --raw /api/v1/namespaces/{namespace}/{what}/proxy/");
+            until("its endpoints are known", || {
+                let said = world.cluster.kubectl(&raw).run();
+                said.code == Some(0) && said.text() == format!("{node}\n")
+            });
+        }
+    }
+}
+
+fn what_is_in_the_cloud_is_dialled_from_there() {
+    let mut world = world();
+    world.by(Way::Address);
+    let machine = net::Machine::new();
+    let www = world.path("www");
+    fs::create_dir_all(&www).unwrap();
+    fs::write(www.join("index.html"), "from the cloud\n").unwrap();
+    let _app = machine
+        .at(BUSYBOX)
+        .words("httpd -f -p 8080 -h")
+        .args([&www])
+        .start(&world.path("app.log"));
+    let raw = "get --raw /api/v1/nodes/http:cloud-1:8080/proxy/";
+    until("the app in the cloud answers", || {
+        world.cluster.kubectl(raw).run().text() == "from the cloud\n"
+    });
 }
 
 /// Started some at a time: asked for 200 at once, with nothing between API server and kubelet, containerd 1.6 lets some wait

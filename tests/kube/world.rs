@@ -37,6 +37,8 @@ pub(crate) enum Way {
     Unix,
     /// One that dials TCP, with certificates on both sides.
     Tcp,
+    /// By a unix socket again, for addresses of nodes, pods and Services, as the README recommends it.
+    Address,
 }
 
 /// The world, which is there after the first call, with the pods that tests use.
@@ -82,6 +84,7 @@ impl World {
             });
             self.cluster
                 .wait("default", &format!("node/{name}"), "Ready");
+            self.cluster.gives_pods(name, &node.pods);
         }
         for (namespace, node) in ["a", "b"].into_iter().zip(&self.nodes) {
             let cluster = &self.cluster;
@@ -107,12 +110,15 @@ impl World {
     pub(crate) fn by(&mut self, way: Way) {
         let road = self
             .road
-            .get_or_insert_with(|| Road::start(&self.folder, &self.cluster.pki, &self.nodes));
+            .get_or_insert_with(|| Road::start(&self.folder, &self.cluster, &self.nodes));
         let egress = Some(road.egress(way));
         self.cluster.with(Flags {
             egress,
             checks: true,
-            addresses: "Hostname",
+            addresses: match way {
+                Way::Unix | Way::Tcp => "Hostname",
+                Way::Address => "InternalIP",
+            },
         });
     }
 

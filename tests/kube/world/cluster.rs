@@ -14,7 +14,7 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
-    net::CLOUD,
+    net::{CLOUD, MACHINE},
     pki::Pki,
     process::{PATIENCE, Process, Program, Ran, until, within},
 };
@@ -92,7 +92,7 @@ impl Cluster {
             "metadata": { "name": "cloud-1", "labels": { "openyurt.io/is-edge-worker": "false" } },
         }));
         let status = json!({ "status": { "addresses": [
-            { "type": "InternalIP", "address": CLOUD }, { "type": "Hostname", "address": "cloud-1" },
+            { "type": "InternalIP", "address": MACHINE }, { "type": "Hostname", "address": "cloud-1" },
         ] } });
         self.kubectl("patch node cloud-1 --subresource=status --type=merge -p")
             .args([status.to_string()])
@@ -199,6 +199,13 @@ impl Cluster {
         arguments
     }
 
+    /// Says where a node's pods are, as the cluster's allocator of networks would.
+    pub(crate) fn gives_pods(&self, node: &str, network: &str) {
+        let spec = json!({ "spec": { "podCIDR": network, "podCIDRs": [network] } });
+        let patch = self.kubectl(&format!("patch node {node} --type=merge -p"));
+        patch.args([spec.to_string()]).run().ok();
+    }
+
     /// kubectl with these words, as an administrator.
     pub(crate) fn kubectl(&self, line: &str) -> Program {
         self.kubectl_of(&self.assets.join("kubectl"), line)
@@ -277,7 +284,7 @@ fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {
         "serviceaccount-controller",
         "serviceaccount-token-controller",
         "root-ca-certificate-publisher-controller",
-        "endpointslice-controller",
+        "endpoints-controller",
         "namespace-controller",
     ];
     Program::new(assets.join("kube-controller-manager"))

@@ -13,7 +13,10 @@ pub(crate) const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 1);
 /// What the cloud calls the nodes: kube-apiserver resolves a name before it proxies to it, also where it then asks for
 /// the name by CONNECT.
 pub(crate) const HOSTS: &str =
-    "127.0.0.1 localhost\n10.97.0.1 cloud-1\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
+    "127.0.0.1 localhost\n10.97.0.50 cloud-1\n10.1.1.11 edge-1\n10.1.2.12 edge-2\n";
+
+/// The address of the cloud's node.
+pub(crate) const MACHINE: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 50);
 
 /// Makes the cloud's bridge.
 pub(crate) fn cloud() {
@@ -95,5 +98,31 @@ impl Site {
     /// The file that stands for the node's network.
     pub(crate) fn network(&self) -> String {
         format!("/run/netns/{}", self.space)
+    }
+}
+
+/// The machine of the node `cloud-1`, which the gateway's host can dial.
+pub(crate) struct Machine {
+    space: &'static str,
+}
+
+impl Machine {
+    /// Puts it on the cloud's bridge.
+    pub(crate) fn new() -> Self {
+        let machine = Self { space: "machine" };
+        let (space, address) = (machine.space, MACHINE);
+        must(&format!("ip netns add {space}"));
+        must(&format!(
+            "ip link add port type veth peer name eth0 netns {space}"
+        ));
+        must("ip link set port master cloud up");
+        must(&format!("ip -n {space} addr add {address}/24 dev eth0"));
+        must(&format!("ip -n {space} link set eth0 up"));
+        machine
+    }
+
+    /// A program, to be run there.
+    pub(crate) fn at(&self, program: &str) -> Program {
+        Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.space), program])
     }
 }

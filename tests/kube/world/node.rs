@@ -1,7 +1,7 @@
 //! A node at the edge: a real kubelet with a real containerd, behind NAT.
 //!
 //! Each has a network and mounts of its own, so that both have the paths that such machines have, and a cgroup of its
-//! own. Pods' networks are the same on all nodes, as they are on sites that know nothing of each other.
+//! own. Its pods' network is one that the cloud has no way to.
 
 use std::{
     fs,
@@ -26,6 +26,8 @@ pub(crate) const PLUGINS: &str = "/usr/lib/cni";
 pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) site: Site,
+    /// Its pods' network.
+    pub(crate) pods: String,
     folder: PathBuf,
     anchor: Process,
     _containerd: Process,
@@ -40,7 +42,9 @@ impl Node {
         fs::create_dir_all(&place).unwrap();
         let anchor = anchor(&place, &site);
         let at = |program: &str| at(&anchor, program);
-        fs::write(place.join("containerd.toml"), containerd(&place)).unwrap();
+        let pods = format!("10.244.{number}.0/24");
+        let config = containerd(&place, &pods);
+        fs::write(place.join("containerd.toml"), config).unwrap();
         let runtime = at("containerd")
             .args(["--config".into(), place.join("containerd.toml")])
             .start(&place.join("containerd.log"));
@@ -69,6 +73,7 @@ impl Node {
         Self {
             name,
             site,
+            pods,
             folder: place,
             anchor,
             _containerd: runtime,
@@ -129,14 +134,14 @@ fn cgroup(folder: &Path, name: &str) {
     }
 }
 
-fn containerd(place: &Path) -> String {
+fn containerd(place: &Path, pods: &str) -> String {
     let networks = place.join("cni");
     fs::create_dir_all(&networks).unwrap();
     let bridge = serde_json::json!({
         "cniVersion": "1.0.0", "name": "pods",
         "plugins": [{
             "type": "bridge", "bridge": "cni0", "isGateway": true,
-            "ipam": { "type": "host-local", "ranges": [[{ "subnet": "10.244.0.0/24" }]] },
+            "ipam": { "type": "host-local", "ranges": [[{ "subnet": pods }]] },
         }],
     });
     fs::write(networks.join("pods.conflist"), bridge.to_string()).unwrap();
