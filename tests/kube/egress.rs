@@ -216,6 +216,8 @@ fn cp_takes_100_mb_both_ways(which: Which) {
     copy("a/echo:/tmp/big", &text(&back));
     let same = fs::read(&back).unwrap() == bytes;
     assert!(same, "what came back differs");
+    let tidy = which.run(&world, "exec -n a echo -- rm /tmp/big");
+    tidy.run().ok();
     for file in [sent, back] {
         fs::remove_file(file).unwrap();
     }
