@@ -10,10 +10,11 @@ use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
 use ipnet::IpNet;
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
 };
+use tokio::sync::watch;
 
 /// What is confirmed of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -90,12 +91,19 @@ pub struct NodesWriter {
     nodes: Nodes,
     /// Held while a new table is made from the old one.
     making: Arc<Mutex<()>>,
+    /// Says that there is another table; readers on the way of a request never look here.
+    changes: Arc<watch::Sender<()>>,
 }
 
 impl NodesWriter {
     /// The reading side of this table.
     pub fn reader(&self) -> Nodes {
         self.nodes.clone()
+    }
+
+    /// Hears of each change of this table from now on, for what makes something else of it.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
     }
 
     /// Adds or replaces one node; one that is revoked stays so.
@@ -112,8 +120,7 @@ impl NodesWriter {
     pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let records = self.nodes.0.load().records.clone();
-        let table = Table::of(records, Arc::new(members));
-        self.nodes.0.store(Arc::new(table));
+        self.publish(Table::of(records, Arc::new(members)));
     }
 
     /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
@@ -173,8 +180,12 @@ impl NodesWriter {
         let before = self.nodes.0.load();
         let mut records = before.records.clone();
         edit(&mut records);
-        let table = Table::of(records, before.cluster.clone());
+        self.publish(Table::of(records, before.cluster.clone()));
+    }
+
+    fn publish(&self, table: Table) {
         self.nodes.0.store(Arc::new(table));
+        self.changes.send_replace(());
     }
 }
 
@@ -288,6 +299,16 @@ impl Nodes {
     /// What is confirmed of a node.
     pub fn get(&self, name: &NodeName) -> Option<Node> {
         self.0.load().nodes.get(name).cloned()
+    }
+
+    /// The confirmed addresses that name one node each.
+    pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
+        let table = self.0.load();
+        let unique = table
+            .by_address
+            .iter()
+            .filter(|(_, named)| named.len() == 1);
+        unique.map(|(address, _)| *address).collect()
     }
 
     /// All names, in order.
@@ -409,6 +430,8 @@ mod tests {
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert!(matches!(at("10.0.9.1"), Named::Several(all) if all.len() == 2));
         assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
+        let own: IpAddr = "10.0.0.1".parse().unwrap();
+        assert_eq!(nodes.edge_addresses(), [own].into());
     }
 
     #[test]
@@ -420,5 +443,26 @@ mod tests {
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
         assert!(matches!(at("192.168.0.2"), Named::Several(all) if all.len() == 2));
         assert!(matches!(at("10.244.0.9"), Named::Several(all) if all.len() == 2));
+    }
+
+    #[test]
+    fn addresses_of_one_node_each_are_listed_and_each_change_is_heard() {
+        let writer = NodesWriter::default();
+        let (nodes, mut changes) = (writer.reader(), writer.changes());
+        writer.put(name("edge-1"), node(&["10.0.0.1", "192.168.0.2"], &[]));
+        writer.put(
+            name("edge-2"),
+            node(&["::ffff:10.0.0.2", "192.168.0.2"], &[]),
+        );
+        assert!(changes.has_changed().unwrap());
+        let listed = |nodes: &Nodes| {
+            let all = nodes.edge_addresses();
+            all.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(listed(&nodes), ["10.0.0.1", "10.0.0.2"]);
+        changes.mark_unchanged();
+        writer.remove(&name("edge-1"));
+        assert!(changes.has_changed().unwrap());
+        assert_eq!(listed(&nodes), ["10.0.0.2", "192.168.0.2"]);
     }
 }
