@@ -3,9 +3,11 @@
 //! `FrontResolver` mints a leaf for a node's name on demand and keeps it in a bounded cache; only
 //! names that the gateway knows are minted, so a stranger cannot make it sign without end. Callers
 //! that ask for the same name at once wait for one signature (about 50 µs).
+//! A caller that dialled a node's address and asks for no name finds that address in its leaf (`FrontResolver::at`).
 //! `LiveLeaf` shows one leaf that can be swapped for its successor without a new configuration.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,13 +30,24 @@ const MAX_LEAVES: u64 = 20_000;
 /// Says whether a name, in lower case, is one of a node.
 pub type Known = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
+/// What a leaf is for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Shown {
+    /// The front itself.
+    Front,
+    /// A node, by its name.
+    Node(NodeName),
+    /// A node, by its name and the address that was dialled.
+    Address(NodeName, IpAddr),
+}
+
 /// The leaves of a front.
 pub struct FrontResolver {
     ca: LiveCa,
     names: Vec<FrontName>,
     known: Known,
-    /// By what signs and what comes behind, and by node; `None` is the front's own leaf.
-    leaves: Cache<(State, Option<NodeName>), Arc<CertifiedKey>>,
+    /// By what signs and what comes behind, and by what for.
+    leaves: Cache<(State, Shown), Arc<CertifiedKey>>,
 }
 
 impl fmt::Debug for FrontResolver {
@@ -55,7 +68,7 @@ impl FrontResolver {
             .build();
         let now = ca.get();
         let own = now.mint_front(&names, LIFETIME)?.certified_key();
-        leaves.insert((now.state(), None), own);
+        leaves.insert((now.state(), Shown::Front), own);
         Ok(Self {
             ca,
             names,
@@ -66,22 +79,57 @@ impl FrontResolver {
 
     /// The leaf for an SNI, or for none.
     pub fn leaf(&self, server_name: Option<&str>) -> Option<Arc<CertifiedKey>> {
-        let node = server_name
-            .and_then(|name| NodeName::parse(name).ok())
-            .filter(|node| (self.known)(node.as_str()));
+        self.shown(&self.asked(server_name).unwrap_or(Shown::Front))
+    }
+
+    /// The same leaves for a caller that has dialled this address, which is the node's: it stands in the leaf of
+    /// whoever asks for no known node.
+    pub fn at(self: &Arc<Self>, node: NodeName, address: IpAddr) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(AtAddress {
+            leaves: self.clone(),
+            shown: Shown::Address(node, address.to_canonical()),
+        })
+    }
+
+    fn asked(&self, server_name: Option<&str>) -> Option<Shown> {
+        let node = NodeName::parse(server_name?).ok()?;
+        (self.known)(node.as_str()).then_some(Shown::Node(node))
+    }
+
+    fn shown(&self, shown: &Shown) -> Option<Arc<CertifiedKey>> {
         let ca = self.ca.get();
-        self.leaves
-            .try_get_with((ca.state(), node.clone()), || self.mint(&ca, node.as_ref()))
-            .inspect_err(|error| tracing::error!(%error, server_name, "cannot mint a leaf"))
+        let minted = self
+            .leaves
+            .try_get_with((ca.state(), shown.clone()), || self.mint(&ca, shown));
+        minted
+            .inspect_err(|error| tracing::error!(%error, ?shown, "cannot mint a leaf"))
             .ok()
     }
 
-    fn mint(&self, ca: &Ca, node: Option<&NodeName>) -> Result<Arc<CertifiedKey>, CaError> {
-        let leaf = match node {
-            Some(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
-            None => ca.mint_front(&self.names, LIFETIME)?,
+    fn mint(&self, ca: &Ca, shown: &Shown) -> Result<Arc<CertifiedKey>, CaError> {
+        let leaf = match shown {
+            Shown::Node(node) => ca.mint_front(&[HostName::from(node)], LIFETIME)?,
+            Shown::Address(node, address) => {
+                let names = [HostName::from(node), HostName::Ip(*address)];
+                ca.mint_front(&names, LIFETIME)?
+            }
+            Shown::Front => ca.mint_front(&self.names, LIFETIME)?,
         };
         Ok(leaf.certified_key())
+    }
+}
+
+/// The leaves of a front, for one address.
+#[derive(Debug)]
+struct AtAddress {
+    leaves: Arc<FrontResolver>,
+    shown: Shown,
+}
+
+impl ResolvesServerCert for AtAddress {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let asked = self.leaves.asked(hello.server_name());
+        self.leaves.shown(asked.as_ref().unwrap_or(&self.shown))
     }
 }
 
@@ -151,6 +199,18 @@ mod tests {
         }
         resolver.leaves.run_pending_tasks();
         assert_eq!(resolver.leaves.entry_count(), 1);
+    }
+
+    #[test]
+    fn an_address_has_a_leaf_of_its_own_once() {
+        let resolver = resolver(|_| false);
+        let at = |text: &str| {
+            let node = NodeName::parse("edge-1").unwrap();
+            let leaf = resolver.shown(&Shown::Address(node, text.parse().unwrap()));
+            leaf.unwrap()
+        };
+        assert!(Arc::ptr_eq(&at("10.0.0.1"), &at("10.0.0.1")));
+        assert!(!Arc::ptr_eq(&at("10.0.0.1"), &at("10.0.0.2")));
     }
 
     #[test]

@@ -24,11 +24,12 @@ use crate::{
         route::Asked,
         told::Told,
     },
+    state::{Nodes, nodes::Named},
 };
 use ::http::HeaderValue;
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Fingerprint, NodeName,
+    Fingerprint, FrontResolver, NodeName,
     verify::{PeerRefused, Trust},
 };
 use causeway_tunnel::listener::Peer;
@@ -90,6 +91,23 @@ pub struct Tls {
     pub config: Arc<ServerConfig>,
     /// Whom it trusts.
     pub trust: Trust,
+    /// What makes the leaf for an address, where leaves are made here.
+    pub leaves: Option<Arc<FrontResolver>>,
+}
+
+impl Tls {
+    /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
+    /// that the caller says does.
+    fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
+        if let (Some(leaves), Some(original)) = (&self.leaves, original)
+            && let Named::Node(node) = nodes.by_address(original.ip())
+        {
+            let mut config = ServerConfig::clone(&self.config);
+            config.cert_resolver = leaves.at(node, original.ip());
+            return Arc::new(config);
+        }
+        self.config.clone()
+    }
 }
 
 impl Front {

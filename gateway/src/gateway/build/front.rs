@@ -183,7 +183,12 @@ impl Material {
             what: format!("front {:?}", self.front.name),
             cause,
         };
-        let leaves = self.leaves(live, nodes)?;
+        let (shown, leaves): (Arc<dyn ResolvesServerCert>, _) = if let Some(leaf) = &self.leaf {
+            (leaf.resolver(), None)
+        } else {
+            let leaves = self.leaves(live, nodes)?;
+            (leaves.clone(), Some(leaves))
+        };
         // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
         let alpn: &[&[u8]] = match self.front.kind {
             Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11],
@@ -192,15 +197,16 @@ impl Material {
         };
         let required = trust.require;
         let trust = Trust::front(ca, &trust).map_err(fault)?;
-        let config = verify::front_server(leaves, &trust, required, alpn).map_err(fault)?;
-        Ok(Some(Tls { config, trust }))
+        let config = verify::front_server(shown, &trust, required, alpn).map_err(fault)?;
+        Ok(Some(Tls {
+            config,
+            trust,
+            leaves,
+        }))
     }
 
-    /// What the front shows: the configured leaf, or one for each node from our own CA.
-    fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<dyn ResolvesServerCert>, BindError> {
-        if let Some(leaf) = &self.leaf {
-            return Ok(leaf.resolver());
-        }
+    /// What a front without a configured leaf shows: one for each node from our own CA.
+    fn leaves(&self, ca: &LiveCa, nodes: &Nodes) -> Result<Arc<FrontResolver>, BindError> {
         let nodes = nodes.clone();
         let known = Arc::new(move |name: &str| nodes.by_name(name).is_some());
         let listen = match self.front.listen {

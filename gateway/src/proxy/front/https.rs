@@ -16,7 +16,7 @@ use causeway_certs::{
     Identity,
     verify::{PeerRefused, Purpose, none_revoked, prove_peer},
 };
-use causeway_tunnel::{listener::Peer, socket::Socket, wire};
+use causeway_tunnel::{socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
 use rustls_pki_types::UnixTime;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
     let accepted = start.accepted;
     door.hand_over((core, home), start.io, move |door, socket| async move {
         let proxy = door.proxies[home.0].clone();
-        let shaken = finish(&proxy, accepted, (socket, arrival.peer), deadline).await;
+        let shaken = finish(&proxy, accepted, (socket, &arrival), deadline).await;
         if let Some(stream) = shaken {
             begin(stream, arrival, door, home).await;
         }
@@ -51,12 +51,14 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
 async fn finish(
     proxy: &Proxy,
     accepted: Accepted,
-    (socket, peer): (Socket, Peer),
+    (socket, arrival): (Socket, &Arrival),
     deadline: Instant,
 ) -> Option<TlsStream<Socket>> {
-    let config = proxy.front.tls.as_ref()?.load().config.clone();
+    let tls = proxy.front.tls.as_ref()?.load();
+    let config = tls.shown(arrival.original, &proxy.shared.nodes);
+    drop(tls);
     let start = StartHandshake::from_parts(accepted, socket);
-    match timeout_at(deadline, start.into_stream(config.clone())).await {
+    match timeout_at(deadline, start.into_stream(config)).await {
         Ok(Ok(mut stream)) => {
             stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
             Some(stream)
@@ -64,7 +66,7 @@ async fn finish(
         Ok(Err(error)) => {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::InvalidCertificate(_)) = inner {
-                audit::refused_caller(&proxy.front.name, peer, &error);
+                audit::refused_caller(&proxy.front.name, arrival.peer, &error);
             }
             failed(proxy, "handshake", &error);
             None
