@@ -10,6 +10,7 @@ pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
 pub mod policy;
+mod redirect;
 mod validate;
 
 use std::net::SocketAddr;
@@ -27,6 +28,7 @@ pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{Kubernetes, Label};
+pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -45,6 +47,9 @@ pub struct Config {
     /// The DNS server that answers names of nodes; without this key there is none.
     #[serde(skip_serializing_if = "Given::is_absent")]
     pub dns: Given<Dns>,
+    /// Leads callers of the nodes' own addresses to fronts, by rules in this host's kernel. Without this key: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub redirect: Option<Redirect>,
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
     #[serde(skip_serializing_if = "Given::is_absent")]
     pub policy: Given<PathBuf>,
@@ -73,6 +78,7 @@ impl Default for Config {
             admin: Admin::default(),
             fronts: vec![Front::https()],
             dns: Given::default(),
+            redirect: None,
             policy: Given::default(),
             kubernetes: None,
             limits: Limits::default(),

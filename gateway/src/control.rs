@@ -2,7 +2,8 @@
 //!
 //! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
 //! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere. Beside it, `jwks`
-//! fetches the keys by which callers prove who they are, and `dns` tells callers where nodes are to be had.
+//! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
+//! callers of nodes' own addresses here.
 
 pub mod enrol;
 pub mod expel;
@@ -14,6 +15,7 @@ pub mod ledger;
 pub mod jwks;
 
 pub mod dns;
+pub mod nat;
 
 pub mod admin;
 

@@ -22,6 +22,7 @@ use crate::{
         dns,
         drain::{self, Hold, Readiness},
         http,
+        nat::{Nat, NatError},
     },
     core::{CoreId, Cores},
     metrics::Metrics,
@@ -92,6 +93,9 @@ pub enum BindError {
     /// A name of the configuration is none.
     #[error("{0}")]
     Name(String),
+    /// Connections to nodes' own addresses cannot be redirected.
+    #[error("redirect: {0}")]
+    Redirect(#[from] NatError),
     /// A gateway that is leaving opens no fronts any more.
     #[error("the gateway is draining; its next start reads the configuration")]
     Leaving,
@@ -103,7 +107,10 @@ pub enum BindError {
 impl BindError {
     /// Whether a gateway that is started again as it is would end the same way, until its owner changes something.
     pub fn is_final(&self) -> bool {
-        matches!(self, Self::NoCa(_) | Self::Name(_))
+        matches!(
+            self,
+            Self::NoCa(_) | Self::Name(_) | Self::Redirect(NatError::NotAllowed)
+        )
     }
 }
 
@@ -198,6 +205,7 @@ pub struct Bound {
     admin_app: admin::App,
     dns: Option<dns::Bound>,
     reloader: Reloader,
+    nat: Option<Nat>,
     readiness: Readiness,
     /// Asks fronts and connections to finish.
     ending: CancellationToken,
@@ -314,6 +322,9 @@ impl Bound {
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),
         );
+        if let Some(nat) = self.nat {
+            control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
+        }
         if let Some(address) = addresses.dns {
             tracing::info!(%address, "names of nodes are answered");
         }

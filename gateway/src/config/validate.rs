@@ -44,6 +44,9 @@ impl Validate for Config {
             }
             .run();
         }
+        if let Some(redirect) = &self.redirect {
+            redirect.check(&self.fronts, &mut faults);
+        }
         faults.into_vec()
     }
 }

@@ -21,6 +21,7 @@ use crate::{
         enrol,
         expel::{self, Roll},
         ledger::Ledger,
+        nat::{Nat, Ports},
         rotation::TakeUp,
     },
     core::{CoreId, Cores},
@@ -40,6 +41,7 @@ use std::{
     net::SocketAddr,
     sync::{Arc, Mutex},
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
@@ -112,6 +114,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let address = tunnel.local_addr();
     let advertised = Advertised::new(advertised(&config.tunnel, address));
     let admission = admission(&config, &base, &shared, (&cores, &identity), &advertised)?;
+    let (ports, nat) = redirected(&config, &base, &fronts)?;
     let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
     let reloader = Reloader::new(Parts {
         authority,
@@ -121,6 +124,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         identity,
         advertised,
         names,
+        ports,
         registry: shared.registry.clone(),
         metrics: shared.metrics.clone(),
     });
@@ -142,6 +146,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         admin_app,
         dns,
         reloader,
+        nat,
         readiness,
         ending,
     })
@@ -154,6 +159,21 @@ fn started(cores: Option<Cores>, config: &Config) -> Result<(Cores, Threads), Bi
     }
     let cores = Cores::start(config.cores).map_err(BindError::Cores)?;
     Ok((cores.clone(), Threads(Some(cores))))
+}
+
+/// What is redirected, for reloads to say anew, and what keeps to it.
+fn redirected(
+    config: &Config,
+    base: &Base,
+    fronts: &Fronts,
+) -> Result<(watch::Sender<Ports>, Option<Nat>), BindError> {
+    let Some(redirect) = &config.redirect else {
+        return Ok((watch::Sender::default(), None));
+    };
+    let ports = Ports::new(redirect, &config.fronts, &fronts.addresses());
+    let (ports, told) = watch::channel(ports);
+    let nat = Nat::install(redirect, &base.nodes, told)?;
+    Ok((ports, Some(nat)))
 }
 
 fn authority(

@@ -11,13 +11,17 @@ use super::{
     identity::{Identity, Next},
 };
 use crate::{
-    config::{self, Config},
-    control::dns::{Names, Zones},
+    config::{self, Config, Redirect},
+    control::{
+        dns::{Names, Zones},
+        nat::Ports,
+    },
     metrics::Metrics,
     state::{Advertised, Registry},
 };
 use causeway_tunnel::hello::ToEdge;
 use std::{fmt, net::SocketAddr, sync::Arc};
+use tokio::sync::watch;
 
 /// What can change in a gateway that runs. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -35,6 +39,8 @@ pub(super) struct Parts {
     pub(super) identity: Identity,
     pub(super) advertised: Advertised,
     pub(super) names: Names,
+    /// What is redirected where.
+    pub(super) ports: watch::Sender<Ports>,
     pub(super) registry: Registry,
     pub(super) metrics: Arc<Metrics>,
 }
@@ -44,6 +50,7 @@ pub(super) struct Parts {
 pub struct Prepared<'a> {
     parts: &'a Parts,
     fronts: Plan<'a>,
+    redirect: Option<(Redirect, Vec<config::Front>)>,
     identity: Next,
     advertised: Vec<String>,
     zones: Option<Zones>,
@@ -81,6 +88,10 @@ impl Reloader {
         parts.authority.take_up()?;
         Ok(Prepared {
             fronts: parts.fronts.plan(&config.fronts)?,
+            redirect: config
+                .redirect
+                .clone()
+                .map(|redirect| (redirect, config.fronts.clone())),
             identity: parts.identity.prepare(&config::Tunnel {
                 // Where the port is, and not where it would be after a restart.
                 listen: parts.began.tunnel.listen,
@@ -129,6 +140,10 @@ impl Prepared<'_> {
         }
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let fronts = self.fronts.apply(rules);
+        if let Some((redirect, configured)) = self.redirect {
+            let redirected = Ports::new(&redirect, &configured, &parts.fronts.addresses());
+            parts.ports.send_replace(redirected);
+        }
         parts.metrics.reloaded(true);
         Changed {
             fronts,
@@ -166,6 +181,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         identity: None,
         ..config.tunnel.clone()
     };
+    let table = |config: &Config| config.redirect.clone().map(|redirect| redirect.table);
     let given = |config: &Config| config.tunnel.identity.is_some();
     let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
     let keys = [
@@ -173,6 +189,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("cores", began.cores != now.cores),
         ("tunnel", tunnel(began) != tunnel(now)),
         ("tunnel.identity", given(began) != given(now)),
+        ("redirect", table(began) != table(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),
         ("dns.listen", answers(began) != answers(now)),

@@ -1,0 +1,136 @@
+//! Which connections to nodes' own addresses are led to which front.
+//!
+//! Owns the section `redirect` and what can be wrong with it. Never knows an address of a node: these come from the
+//! table of nodes. Nothing is redirected but what is named here.
+
+use super::Front;
+use causeway_config::{Faults, Listen};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+};
+
+/// Rules in the kernel of this host that lead callers of the nodes' own addresses to fronts. Needs `CAP_NET_ADMIN`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Redirect {
+    /// Fronts with `original_destination`, each for the node port that it stands for.
+    pub fronts: Vec<String>,
+    /// Further node ports, and the front for each.
+    pub ports: BTreeMap<u16, String>,
+    /// Name of the nftables table (family inet) of these rules, which is this gateway's alone.
+    pub table: String,
+}
+
+impl Default for Redirect {
+    fn default() -> Self {
+        Self {
+            fronts: Vec::new(),
+            ports: BTreeMap::new(),
+            table: "causeway".to_owned(),
+        }
+    }
+}
+
+impl Redirect {
+    /// Each node port that is redirected, and the front that it leads to. Faulty entries are left out.
+    pub(crate) fn by_port<'a>(&'a self, fronts: &'a [Front]) -> BTreeMap<u16, &'a Front> {
+        let named = |name: &str| fronts.iter().find(|front| front.name == name);
+        let own = self.fronts.iter().filter_map(|name| {
+            let front = named(name)?;
+            Some((front.node_port()?, front))
+        });
+        let further = self.ports.iter();
+        let further = further.filter_map(|(port, name)| Some((*port, named(name)?)));
+        own.chain(further).collect()
+    }
+
+    pub(super) fn check(&self, fronts: &[Front], faults: &mut Faults) {
+        if self.fronts.is_empty() && self.ports.is_empty() {
+            faults.add(
+                "redirect",
+                "redirects nothing; name fronts, or ports and a front for each, or remove this key",
+            );
+        }
+        let mut taken = BTreeMap::new();
+        for (index, name) in self.fronts.iter().enumerate() {
+            let path = format!("redirect.fronts[{index}]");
+            let Some(front) = known(&path, name, fronts, faults) else {
+                continue;
+            };
+            let Some(port) = front.node_port() else {
+                let message = format!(
+                    "front \"{name}\" stands for no node port; give it a \"port\", or name it in redirect.ports"
+                );
+                faults.add(path, message);
+                continue;
+            };
+            if let Some(other) = taken.insert(port, name) {
+                let message = format!("node port {port} leads to front \"{other}\" already");
+                faults.add(path, message);
+            }
+        }
+        for (port, name) in &self.ports {
+            let path = format!("redirect.ports.{port}");
+            if *port == 0 {
+                faults.add(&path, "0 is no node port; ports run from 1 to 65535");
+            }
+            if let Some(other) = taken.get(port) {
+                let message = format!("node port {port} leads to front \"{other}\" already");
+                faults.add(&path, message);
+            }
+            known(&path, name, fronts, faults);
+        }
+        let mut letters = self.table.chars();
+        let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
+        let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
+        if !(begins && goes_on && self.table.len() <= MAX_TABLE) {
+            let message = format!(
+                "{:?} is no name of a table; begin with a letter, then letters, digits and _, {MAX_TABLE} in all",
+                self.table
+            );
+            faults.add("redirect.table", message);
+        }
+    }
+}
+
+/// Well below what the kernel takes.
+const MAX_TABLE: usize = 64;
+
+/// The front of this name, if connections can be led to it.
+fn known<'a>(
+    path: &str,
+    name: &str,
+    fronts: &'a [Front],
+    faults: &mut Faults,
+) -> Option<&'a Front> {
+    let Some(front) = fronts.iter().find(|front| front.name == name) else {
+        faults.add(path, format!("there is no front \"{name}\""));
+        return None;
+    };
+    if !front.original_destination {
+        let message = format!(
+            "front \"{name}\" does not say original_destination: true, so it could not tell whom a connection was for"
+        );
+        faults.add(path, message);
+    }
+    if !matches!(front.listen, Listen::Tcp(address) if reached(address)) {
+        let message = format!(
+            "front \"{name}\" is on {}, where nothing is led to; let it listen on 0.0.0.0, [::], 127.0.0.1 or [::1]",
+            front.listen
+        );
+        faults.add(path, message);
+    }
+    Some(front)
+}
+
+/// The kernel leads a connection from elsewhere to the address at which it came in, and one from here to loopback.
+fn reached(listen: SocketAddr) -> bool {
+    let own = [
+        IpAddr::from(Ipv4Addr::LOCALHOST),
+        Ipv6Addr::LOCALHOST.into(),
+    ];
+    listen.ip().is_unspecified() || own.contains(&listen.ip())
+}

@@ -1,0 +1,78 @@
+//! What the kernel remembers of connections to an address.
+//!
+//! A connection goes on as it began, whatever the rules say now: where an address changes hands, what is remembered
+//! of it is forgotten, and its next packet is judged anew. Nothing of other addresses is touched.
+
+use super::netlink::{Netlink, message};
+use netlink_bindings::{
+    conntrack::{IterableConntrackAttrs, Nfgenmsg, OpGetDump, Request},
+    traits::NetlinkRequest,
+    utils::{finalize_nested_header, push_header, push_nested_header},
+};
+use std::{collections::BTreeSet, io, net::IpAddr};
+
+/// `NFNL_SUBSYS_CTNETLINK`, in the upper half of a message's kind.
+const CONNTRACK: u16 = 1 << 8;
+/// `IPCTNL_MSG_CT_GET`.
+const GET: u16 = CONNTRACK | 1;
+/// `IPCTNL_MSG_CT_DELETE`.
+const DELETE: u16 = CONNTRACK | 2;
+/// `NLM_F_REQUEST | NLM_F_DUMP`.
+const LIST: u16 = 0x301;
+/// `NLM_F_REQUEST | NLM_F_ACK`.
+const DO: u16 = 0x5;
+const TCP: u8 = 6;
+/// `CTA_TUPLE_ORIG`.
+const TUPLE_ORIG: u16 = 1;
+/// `CTA_ZONE`.
+const ZONE: u16 = 18;
+
+/// Forgets all TCP connections that were made to these addresses. Returns how many.
+///
+/// # Errors
+/// If the kernel does not tell what it remembers, which is so without `nf_conntrack_netlink`.
+pub(super) fn forget(netlink: &Netlink, addresses: &BTreeSet<IpAddr>) -> io::Result<usize> {
+    let mut forgotten = Vec::new();
+    let request = Request::new().op_get_dump(&Nfgenmsg::new());
+    let listed = netlink.ask(&message(GET, LIST, request.payload()), |_, body| {
+        let (header, known) = OpGetDump::decode_request(body);
+        forgotten.extend(deletion(&header, &known, addresses));
+    });
+    listed.map_err(|(_, error)| error)?;
+    let mut count = 0;
+    for deletion in forgotten {
+        match netlink.ask(&deletion, |_, _| {}) {
+            Ok(()) => count += 1,
+            // It ended by itself meanwhile.
+            Err((_, error)) if error.kind() == io::ErrorKind::NotFound => {}
+            Err((_, error)) => return Err(error),
+        }
+    }
+    Ok(count)
+}
+
+/// What deletes this connection, if it was made to one of these addresses.
+fn deletion(
+    header: &Nfgenmsg,
+    known: &IterableConntrackAttrs<'_>,
+    addresses: &BTreeSet<IpAddr>,
+) -> Option<Vec<u8>> {
+    let original = known.get_tuple_orig().ok()?;
+    let ip = original.get_tuple_ip().ok()?;
+    let to = ip.get_ip_v4_dst().map(IpAddr::from);
+    let to = to.or_else(|_| ip.get_ip_v6_dst().map(IpAddr::from)).ok()?;
+    let protocol = original.get_tuple_proto().ok()?.get_proto_num().ok()?;
+    if protocol != TCP || !addresses.contains(&to) {
+        return None;
+    }
+    let mut body = header.as_slice().to_vec();
+    let tuple = push_nested_header(&mut body, TUPLE_ORIG);
+    body.extend(original.get_buf());
+    finalize_nested_header(&mut body, tuple);
+    if let Ok(zone) = known.get_zone() {
+        push_header(&mut body, ZONE, 2);
+        body.extend(zone.to_be_bytes());
+        body.extend([0; 2]);
+    }
+    Some(message(DELETE, DO, &body))
+}

@@ -1,0 +1,181 @@
+//! What is said to the kernel's netfilter, and its answers.
+//!
+//! Owns the socket. Never knows what a message means. The kernel does what it is told before sending returns, so an
+//! answer is there at once or not at all: nothing here waits.
+
+use netlink_bindings::{builtin::Nlmsghdr, traits::NetlinkChained};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
+use nix::{
+    errno::Errno,
+    sys::socket::{setsockopt, sockopt::SndBufForce},
+};
+use std::io;
+
+/// A batch is one message: 100,000 addresses fit.
+const ROOM: usize = 8 << 20;
+/// What the kernel sends at once of a list.
+const PIECE: usize = 64 << 10;
+/// `NLMSG_ERROR`, which acknowledges too, and `NLMSG_DONE`: what ends an answer says how.
+const ENDS: [u16; 2] = [2, 3];
+
+/// What the kernel did not do, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}{cause}")]
+pub struct Refused {
+    /// The message, by its name where it has one.
+    what: String,
+    /// Why.
+    pub(super) cause: io::Error,
+}
+
+impl From<io::Error> for Refused {
+    fn from(cause: io::Error) -> Self {
+        let what = String::new();
+        Self { what, cause }
+    }
+}
+
+/// A conversation with netfilter.
+#[derive(Debug)]
+pub(super) struct Netlink {
+    socket: Socket,
+    sequence: u32,
+}
+
+impl Netlink {
+    /// Opens it, in the network of this thread.
+    pub(super) fn open() -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_NETFILTER)?;
+        socket.bind_auto()?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        socket.set_non_blocking(true)?;
+        socket.set_cap_ack(true)?;
+        // Refused to who may do nothing here anyway: that is said when something is done.
+        let _ = setsockopt(&socket, SndBufForce, &ROOM);
+        socket.set_rx_buf_sz(i32::try_from(ROOM).unwrap_or(i32::MAX))?;
+        Ok(Self {
+            socket,
+            sequence: 0,
+        })
+    }
+
+    /// The first number for so many messages.
+    pub(super) fn reserve(&mut self, messages: u32) -> u32 {
+        let first = self.sequence.wrapping_add(1);
+        self.sequence = self.sequence.wrapping_add(messages);
+        first
+    }
+
+    /// Has done what all of these messages ask for, each of which is to be acknowledged.
+    ///
+    /// # Errors
+    /// The first thing that the kernel did not like.
+    pub(super) fn tell(&self, messages: &impl NetlinkChained) -> Result<(), Refused> {
+        let mut heard = 0;
+        let asked = self.ask(messages.payload(), |_, _| heard += 1);
+        asked.map_err(|(sequence, cause)| {
+            let place = sequence.and_then(|sequence| messages.get_index(sequence));
+            let name = place.map(|place| format!("{} ({place}): ", messages.name(place)));
+            Refused {
+                what: name.unwrap_or_default(),
+                cause,
+            }
+        })?;
+        if heard == 0 {
+            return Err(io::Error::other("the kernel does not answer").into());
+        }
+        Ok(())
+    }
+
+    /// Asks this, and shows each message of the answer and its kind.
+    ///
+    /// # Errors
+    /// The first thing that the kernel did not like, and the number of the message if it is about one.
+    pub(super) fn ask(
+        &self,
+        messages: &[u8],
+        mut see: impl FnMut(u16, &[u8]),
+    ) -> Result<(), (Option<u32>, io::Error)> {
+        self.socket
+            .send(messages, 0)
+            .map_err(|error| (None, error))?;
+        let mut failed = None;
+        let mut piece = Vec::with_capacity(PIECE);
+        loop {
+            piece.clear();
+            match self.socket.recv(&mut piece, 0) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err((None, error)),
+            }
+            each(&piece, |header, body| match error(header.r#type, body) {
+                Some(error) => {
+                    failed.get_or_insert((Some(header.seq), error));
+                }
+                None => see(header.r#type, body),
+            });
+        }
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+/// One message with its header.
+pub(super) fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
+    let mut header = Nlmsghdr::new();
+    header.len = u32::try_from(Nlmsghdr::len() + body.len()).unwrap_or(u32::MAX);
+    header.r#type = kind;
+    header.flags = flags;
+    [header.as_slice(), body].concat()
+}
+
+/// Shows each message of what was received.
+fn each(mut received: &[u8], mut see: impl FnMut(&Nlmsghdr, &[u8])) {
+    while let Some(header) = received.get(..Nlmsghdr::len()) {
+        let Some(header) = Nlmsghdr::new_from_slice(header) else {
+            return;
+        };
+        let length = usize::try_from(header.len).unwrap_or(usize::MAX);
+        let Some(body) = received.get(Nlmsghdr::len()..length) else {
+            return;
+        };
+        see(&header, body);
+        let next = length.next_multiple_of(4).min(received.len());
+        received = &received[next..];
+    }
+}
+
+/// What a message complains of, if it does; an acknowledgement complains of nothing.
+fn error(kind: u16, body: &[u8]) -> Option<io::Error> {
+    let code = i32::from_ne_bytes(body.get(..4)?.try_into().ok()?);
+    (ENDS.contains(&kind) && code < 0).then(|| Errno::from_raw(-code).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_told_apart_and_complaints_from_acknowledgements() {
+        let refused = (-1_i32).to_ne_bytes();
+        let sent = [
+            message(2, 0, &refused),
+            message(2, 0, &[0; 4]),
+            message(9, 0, b"abc\0"),
+        ];
+        let mut seen = Vec::new();
+        each(&sent.concat(), |header, body| {
+            let kind = header.r#type;
+            seen.push((kind, error(kind, body).map(|error| error.kind())));
+        });
+        let denied = Some(io::ErrorKind::PermissionDenied);
+        assert_eq!(seen, [(2, denied), (2, None), (9, None)]);
+    }
+
+    #[test]
+    fn what_is_cut_short_is_left() {
+        let whole = message(9, 0, b"abcd");
+        for cut in 0..whole.len() {
+            each(&whole[..cut], |_, _| panic!("{cut}"));
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! The rules of our table: two chains, and in each one rule for a family.
+//!
+//! Owns what a connection is looked at for, in this order: it is not for this host itself, it is TCP to an address of
+//! the set, and its port is in the map. Never knows an address or a port: whatever is to be redirected is in sets.
+
+use super::table::{Family, header};
+use netlink_bindings::{
+    nftables::{
+        Chained, CmpOps, FibFlags, MetaKeys, PayloadBase, PushExprListAttrs, PushRuleAttrs,
+        Registers, VerdictCode,
+    },
+    traits::Pusher,
+    utils::{finalize_nested_header, push_header, push_nested_header},
+};
+use std::ffi::{CStr, CString};
+
+/// `NF_IP_PRI_NAT_DST`.
+const DSTNAT: i32 = -100;
+/// `NFT_FIB_RESULT_ADDRTYPE`, which the library numbers wrongly.
+const ADDRESS_TYPE: u32 = 3;
+/// `RTN_LOCAL`: an address of this host, loopback included.
+const LOCAL: u32 = 2;
+const TCP: u8 = 6;
+
+/// A chain at this hook, which leaves this host's own addresses alone.
+pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str, hook: u32) {
+    batch
+        .request()
+        .set_create()
+        .op_newchain_do(&header())
+        .encode()
+        .push_table(table)
+        .push_name_bytes(chain.as_bytes())
+        .push_type(c"nat")
+        .nested_hook()
+        .push_num(hook)
+        .push_priority(DSTNAT);
+    rule(batch, table, chain, |expressions| {
+        expressions
+            .nested_elem()
+            .nested_data_fib()
+            .push_dreg(REGISTER)
+            .push_result(ADDRESS_TYPE)
+            .push_flags(FibFlags::Daddr as u32)
+            .end_nested()
+            .end_nested()
+            .nested_elem()
+            .nested_data_cmp()
+            .push_sreg(REGISTER)
+            .push_op(CmpOps::Eq as u32)
+            .nested_data()
+            .push_value(&LOCAL.to_ne_bytes())
+            .end_nested()
+            .end_nested()
+            .end_nested()
+            .nested_elem()
+            .nested_data_immediate()
+            .push_dreg(Registers::RegVerdict as u32)
+            .nested_data()
+            .nested_verdict()
+            .push_code(VerdictCode::Return as u32);
+    });
+}
+
+/// `meta nfproto FAMILY ip daddr @edges redirect to :tcp dport map @ports`.
+pub(super) fn redirection(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    chain: &str,
+    (family, map): (&Family, &str),
+) {
+    rule(batch, table, chain, |expressions| {
+        let told = is(expressions, MetaKeys::Nfproto, family.protocol);
+        let told = is(told, MetaKeys::L4Proto, TCP);
+        let told = told
+            .nested_elem()
+            .nested_data_payload()
+            .push_dreg(REGISTER)
+            .push_base(PayloadBase::NetworkHeader as u32)
+            .push_offset(family.offset)
+            .push_len(family.length)
+            .end_nested()
+            .end_nested();
+        let told = lookup(told, family.addresses, false);
+        let told = told
+            .nested_elem()
+            .nested_data_payload()
+            .push_dreg(REGISTER)
+            .push_base(PayloadBase::TransportHeader as u32)
+            .push_offset(2)
+            .push_len(2)
+            .end_nested()
+            .end_nested();
+        let told = lookup(told, map, true);
+        redirect(told);
+    });
+}
+
+const REGISTER: u32 = Registers::Reg1 as u32;
+
+fn rule(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    chain: &str,
+    say: impl FnOnce(PushExprListAttrs<PushRuleAttrs<&mut Vec<u8>>>),
+) {
+    let request = batch.request().set_create().set_append();
+    let mut request = request.op_newrule_do(&header());
+    let rule = request
+        .encode()
+        .push_table(table)
+        .push_chain_bytes(chain.as_bytes());
+    say(rule.nested_expressions());
+}
+
+fn is<P: Pusher>(
+    expressions: PushExprListAttrs<P>,
+    key: MetaKeys,
+    value: u8,
+) -> PushExprListAttrs<P> {
+    expressions
+        .nested_elem()
+        .nested_data_meta()
+        .push_dreg(REGISTER)
+        .push_key(key as u32)
+        .end_nested()
+        .end_nested()
+        .nested_elem()
+        .nested_data_cmp()
+        .push_sreg(REGISTER)
+        .push_op(CmpOps::Eq as u32)
+        .nested_data()
+        .push_value(&[value])
+        .end_nested()
+        .end_nested()
+        .end_nested()
+}
+
+/// Whether the register is in the set; of a map, what it leads to. The library numbers these attributes wrongly.
+fn lookup<P: Pusher>(
+    expressions: PushExprListAttrs<P>,
+    set: &str,
+    map: bool,
+) -> PushExprListAttrs<P> {
+    const SET: u16 = 1;
+    const SOURCE: u16 = 2;
+    const DESTINATION: u16 = 3;
+    let set = [set.as_bytes(), &[0]].concat();
+    let register = REGISTER.to_be_bytes();
+    let all: [(u16, &[u8]); 3] = [(SET, &set), (SOURCE, &register), (DESTINATION, &register)];
+    expression(expressions, c"lookup", if map { &all } else { &all[..2] })
+}
+
+/// To the port in the register. The library has no such expression.
+fn redirect<P: Pusher>(expressions: PushExprListAttrs<P>) {
+    const PORT: u16 = 1;
+    const FLAGS: u16 = 3;
+    /// `NF_NAT_RANGE_PROTO_SPECIFIED`.
+    const PROTO_SPECIFIED: u32 = 2;
+    let (port, flags) = (REGISTER.to_be_bytes(), PROTO_SPECIFIED.to_be_bytes());
+    expression(expressions, c"redir", &[(PORT, &port), (FLAGS, &flags)]);
+}
+
+fn expression<P: Pusher>(
+    expressions: PushExprListAttrs<P>,
+    name: &CStr,
+    attributes: &[(u16, &[u8])],
+) -> PushExprListAttrs<P> {
+    const DATA: u16 = 2;
+    let mut expression = expressions.nested_elem().push_name(name);
+    let bytes = expression.as_vec_mut();
+    let data = push_nested_header(bytes, DATA);
+    for (kind, value) in attributes {
+        push_header(bytes, *kind, u16::try_from(value.len()).unwrap_or(0));
+        bytes.extend(*value);
+    }
+    finalize_nested_header(bytes, data);
+    expression.end_nested()
+}

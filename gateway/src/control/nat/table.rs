@@ -1,0 +1,277 @@
+//! Our nftables table, in the kernel's words.
+//!
+//! Owns how many rules there are: the same for one node and for ten thousand. Addresses and ports are in sets and
+//! maps. A change is one batch, which the kernel does whole or not at all. The table belongs to our socket (`owner`):
+//! nobody else can change or flush it, and it goes when this process does, however that ends.
+
+use super::{
+    NatError, Ports,
+    netlink::{Netlink, Refused},
+    rules,
+};
+use netlink_bindings::nftables::{Chained, Nfgenmsg, PushSetelemListAttrs, SetFlags, TableFlags};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::CString,
+    net::IpAddr,
+};
+
+/// `NFPROTO_INET`: IPv4 and IPv6 at once.
+const INET: u8 = 1;
+/// `NFNL_SUBSYS_NFTABLES`, which a batch names.
+const NFTABLES: u16 = 10;
+/// Elements in one message, whose attributes are 64 KiB at most.
+const AT_ONCE: usize = 1000;
+/// The numbers of types by which `nft` shows what is in a set.
+const SERVICE: u32 = 13;
+
+/// What differs between IPv4 and IPv6.
+pub(super) struct Family {
+    pub(super) protocol: u8,
+    pub(super) addresses: &'static str,
+    kind: u32,
+    pub(super) length: u32,
+    /// Where the destination is in the header.
+    pub(super) offset: u32,
+}
+
+const FAMILIES: [Family; 2] = [
+    Family {
+        protocol: 2,
+        addresses: "edges4",
+        kind: 7,
+        length: 4,
+        offset: 16,
+    },
+    Family {
+        protocol: 10,
+        addresses: "edges6",
+        kind: 8,
+        length: 16,
+        offset: 24,
+    },
+];
+
+/// A hook, its number, and the maps of ports of its chain, by family.
+const CHAINS: [(&str, u32, [&str; 2]); 2] = [
+    ("prerouting", 0, ["forwarded4", "forwarded6"]),
+    ("output", 3, ["local4", "local6"]),
+];
+
+/// The table in the kernel.
+#[derive(Debug)]
+pub(super) struct Table {
+    netlink: Netlink,
+    name: CString,
+    stands: bool,
+}
+
+impl Table {
+    /// The table of this name, which does not stand yet.
+    pub(super) fn open(name: &str) -> Result<Self, NatError> {
+        let mut netlink = Netlink::open().map_err(NatError::Unsupported)?;
+        // The first thing said tells whether anything may be.
+        let sequence = netlink.reserve(1);
+        let mut batch = Chained::new(sequence);
+        batch.request().op_getgen_do(&header());
+        let asked = netlink.tell(&batch.finalize());
+        asked.map_err(|error| match error.cause.raw_os_error() {
+            Some(EPERM | EACCES) => NatError::NotAllowed,
+            _ => NatError::Unsupported(error.cause),
+        })?;
+        Ok(Self {
+            netlink,
+            name: CString::new(name).unwrap_or_default(),
+            stands: false,
+        })
+    }
+
+    /// Puts this in the place of whatever stands under the name, at once.
+    pub(super) fn replace(
+        &mut self,
+        edges: &BTreeSet<IpAddr>,
+        ports: &Ports,
+    ) -> Result<(), NatError> {
+        let done = self.batch(|batch, name| {
+            // Deleting what may not be there fails on kernels before 6.3; made first, it is there.
+            make(batch, name, None);
+            batch
+                .request()
+                .op_deltable_do(&header())
+                .encode()
+                .push_name(name);
+            make(batch, name, Some(TableFlags::Owner));
+            for family in &FAMILIES {
+                set(batch, name, family.addresses, (family.kind, family.length));
+            }
+            for (chain, hook, maps) in CHAINS {
+                rules::hooked(batch, name, chain, hook);
+                for (family, map) in FAMILIES.iter().zip(maps) {
+                    port_map(
+                        batch,
+                        name,
+                        map,
+                        ports.of(chain == "output", family.protocol == 2),
+                    );
+                    rules::redirection(batch, name, chain, (family, map));
+                }
+            }
+            elements(batch, name, edges, true);
+        });
+        done.map_err(|error| match error.cause.raw_os_error() {
+            Some(EPERM) => NatError::Taken(self.name.to_string_lossy().into_owned()),
+            _ => NatError::Kernel(error),
+        })?;
+        self.stands = true;
+        Ok(())
+    }
+
+    /// Adds and removes addresses.
+    pub(super) fn change(
+        &mut self,
+        added: &BTreeSet<IpAddr>,
+        removed: &BTreeSet<IpAddr>,
+    ) -> Result<(), NatError> {
+        let done = self.batch(|batch, name| {
+            elements(batch, name, added, true);
+            elements(batch, name, removed, false);
+        });
+        done.map_err(NatError::Kernel)
+    }
+
+    /// Takes the table away.
+    pub(super) fn remove(&mut self) -> Result<(), NatError> {
+        if !std::mem::take(&mut self.stands) {
+            return Ok(());
+        }
+        let done = self.batch(|batch, name| {
+            batch
+                .request()
+                .op_deltable_do(&header())
+                .encode()
+                .push_name(name);
+        });
+        done.map_err(NatError::Kernel)
+    }
+
+    fn batch(&mut self, fill: impl FnOnce(&mut Chained<'static>, &CString)) -> Result<(), Refused> {
+        let mut outer = Nfgenmsg::new();
+        outer.set_res_id(NFTABLES);
+        // More than there ever are: 100,000 addresses are 100 messages.
+        let sequence = self.netlink.reserve(1 << 16);
+        let mut batch = Chained::new(sequence);
+        batch.request().op_batch_begin_do(&outer);
+        fill(&mut batch, &self.name);
+        batch.request().op_batch_end_do(&outer);
+        self.netlink.tell(&batch.finalize())
+    }
+}
+
+pub(super) fn header() -> Nfgenmsg {
+    let mut header = Nfgenmsg::new();
+    header.nfgen_family = INET;
+    header
+}
+
+fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>) {
+    let mut made = batch.request().set_create().op_newtable_do(&header());
+    let attributes = made.encode().push_name(table);
+    if let Some(flags) = flags {
+        attributes.push_flags(flags as u32);
+    }
+}
+
+/// A set of addresses.
+fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (kind, length): (u32, u32)) {
+    batch
+        .request()
+        .set_create()
+        .op_newset_do(&header())
+        .encode()
+        .push_table(table)
+        .push_name_bytes(name.as_bytes())
+        .push_flags(0)
+        .push_key_type(kind)
+        .push_key_len(length)
+        .push_id(1);
+}
+
+/// A map from a node's port to a port here, with what is in it.
+fn port_map(batch: &mut Chained<'static>, table: &CString, name: &str, ports: &BTreeMap<u16, u16>) {
+    batch
+        .request()
+        .set_create()
+        .op_newset_do(&header())
+        .encode()
+        .push_table(table)
+        .push_name_bytes(name.as_bytes())
+        .push_flags(SetFlags::Map as u32)
+        .push_key_type(SERVICE)
+        .push_key_len(2)
+        .push_data_type(SERVICE)
+        .push_data_len(2)
+        .push_id(2);
+    if ports.is_empty() {
+        return;
+    }
+    let mut put = batch.request().set_create().op_newsetelem_do(&header());
+    let put = put
+        .encode()
+        .push_table(table)
+        .push_set_bytes(name.as_bytes());
+    let mut all = put.nested_elements();
+    for (port, here) in ports {
+        all = all
+            .nested_elem()
+            .nested_key()
+            .push_value(&port.to_be_bytes())
+            .end_nested()
+            .nested_data()
+            .push_value(&here.to_be_bytes())
+            .end_nested()
+            .end_nested();
+    }
+}
+
+/// Adds addresses, or removes them.
+fn elements(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    addresses: &BTreeSet<IpAddr>,
+    add: bool,
+) {
+    for family in &FAMILIES {
+        let own = addresses
+            .iter()
+            .filter(|a| a.is_ipv4() == (family.length == 4));
+        let values: Vec<Vec<u8>> = own.map(octets).collect();
+        for some in values.chunks(AT_ONCE) {
+            let fill = |list: PushSetelemListAttrs<&mut Vec<u8>>| {
+                let list = list
+                    .push_table(table)
+                    .push_set_bytes(family.addresses.as_bytes());
+                let mut list = list.nested_elements();
+                for value in some {
+                    let element = list.nested_elem().nested_key().push_value(value);
+                    list = element.end_nested().end_nested();
+                }
+            };
+            if add {
+                let request = batch.request().set_create();
+                fill(request.op_newsetelem_do(&header()).encode());
+            } else {
+                fill(batch.request().op_delsetelem_do(&header()).encode());
+            }
+        }
+    }
+}
+
+fn octets(address: &IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    }
+}
+
+const EPERM: i32 = nix::errno::Errno::EPERM as i32;
+const EACCES: i32 = nix::errno::Errno::EACCES as i32;

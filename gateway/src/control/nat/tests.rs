@@ -1,0 +1,55 @@
+use super::*;
+use crate::config::{Kind, Listen};
+
+fn front(name: &str, port: u16) -> Front {
+    Front {
+        port: Some(port),
+        ..Front::new(name, Kind::Tcp, Listen::Tcp(SocketAddr::from(([0; 4], 0))))
+    }
+}
+
+#[test]
+fn a_front_takes_what_reaches_its_socket_and_no_more() {
+    let redirect = Redirect {
+        fronts: vec!["kubelet".to_owned(), "gone".to_owned()],
+        ports: [(9100, "here".to_owned()), (9200, "both".to_owned())].into(),
+        ..Redirect::default()
+    };
+    let fronts = [
+        front("kubelet", 10250),
+        front("here", 1),
+        front("both", 1),
+        front("gone", 2),
+    ];
+    let at = |name: &str, address: &str| (name.to_owned(), Some(address.parse().unwrap()));
+    let standing = [
+        at("kubelet", "0.0.0.0:4000"),
+        at("here", "[::1]:4001"),
+        at("both", "[::]:4002"),
+        ("gone".to_owned(), None),
+    ];
+    let ports = Ports::new(&redirect, &fronts, &standing);
+    let of = |local, v4| ports.of(local, v4).clone().into_iter().collect::<Vec<_>>();
+    assert_eq!(of(true, true), [(9200, 4002), (10250, 4000)]);
+    assert_eq!(of(true, false), [(9100, 4001), (9200, 4002)]);
+    assert_eq!(of(false, true), [(9200, 4002), (10250, 4000)]);
+    assert_eq!(of(false, false), [(9200, 4002)]);
+}
+
+#[test]
+fn what_is_never_elsewhere_is_never_redirected() {
+    for text in [
+        "127.0.0.1",
+        "::1",
+        "0.0.0.0",
+        "::",
+        "224.0.0.1",
+        "ff02::1",
+        "255.255.255.255",
+    ] {
+        assert!(!routable(&text.parse().unwrap()), "{text}");
+    }
+    for text in ["10.0.0.1", "2001:db8::1", "fd00::1"] {
+        assert!(routable(&text.parse().unwrap()), "{text}");
+    }
+}
