@@ -6,6 +6,7 @@
 
 mod world;
 
+mod redirect;
 mod routing;
 
 mod dns;

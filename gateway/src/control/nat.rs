@@ -23,7 +23,11 @@ use std::{
     time::Duration,
 };
 use table::Table;
-use tokio::{sync::watch, task::spawn_blocking, time::sleep};
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
 use tokio_util::sync::CancellationToken;
 
 /// After a change that the kernel did not take.
@@ -129,12 +133,6 @@ impl Rules {
         done?;
         (self.edges, self.ports) = (edges, ports);
         let handed = &added | &removed;
-        tracing::debug!(
-            added = added.len(),
-            removed = removed.len(),
-            all = self.edges.len(),
-            "redirected addresses"
-        );
         if handed.is_empty() {
             return Ok(());
         }
@@ -216,6 +214,7 @@ impl Nat {
             let (edges, ports) = self.wanted();
             let mut rules = self.rules;
             // The kernel waits for its other cores before it answers: callers here do not wait for that.
+            let began = Instant::now();
             let done = spawn_blocking(move || {
                 let done = rules.become_these(edges, ports);
                 (rules, done)
@@ -226,6 +225,8 @@ impl Nat {
                 );
             };
             self.rules = rules;
+            let (addresses, took) = (self.rules.edges.len(), began.elapsed());
+            tracing::debug!(addresses, ?took, "redirections are as the nodes are");
             if let Err(error) = done {
                 tracing::warn!(%error, "redirections are not as they should be, trying again");
             }

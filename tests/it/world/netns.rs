@@ -10,7 +10,7 @@ use super::process::{Causeway, am_root, binary, program};
 use nix::sched::{CloneFlags, setns};
 use std::{
     fs::{self, File},
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::PathBuf,
     process::Command,
     sync::{
@@ -24,6 +24,8 @@ pub(crate) const NEED: &str = "root and ip netns";
 
 /// Where the gateway and its callers are.
 pub(crate) const HUB: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+/// The same, of a street that opens up.
+const HUB6: Ipv6Addr = Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, 1);
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -50,13 +52,13 @@ fn unique() -> String {
     format!("cw{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed))
 }
 
-fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
+fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let ran = Command::new(program)
         .args(arguments)
         .output()
         .map_err(|error| format!("{program}: {error}"))?;
     if ran.status.success() {
-        return Ok(());
+        return Ok(String::from_utf8_lossy(&ran.stdout).into_owned());
     }
     let said = String::from_utf8_lossy(&ran.stderr).into_owned();
     Err(format!("{program} {}: {said}", arguments.join(" ")))
@@ -146,6 +148,23 @@ impl Street {
         }
     }
 
+    /// The hub has IPv6, and sends what is for elsewhere somewhere.
+    pub(crate) fn opens_up(&self) {
+        self.hub.ip(&format!("addr add {HUB6}/64 dev street nodad"));
+        self.hub.ip("route add default dev street");
+        self.hub.ip("-6 route add default dev street");
+    }
+
+    /// What `nft` says in the hub, if it does what it is told.
+    pub(crate) fn nft(&self, line: &str) -> Result<String, String> {
+        let line = line.split_whitespace();
+        let all: Vec<&str> = ["netns", "exec", &self.hub.0, "nft"]
+            .into_iter()
+            .chain(line)
+            .collect();
+        run("ip", &all)
+    }
+
     /// The hub's TCP sends again at least each second, where the kernel (6.15 and later) can be told so.
     pub(crate) fn insists(&self) -> bool {
         let told = "net.ipv4.tcp_rto_max_ms=1000";
@@ -186,6 +205,21 @@ impl Host<'_> {
     /// Its address.
     pub(crate) fn address(&self) -> Ipv4Addr {
         self.address
+    }
+
+    /// It has this address as well, of which the hub knows.
+    pub(crate) fn has(&self, address: IpAddr) {
+        self.space.ip(&format!("addr add {address} dev eth0"));
+        let hub = &self.street.hub;
+        hub.ip(&format!("route add {address} via {}", self.address));
+    }
+
+    /// It sends IPv6 to the hub, of a street that opens up.
+    pub(crate) fn opens_up(&self) {
+        let [.., last] = self.address.octets();
+        self.space
+            .ip(&format!("addr add fd77::{last}/64 dev eth0 nodad"));
+        self.space.ip(&format!("-6 route add default via {HUB6}"));
     }
 
     /// Puts this thread there: what listens from now on listens on that host.

@@ -1,0 +1,370 @@
+//! Callers of the nodes' own addresses: rules of nftables lead them to fronts, and nobody else.
+//!
+//! Real processes and a real kernel, in a network of the test's own: the gateway on the hub, callers there and on a host
+//! that sends by the hub.
+
+use crate::world::{
+    app::{App, answer},
+    netns::{HUB, Host, NEED, Street},
+    process::{Process, Site, binary, causeway, program},
+    tool::{Ran, Tool, need},
+    until,
+};
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::Redirect,
+    control::nat::{Nat, NatError, Ports},
+    state::{Node, NodesWriter},
+};
+use std::{
+    io::Write,
+    net::{IpAddr, Ipv4Addr},
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinSet,
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+
+/// How soon a change of the nodes is one of the rules.
+const SOON: Duration = Duration::from_secs(1);
+
+const CONFIGURATION: &str = r#"
+fronts:
+  - { name: nodes, kind: https, listen: "[::]:0", port: 9100, original_destination: true, anonymous: true }
+  - { name: bytes, kind: tcp, listen: "[::]:0", original_destination: true, anonymous: true }
+redirect: { fronts: [nodes], ports: { 9200: bytes } }
+timeouts: { drain: 1s }
+"#;
+
+/// Two nodes on the hub, whose addresses lead nowhere.
+struct Scene {
+    street: Street,
+    site: Site,
+    edges: Vec<Process>,
+    apps: Vec<App>,
+}
+
+impl Scene {
+    async fn new() -> Self {
+        let street = Street::new();
+        street.opens_up();
+        let site = Site::with_fronts(CONFIGURATION).await;
+        let mut scene = Self {
+            street,
+            site,
+            edges: Vec::new(),
+            apps: Vec::new(),
+        };
+        scene
+            .joins("edge-1", "--address 10.0.0.11 --address fd00::11")
+            .await;
+        scene
+            .joins("edge-2", "--address 10.0.0.12 --address fd00::12")
+            .await;
+        scene
+    }
+
+    async fn joins(&mut self, node: &'static str, addresses: &str) {
+        let app = App::http(move |_| answer::ok(node)).await;
+        let token = self.site.token(&format!("--node {node} {addresses}")).await;
+        let port = app.port();
+        let to = |number: u16| format!("{number}: {{ target: \"127.0.0.1:{port}\" }}");
+        let edge = causeway("edge --admin-listen 127.0.0.1:0")
+            .flag("--gateway", &self.site.tunnel)
+            .flag("--data-dir", self.site.edge_data(node))
+            .flag("--ports", format!("{{ {}, {} }}", to(9100), to(9200)))
+            .flag("--join", token);
+        let mut edge = edge.start();
+        edge.said("tunnel registered").await;
+        self.edges.push(edge);
+        self.apps.push(app);
+    }
+
+    /// A caller here, or on `host`.
+    async fn curl(&self, url: &str, host: Option<&Host<'_>>) -> Ran {
+        let running = {
+            let _there = host.map(Host::enter);
+            let root = self.site.data().join("ca.pem");
+            let curl = Tool::curl().args(["--max-time", "5", "--cacert"]);
+            curl.args([root]).args(["-g", url]).start()
+        };
+        running.finish().await
+    }
+
+    fn set(&self, name: &str) -> String {
+        let set = self.street.nft(&format!("list set inet causeway {name}"));
+        set.unwrap()
+    }
+
+    async fn listed(&self, address: &str, there: bool) {
+        let asked = Instant::now();
+        until(&format!("{address} is redirected: {there}"), async || {
+            self.set("edges4").contains(address) == there
+        })
+        .await;
+        assert!(asked.elapsed() < SOON, "{:?}", asked.elapsed());
+    }
+
+    async fn edge(&self, line: &str) {
+        let order = causeway(&format!("edge {line}"));
+        order.flag("--data-dir", self.site.data()).run().await.ok();
+    }
+}
+
+#[tokio::test]
+async fn whoever_dials_a_nodes_address_arrives_at_that_node_from_here_and_from_behind() {
+    need!(NEED, "curl");
+    let scene = Scene::new().await;
+    let behind = scene.street.host();
+    behind.opens_up();
+    for (node, v4, v6) in [
+        ("edge-1", "10.0.0.11", "[fd00::11]"),
+        ("edge-2", "10.0.0.12", "[fd00::12]"),
+    ] {
+        for from in [None, Some(&behind)] {
+            for address in [v4, v6] {
+                // Without a name to ask for: the certificate is for the address.
+                for url in [
+                    format!("https://{address}:9100/"),
+                    format!("http://{address}:9200/"),
+                ] {
+                    let said = scene.curl(&url, from).await;
+                    assert_eq!(said.ok().text(), node, "{url}, behind: {}", from.is_some());
+                }
+            }
+        }
+    }
+    // The gateway's own listeners are as they were, and tunnels with them.
+    let admin = format!("http://{}/healthz", scene.site.admin);
+    scene.curl(&admin, None).await.ok();
+}
+
+/// Answers every caller that it is there.
+async fn itself(listener: TcpListener) {
+    loop {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        stream.read(&mut [0; 1024]).await.unwrap();
+        let said = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nitself";
+        stream.write_all(said).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_edge_nodes_or_has_no_front_is_left_alone() {
+    need!(NEED, "curl");
+    let mut scene = Scene::new().await;
+    {
+        let cloud = scene.street.host();
+        let listener = {
+            let _there = cloud.enter();
+            TcpListener::bind("0.0.0.0:0").await.unwrap()
+        };
+        let port = listener.local_addr().unwrap().port();
+        let mut serving = JoinSet::new();
+        serving.spawn(itself(listener));
+        for address in ["10.0.0.11", "10.0.0.50"] {
+            cloud.has(address.parse().unwrap());
+        }
+        // Of nobody, of a host that is no node, and of a node at a port without a front.
+        for address in ["10.0.0.50", &cloud.address().to_string(), "10.0.0.11"] {
+            let url = format!("http://{address}:{port}/");
+            assert_eq!(scene.curl(&url, None).await.ok().text(), "itself", "{url}");
+        }
+        let node = scene.curl("https://10.0.0.11:9100/", None).await;
+        assert_eq!(node.ok().text(), "edge-1");
+    }
+    scene
+        .joins("edge-3", "--address 10.0.0.50 --address 127.0.0.9")
+        .await;
+    scene.listed("10.0.0.50", true).await;
+    scene
+        .joins("edge-4", &format!("--address 10.0.0.50 --address {HUB}"))
+        .await;
+    scene.listed("10.0.0.50", false).await;
+    assert!(!scene.set("edges4").contains("127.0.0.9"));
+    // What is this host's own is so whatever a node says.
+    scene.listed(&HUB.to_string(), true).await;
+    let own = scene.curl(&format!("http://{HUB}:9200/"), None).await;
+    assert_eq!(own.status.code(), Some(7), "{own:?}");
+}
+
+/// The connections that the kernel remembers to this address, in this thread's network.
+fn remembered(address: &str) -> usize {
+    let all = std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap();
+    all.matches(&format!(" dst={address} ")).count()
+}
+
+#[tokio::test]
+async fn a_node_that_leaves_is_redirected_no_more_and_its_connections_are_forgotten() {
+    need!(NEED, "curl");
+    let scene = Scene::new().await;
+    let mut kept = Vec::new();
+    for address in ["10.0.0.11:9200", "10.0.0.12:9200"] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream
+            .write_all(b"GET / HTTP/1.1\r\nHost: app\r\n\r\n")
+            .await
+            .unwrap();
+        assert!(stream.read(&mut [0; 64]).await.unwrap() > 0);
+        kept.push(stream);
+    }
+    assert_eq!([remembered("10.0.0.11"), remembered("10.0.0.12")], [1, 1]);
+    scene.edge("remove edge-1").await;
+    scene.listed("10.0.0.11", false).await;
+    until("it is forgotten", async || remembered("10.0.0.11") == 0).await;
+    assert_eq!(remembered("10.0.0.12"), 1);
+    assert_eq!(
+        scene
+            .curl("https://10.0.0.12:9100/", None)
+            .await
+            .ok()
+            .text(),
+        "edge-2"
+    );
+    // Another node takes the address, and those who still try get there.
+    scene.edge("add edge-2 --address 10.0.0.11").await;
+    scene.listed("10.0.0.11", true).await;
+    assert_eq!(
+        scene
+            .curl("https://10.0.0.11:9100/", None)
+            .await
+            .ok()
+            .text(),
+        "edge-2"
+    );
+}
+
+#[tokio::test]
+async fn nobody_flushes_the_rules_and_they_go_with_the_gateway_however_it_ends() {
+    need!(NEED, "curl");
+    let scene = Scene::new().await;
+    let table = || scene.street.nft("list table inet causeway");
+    scene.street.nft("flush ruleset").unwrap();
+    assert!(table().unwrap().contains("10.0.0.11"));
+    assert!(scene.street.nft("delete table inet causeway").is_err());
+    assert_eq!(
+        scene
+            .curl("https://10.0.0.11:9100/", None)
+            .await
+            .ok()
+            .text(),
+        "edge-1"
+    );
+
+    let street = &scene.street;
+    let table = || street.nft("list table inet causeway");
+    // Something that was left under the name, by whatever does not guard it.
+    let site = scene
+        .site
+        .restart(|_| {
+            assert!(table().is_err(), "killed, and its rules are there");
+            street.nft("add table inet causeway").unwrap();
+            street.nft("add chain inet causeway stale").unwrap();
+        })
+        .await;
+    let stands = table().unwrap();
+    assert!(
+        stands.contains("10.0.0.11") && !stands.contains("stale"),
+        "{stands}"
+    );
+    site.gateway.stop().await;
+    assert!(table().is_err(), "stopped, and its rules are there");
+}
+
+#[tokio::test]
+async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so() {
+    need!(NEED);
+    let _street = Street::new();
+    let site = Site::with_fronts(CONFIGURATION).await;
+    let configuration = site.path("gateway.yaml");
+    let nodes = NodesWriter::default();
+    let taken = Nat::install(
+        &Redirect::default(),
+        &nodes,
+        watch::Sender::default().subscribe(),
+    );
+    assert!(matches!(taken, Err(NatError::Taken(_))), "{taken:?}");
+    site.gateway.signal("KILL").await;
+    let less = program("setpriv").args(["--bounding-set=-net_admin", binary(), "gateway"]);
+    let less = less
+        .flag("--config", configuration)
+        .flag("--tunnel-listen", "127.0.0.1:0");
+    let said = less.run().await;
+    assert!(
+        said.stderr.contains("redirect: needs CAP_NET_ADMIN"),
+        "{}",
+        said.stderr
+    );
+}
+
+#[tokio::test]
+async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_once() {
+    need!(NEED);
+    let street = Street::new();
+    let node = |number: u32| {
+        let name = NodeName::parse(&format!("edge-{number}")).unwrap();
+        let v4 = IpAddr::from(Ipv4Addr::from_bits(0x0a00_0000 + number));
+        let v6 = format!("fd00::{number:x}").parse().unwrap();
+        let addresses = vec![v4, v6];
+        (
+            name,
+            Node {
+                addresses,
+                ..Node::default()
+            },
+        )
+    };
+    let rules = || {
+        let table = street.nft("list table inet causeway").unwrap();
+        let rules = table
+            .lines()
+            .filter(|line| line.contains("redirect to") || line.ends_with(" return"));
+        rules.count()
+    };
+    let nodes = NodesWriter::default();
+    nodes.replace([node(1)].into());
+    let ports = watch::Sender::<Ports>::default();
+    let install = || Nat::install(&Redirect::default(), &nodes, ports.subscribe()).unwrap();
+    drop(install());
+    let one = {
+        let _nat = install();
+        rules()
+    };
+    nodes.replace((1..=5000).map(node).collect());
+    let began = Instant::now();
+    let nat = install();
+    let installed = began.elapsed();
+    assert_eq!(rules(), one);
+    let stop = CancellationToken::new();
+    let mut running = JoinSet::new();
+    running.spawn(nat.run(stop.clone()));
+    let there = |number: u32| {
+        let address = Ipv4Addr::from_bits(0x0a00_0000 + number);
+        street
+            .nft(&format!("get element inet causeway edges4 {{ {address} }}"))
+            .is_ok()
+    };
+    assert!(there(5000) && !there(5001));
+    let (name, added) = node(5001);
+    let began = Instant::now();
+    nodes.put(name, added);
+    until("the node's address is redirected", async || there(5001)).await;
+    let changed = began.elapsed();
+    let began = Instant::now();
+    assert!(there(5001));
+    let asking = began.elapsed();
+    writeln!(
+        std::io::stderr().lock(),
+        "5,000 nodes are redirected after {installed:?}, and one more after {changed:?}, {asking:?} of which nft takes to look"
+    )
+    .unwrap();
+    assert!(changed < SOON, "{changed:?}");
+    stop.cancel();
+    timeout(SOON * 5, running.join_next()).await.unwrap();
+    assert!(street.nft("list table inet causeway").is_err());
+}
