@@ -6,6 +6,7 @@
 
 mod world;
 
+mod proxied;
 mod redirect;
 mod routing;
 

@@ -66,6 +66,9 @@ pub struct Front {
     /// Networks in which a `connect` front dials itself what is at no node's edge (pods and Services in the cloud); empty is none.
     #[serde(default, with = "HumanNetworks")]
     pub direct: Vec<IpNet>,
+    /// Networks from which connections begin with a PROXY v2 header: its source calls, and with `original_destination` its destination names node and port. Others are served without one.
+    #[serde(default, with = "HumanNetworks")]
+    pub proxy_protocol: Vec<IpNet>,
 }
 
 impl Front {
@@ -97,6 +100,7 @@ impl Front {
             errors: ErrorForm::Problem,
             original_destination: false,
             direct: Vec::new(),
+            proxy_protocol: Vec::new(),
         }
     }
 

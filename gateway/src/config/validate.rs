@@ -140,6 +140,7 @@ struct FrontCheck<'a> {
 impl FrontCheck<'_> {
     fn run(mut self) {
         self.target();
+        self.proxied();
         self.files();
         self.callers();
         self.issuers();
@@ -191,6 +192,18 @@ impl FrontCheck<'_> {
             self.add(
                 "original_destination",
                 "a unix socket has none; remove this key or listen on IP:PORT",
+            );
+        }
+    }
+
+    fn proxied(&mut self) {
+        if self.front.proxy_protocol.is_empty() {
+            return;
+        }
+        if matches!(self.front.listen, Listen::Unix(_)) {
+            self.add(
+                "proxy_protocol",
+                "callers of a unix socket have no address; remove this key",
             );
         }
     }

@@ -8,6 +8,7 @@ mod blocks;
 mod door;
 pub mod idle;
 pub mod io;
+pub mod proxied;
 
 pub mod https;
 
@@ -78,6 +79,8 @@ pub struct Front {
     pub original_destination: bool,
     /// Networks in which a CONNECT to what is at no edge is dialled from here.
     pub direct: Vec<IpNet>,
+    /// Networks from which a PROXY v2 header says who calls.
+    pub proxy_protocol: Vec<IpNet>,
     /// What is counted of it.
     pub metrics: Arc<FrontMetrics>,
     /// From when on nothing begins here any more, once this is known.
@@ -117,6 +120,12 @@ impl Front {
             (Some(root), Some(tls)) => tls.load().trust.knows(root),
             _ => true,
         }
+    }
+
+    /// Whether what comes from here begins with a PROXY v2 header.
+    fn is_proxied(&self, peer: Peer) -> bool {
+        let among = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
+        peer.ip().is_some_and(among)
     }
 
     /// Others take this front's place. What begins here at once is finished; nothing begins at all where that

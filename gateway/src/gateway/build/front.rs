@@ -104,6 +104,7 @@ impl Material {
             errors: front.errors,
             original_destination: front.original_destination,
             direct: front.direct.clone(),
+            proxy_protocol: front.proxy_protocol.clone(),
             metrics: shared.metrics.front(&front.name),
             retired: OnceLock::new(),
         })

@@ -4,7 +4,7 @@
 //! An [`Entrance`] is accepted from as long as its socket stands, and leads to the door that is there now. What names
 //! the node before HTTP is spoken names the core; the socket moves there once.
 
-use super::{Arrival, Front, https, io, serve};
+use super::{Arrival, Front, https, io, proxied, serve};
 use crate::{
     core::{CoreId, Cores},
     proxy::{
@@ -171,12 +171,11 @@ impl Door {
         );
     }
 
-    async fn welcome(self, core: CoreId, socket: Socket, peer: Peer, room: Taken) {
+    async fn welcome(self, core: CoreId, mut socket: Socket, peer: Peer, room: Taken) {
         let front = &self.proxies[core.0].front;
-        let original = front
-            .original_destination
-            .then(|| original_destination(&socket))
-            .flatten();
+        let Some((peer, original)) = self.told(core, &mut socket, peer).await else {
+            return;
+        };
         let arrival = Arrival {
             peer,
             original,
@@ -209,6 +208,33 @@ impl Door {
             )
             .await;
         });
+    }
+
+    /// From whom a connection is, and where it was going if the front asks for that; by a PROXY header where one is due,
+    /// else by the kernel.
+    async fn told(
+        &self,
+        core: CoreId,
+        socket: &mut Socket,
+        peer: Peer,
+    ) -> Option<(Peer, Option<SocketAddr>)> {
+        let proxy = &self.proxies[core.0];
+        let front = &proxy.front;
+        let asked = |original| front.original_destination.then_some(original).flatten();
+        if !front.is_proxied(peer) {
+            return Some((peer, asked(original_destination(socket))));
+        }
+        let read = timeout(proxy.shared.timeouts.tls, proxied::read(socket)).await;
+        match read.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
+            Ok(Some(told)) => Some((Peer::Tcp(told.source), asked(Some(told.destination)))),
+            Ok(None) => Some((peer, None)),
+            Err(error) => {
+                let kind = front.kind.as_str();
+                proxy.shared.metrics.handshake_failed(kind, "proxy");
+                tracing::debug!(front = front.name, %error, "no PROXY header that can be used");
+                None
+            }
+        }
     }
 
     /// The core that owns what the connection names; where it names nothing, the one that accepted it.

@@ -1,0 +1,116 @@
+//! Who a connection is from, where something in between says so in a PROXY v2 header.
+//!
+//! Owns the reading of that header, which comes before anything else. Only who is named in `proxy_protocol` is asked
+//! for one, and then it must be there: without it nobody could tell the caller from what is in between. Version 1 is
+//! refused. The header is bounded in size, and its time is the caller's handshake's.
+
+use proxy_header::{ParseConfig, Protocol, ProxiedAddress, ProxyHeader};
+use std::io;
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// What comes before the part whose length is told in its last two bytes.
+const FIXED: usize = 16;
+/// Addresses are 36 bytes at most; what else is told (TLS versions, names, identifiers) some hundred.
+const MAX: usize = 4096;
+/// What a header of version 2 begins with.
+const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+
+/// Reads the header, and nothing behind it. There is no address where what is in between speaks for itself, as it does
+/// to see whether the front is there.
+///
+/// # Errors
+/// If there is no header, or none that can be believed.
+pub(super) async fn read(
+    socket: &mut (impl AsyncRead + Unpin),
+) -> io::Result<Option<ProxiedAddress>> {
+    let mut header = vec![0; FIXED];
+    // Whoever sends something else, and less than that, is told apart before its end.
+    socket.read_exact(&mut header[..SIGNATURE.len()]).await?;
+    if !header.starts_with(SIGNATURE) {
+        return Err(no("it does not begin with a PROXY v2 header"));
+    }
+    socket.read_exact(&mut header[SIGNATURE.len()..]).await?;
+    let length = usize::from(u16::from_be_bytes([header[FIXED - 2], header[FIXED - 1]]));
+    if length > MAX {
+        return Err(no("the PROXY header is too long"));
+    }
+    header.resize(FIXED + length, 0);
+    socket.read_exact(&mut header[FIXED..]).await?;
+    parse(&header)
+}
+
+/// What a whole header says.
+///
+/// # Errors
+/// If it is none of version 2, or not of TCP.
+pub fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
+    let config = ParseConfig {
+        include_tlvs: false,
+        allow_v1: false,
+        allow_v2: true,
+    };
+    let parsed = ProxyHeader::parse(header, config);
+    let (header, _) = parsed.map_err(|_| no("the PROXY header is malformed"))?;
+    match header.proxied_address() {
+        Some(proxied) if proxied.protocol != Protocol::Stream => {
+            Err(no("the PROXY header is not of TCP"))
+        }
+        proxied => Ok(proxied.cloned()),
+    }
+}
+
+fn no(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(command: u8, family: u8, addresses: &[u8]) -> Vec<u8> {
+        let length = u16::try_from(addresses.len()).unwrap().to_be_bytes();
+        [SIGNATURE, &[command, family], &length, addresses].concat()
+    }
+
+    /// From 10.0.0.1:4000 to 10.0.0.2:10250.
+    const V4: &[u8] = &[10, 0, 0, 1, 10, 0, 0, 2, 0x0f, 0xa0, 0x28, 0x0a];
+
+    async fn said(bytes: &[u8]) -> (io::Result<Option<ProxiedAddress>>, usize) {
+        let mut bytes = bytes;
+        let said = read(&mut bytes).await;
+        (said, bytes.len())
+    }
+
+    #[tokio::test]
+    async fn a_header_says_from_where_to_where_and_nothing_behind_it_is_read() {
+        let extra = [V4, &[0x04, 0, 2, 7, 7]].concat();
+        for addresses in [V4, &extra] {
+            let sent = [&header(0x21, 0x11, addresses), &b"hello"[..]].concat();
+            let (said, left) = said(&sent).await;
+            let said = said.unwrap().unwrap();
+            assert_eq!(said.source.to_string(), "10.0.0.1:4000");
+            assert_eq!(said.destination.to_string(), "10.0.0.2:10250");
+            assert_eq!(left, 5);
+        }
+        let (itself, _) = said(&header(0x20, 0x00, &[])).await;
+        assert_eq!(itself.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_such_header_is_refused() {
+        let whole = header(0x21, 0x11, V4);
+        let mut refused = vec![
+            b"PROXY TCP4 10.0.0.1 10.0.0.2 4000 10250\r\n".to_vec(),
+            b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+            header(0x11, 0x11, V4),
+            header(0x22, 0x11, V4),
+            header(0x21, 0x12, V4),
+            header(0x21, 0x21, V4),
+            header(0x21, 0x11, &[0; MAX + 1]),
+        ];
+        refused.extend((0..whole.len()).map(|cut| whole[..cut].to_vec()));
+        for sent in refused {
+            assert!(said(&sent).await.0.is_err(), "{sent:?}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! PROXY v2 on fronts: who calls is whom a trusted proxy says, and nobody else can say so.
+
+use crate::world::{
+    PATIENCE, World,
+    app::{App, answer},
+    gateway::{anonymous, loopback},
+};
+use causeway_gateway::config::{Front, Kind};
+use std::net::{Ipv4Addr, SocketAddr};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
+    time::timeout,
+};
+
+/// The one proxy that fronts believe.
+const PROXY: [u8; 4] = [127, 0, 0, 1];
+/// Any other host.
+const ELSEWHERE: [u8; 4] = [127, 0, 0, 2];
+const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n";
+
+/// A front that believes the proxy.
+fn believing(name: &str, kind: Kind) -> Front {
+    Front {
+        proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
+        original_destination: true,
+        anonymous_from: vec![
+            "192.0.2.0/24".parse().unwrap(),
+            "127.0.0.2/32".parse().unwrap(),
+        ],
+        ..anonymous(name, kind)
+    }
+}
+
+fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
+    let start = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c";
+    [
+        &start[..],
+        &from,
+        &to,
+        &4000_u16.to_be_bytes(),
+        &port.to_be_bytes(),
+    ]
+    .concat()
+}
+
+/// What comes back for these bytes; nothing where the connection is cut.
+async fn said(front: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket
+        .bind(SocketAddr::from((Ipv4Addr::from(from), 0)))
+        .unwrap();
+    let mut stream: TcpStream = socket.connect(front).await.unwrap();
+    stream.write_all(bytes).await.unwrap();
+    let (mut said, mut piece) = (String::new(), [0; 4096]);
+    let reading = async {
+        while !said.ends_with("here")
+            && let Ok(length @ 1..) = stream.read(&mut piece).await
+        {
+            said.push_str(&String::from_utf8_lossy(&piece[..length]));
+        }
+    };
+    timeout(PATIENCE, reading)
+        .await
+        .expect("neither an answer nor an end");
+    said
+}
+
+#[tokio::test]
+async fn a_trusted_proxys_header_says_who_calls_and_where_to_and_nobody_elses_does() {
+    let app = App::http(|_| answer::ok("here")).await;
+    assert_eq!(loopback().ip(), Ipv4Addr::LOCALHOST);
+    let build = World::build();
+    let build = build.front(believing("bytes", Kind::Tcp));
+    let world = build.front(believing("web", Kind::Http)).start().await;
+    let plan = world.edge("edge-1").port(9100, app.address());
+    let _edge = plan.address("10.0.0.11").join().await;
+    let (bytes, web) = (world.front("bytes"), world.front("web"));
+    let caller = [192, 0, 2, 7];
+    let with = |from, to, port| [&header(from, to, port)[..], GET].concat();
+
+    // Node and port are the destination's: a tcp front has nothing else to go by.
+    let answer = said(bytes, PROXY, &with(caller, [10, 0, 0, 11], 9100)).await;
+    assert!(answer.ends_with("here"), "{answer}");
+    let answer = said(web, PROXY, &with(caller, [10, 0, 0, 99], 1)).await;
+    assert!(answer.ends_with("here"), "{answer}");
+    for record in world.log().records() {
+        assert_eq!(record["peer"], "192.0.2.7:4000", "{record}");
+        assert_eq!(record["caller"], "192.0.2.7", "{record}");
+    }
+    // It is the caller who is judged, not the proxy.
+    let answer = said(web, PROXY, &with([198, 51, 100, 1], [10, 0, 0, 11], 9100)).await;
+    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+
+    // The proxy itself is nobody's caller: without a header, or with an old one, it is cut off.
+    let old = [&b"PROXY TCP4 192.0.2.7 10.0.0.11 4000 9100\r\n"[..], GET].concat();
+    for sent in [GET, &old] {
+        for front in [bytes, web] {
+            assert_eq!(said(front, PROXY, sent).await, "");
+        }
+    }
+    // Who is no proxy is served without, and a header of theirs is no HTTP.
+    let answer = said(web, ELSEWHERE, GET).await;
+    assert!(answer.ends_with("here"), "{answer}");
+    let answer = said(web, ELSEWHERE, &with(caller, [10, 0, 0, 11], 9100)).await;
+    assert!(!answer.contains("here"), "{answer}");
+}
