@@ -148,7 +148,7 @@ async fn whoever_dials_a_nodes_address_arrives_at_that_node_from_here_and_from_b
 async fn itself(listener: TcpListener) {
     loop {
         let (mut stream, _) = listener.accept().await.unwrap();
-        stream.read(&mut [0; 1024]).await.unwrap();
+        assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
         let said = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nitself";
         stream.write_all(said).await.unwrap();
     }
@@ -302,23 +302,25 @@ async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so
     );
 }
 
+/// A node with an address of each family.
+fn node(number: u32) -> (NodeName, Node) {
+    let name = NodeName::parse(&format!("edge-{number}")).unwrap();
+    let v4 = IpAddr::from(Ipv4Addr::from_bits(0x0a00_0000 + number));
+    let v6 = format!("fd00::{number:x}").parse().unwrap();
+    let addresses = vec![v4, v6];
+    (
+        name,
+        Node {
+            addresses,
+            ..Node::default()
+        },
+    )
+}
+
 #[tokio::test]
 async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_once() {
     need!(NEED);
     let street = Street::new();
-    let node = |number: u32| {
-        let name = NodeName::parse(&format!("edge-{number}")).unwrap();
-        let v4 = IpAddr::from(Ipv4Addr::from_bits(0x0a00_0000 + number));
-        let v6 = format!("fd00::{number:x}").parse().unwrap();
-        let addresses = vec![v4, v6];
-        (
-            name,
-            Node {
-                addresses,
-                ..Node::default()
-            },
-        )
-    };
     let rules = || {
         let table = street.nft("list table inet causeway").unwrap();
         let rules = table
