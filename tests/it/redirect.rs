@@ -277,6 +277,24 @@ async fn nobody_flushes_the_rules_and_they_go_with_the_gateway_however_it_ends()
 }
 
 #[tokio::test]
+async fn a_reload_leads_other_ports_to_fronts_and_those_that_are_gone_nowhere() {
+    need!(NEED, "curl");
+    let scene = Scene::new().await;
+    let file = scene.site.path("gateway.yaml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("9200: bytes", "9300: bytes")).unwrap();
+    let reload = causeway("reload").flag("--data-dir", scene.site.data());
+    reload.run().await.ok();
+    until("the rules are others", async || {
+        let ports = scene.street.nft("list map inet causeway local4").unwrap();
+        ports.contains("9300") && ports.contains("9100") && !ports.contains("9200")
+    })
+    .await;
+    let said = scene.curl("https://10.0.0.11:9100/", None).await;
+    assert_eq!(said.ok().text(), "edge-1");
+}
+
+#[tokio::test]
 async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so() {
     need!(NEED);
     let _street = Street::new();
