@@ -43,7 +43,7 @@ pub(super) async fn read(
 ///
 /// # Errors
 /// If it is none of version 2, or not of TCP.
-pub fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
+fn parse(header: &[u8]) -> io::Result<Option<ProxiedAddress>> {
     let config = ParseConfig {
         include_tlvs: false,
         allow_v1: false,
