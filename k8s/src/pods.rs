@@ -1,6 +1,6 @@
 //! The node of a pod, asked of the API once for all who wait, and remembered for a short while.
 //!
-//! A pod never changes its node, but another may take its name: what was found is asked again after [`KEPT`]. A refusal is
+//! A pod never changes its node, but another may take its name: what was found is asked again after ten seconds. A refusal is
 //! kept for a second, which is long enough for a herd and short enough for a pod that is being started.
 
 use causeway_certs::NodeName;
