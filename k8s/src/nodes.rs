@@ -72,10 +72,13 @@ impl Informer {
             tokio::select! {
                 event = events.next() => match event {
                     Some(Ok(seen)) => {
+                        // A list begins before it is asked for.
+                        if !matches!(seen, Seen::Anew) {
+                            touch.heard();
+                        }
                         if known.take(seen) {
                             due.get_or_insert_with(|| Instant::now() + GATHER);
                         }
-                        touch.heard();
                     }
                     Some(Err(error)) => touch.lost(&error),
                     // A watcher never ends.

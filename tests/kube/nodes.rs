@@ -217,10 +217,14 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
         let why = Gateway::ask("/readyz").text();
         why.contains("the nodes of the cluster are not known yet: ") && why.contains("refused")
     });
+    assert!(Gateway::lost() > 0);
     world.cluster.restart();
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::nodes(), (2, 1));
-    drop(gateway);
+    let said = gateway.process.said();
+    let times = |what: &str| said.matches(what).count();
+    assert_eq!(times("cannot be listed"), 1, "said once: {said}");
+    assert_eq!(times("answers again"), 1, "{said}");
 }
 
 fn rights_that_are_missing_are_named() {
