@@ -29,6 +29,8 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Option<Au
     };
     // It has a file of its own, or nobody wants it.
     let filter = filter.add_directive(format!("{AUDIT}=off").parse()?);
+    // It calls each try of an API that is away an error; whoever tries says so once.
+    let filter = filter.add_directive("kube_client::client::builder=off".parse()?);
     let lines = fmt::layer().with_writer(std::io::stderr);
     let lines = match log.format {
         LogFormat::Json => lines.json().flatten_event(true).boxed(),

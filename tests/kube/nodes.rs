@@ -85,6 +85,7 @@ impl Gateway {
         let mut process = Program::new(BINARY)
             .words("gateway --config")
             .args([&file])
+            .words("--log-filter info,causeway_k8s=debug")
             .start(&folder.join("log"));
         process.says("gateway ready");
         Self { process, folder }
@@ -217,14 +218,19 @@ fn an_api_server_that_is_away_at_the_start_is_waited_for() {
         let why = Gateway::ask("/readyz").text();
         why.contains("the nodes of the cluster are not known yet: ") && why.contains("refused")
     });
+    let said = || gateway.process.said();
+    until("it is tried again, which needs no words", || {
+        said().matches("the cluster's API still fails").count() >= 2
+    });
     assert!(Gateway::lost() > 0);
     world.cluster.restart();
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::nodes(), (2, 1));
-    let said = gateway.process.said();
+    let said = said();
     let times = |what: &str| said.matches(what).count();
     assert_eq!(times("cannot be listed"), 1, "said once: {said}");
     assert_eq!(times("answers again"), 1, "{said}");
+    assert!(!said.contains("ERROR"), "{said}");
 }
 
 fn rights_that_are_missing_are_named() {

@@ -39,7 +39,12 @@ use std::{
     time::Duration,
 };
 use tokio::task::spawn_blocking;
-use tower_http::{compression::CompressionLayer, timeout::TimeoutLayer, trace::TraceLayer};
+use tower_http::{
+    compression::CompressionLayer,
+    timeout::TimeoutLayer,
+    trace::{DefaultOnFailure, TraceLayer},
+};
+use tracing::Level;
 
 /// Everything here is in memory; a reader that is slower than this is stuck.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -96,7 +101,8 @@ pub fn router(app: App) -> Router {
             StatusCode::GATEWAY_TIMEOUT,
             WITHIN,
         ))
-        .layer(TraceLayer::new_for_http())
+        // A 503 of `/readyz` is an answer, and asked for every few seconds.
+        .layer(TraceLayer::new_for_http().on_failure(DefaultOnFailure::new().level(Level::DEBUG)))
         .with_state(app)
 }
 
