@@ -57,6 +57,29 @@ async fn a_websockets_close_code_reaches_its_caller() {
     assert_eq!(event(&mut app, "closed").await["code"], 4001);
 }
 
+/// What it has received before is less than half of the old window, for which no reader's credit was sent, and more than
+/// all of the new one.
+#[tokio::test]
+async fn a_session_that_rests_while_a_crowd_makes_windows_small_goes_on_afterwards() {
+    let app = App::tcp(Script::new().echo()).await;
+    let road = Road::to_as(Scheme::Tcp, app.address()).await;
+    let mut rests = road.connect("edge-1:9100").await;
+    let half = pattern(700 << 10);
+    let (mut reading, mut writing) = tokio::io::split(&mut rests);
+    let (echoed, written) = tokio::join!(read(&mut reading, half.len()), writing.write_all(&half));
+    written.unwrap();
+    assert!(echoed == half);
+    let mut crowd = Vec::new();
+    for _ in 0..80 {
+        let mut wire = road.connect("edge-1:9100").await;
+        wire.write_all(b"here").await.unwrap();
+        assert_eq!(read(&mut wire, 4).await, b"here");
+        crowd.push(wire);
+    }
+    rests.write_all(b"again").await.unwrap();
+    assert_eq!(read(&mut rests, 5).await, b"again");
+}
+
 #[tokio::test]
 async fn a_refused_upgrade_comes_back_whole() {
     need!("python:websockets");

@@ -174,11 +174,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
     pub async fn next(&mut self) -> Result<Incoming, Ended> {
         loop {
             let (request, respond) = self.accept().await?;
-            // What stalls shows only in comparison.
-            if self.weighed.elapsed() >= unread::WEIGH_AFTER {
-                self.weighed = Instant::now();
-                self.load.weigh();
-            }
             let max = usize::try_from(self.settings.max_streams).unwrap_or(usize::MAX);
             let Some(open) = Open::new(&self.load, max.saturating_add(1)) else {
                 continue;
@@ -218,11 +213,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
         let silence = self.settings.silence;
         let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + silence));
         let Self {
-            connection, cork, ..
+            connection,
+            cork,
+            load,
+            weighed,
+            ..
         } = self;
         let mut accept = poll_fn(|cx| {
             let accepted = connection.poll_accept(cx);
             cork.release(cx);
+            // What stalls shows only in comparison; and windows that have shrunk want a look without a new stream as well.
+            if weighed.elapsed() >= unread::WEIGH_AFTER {
+                *weighed = Instant::now();
+                load.weigh();
+            }
             accepted
         });
         loop {
