@@ -93,11 +93,14 @@ struct Shared {
     round_trip_us: AtomicU64,
     turn: Turn,
     close: CancellationToken,
+    /// As `draining`, for whoever waits for it; it comes with `close` as well.
+    leaving: CancellationToken,
 }
 
 impl Shared {
     fn new(load: Arc<Load>, settings: &Settings) -> Self {
         let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
+        let close = CancellationToken::new();
         Self {
             load,
             max_streams: settings.max_streams,
@@ -105,7 +108,8 @@ impl Shared {
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
             turn: Turn::default(),
-            close: CancellationToken::new(),
+            leaving: close.child_token(),
+            close,
         }
     }
 }
@@ -214,6 +218,12 @@ impl Tunnel {
     /// No further streams; the open ones go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Relaxed);
+        self.shared.leaving.cancel();
+    }
+
+    /// Cancelled when the tunnel takes no further streams for good: one end leaves, or it is closed.
+    pub fn leaving(&self) -> &CancellationToken {
+        &self.shared.leaving
     }
 
     /// Closes the tunnel at once, with all its streams.

@@ -20,6 +20,7 @@ pub mod window;
 pub mod body;
 pub mod copy;
 mod cork;
+pub mod duplex;
 pub mod frames;
 pub mod headers;
 pub mod load;

@@ -56,6 +56,25 @@ impl Send {
         Poll::Ready(Ok(()))
     }
 
+    /// Sends what the window takes of `bytes`, which is said; ready when that is something, or there is nothing to send.
+    ///
+    /// # Errors
+    /// As [`Send::data`].
+    pub fn poll_some(
+        &mut self,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<Result<usize, StreamError>> {
+        if bytes.is_empty() {
+            return Poll::Ready(Ok(0));
+        }
+        let room = ready!(self.poll_room(cx, bytes.len()))?;
+        let part = &bytes[..room.min(bytes.len())];
+        self.moved.sent(part.len());
+        self.inner.send_data(Bytes::copy_from_slice(part), false)?;
+        Poll::Ready(Ok(part.len()))
+    }
+
     fn poll_room(
         &mut self,
         cx: &mut Context<'_>,
