@@ -4,6 +4,7 @@
 //! reference in the README. Neither files nor the environment are read here (the binary
 //! does that); `validate` finds what no type can express, all of it at once.
 
+mod app;
 mod dns;
 mod front;
 pub(crate) mod identity_headers;
@@ -13,6 +14,7 @@ pub mod policy;
 mod redirect;
 mod validate;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
+pub use app::App;
 pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
 pub use identity_headers::IdentityHeaders;
@@ -53,6 +56,9 @@ pub struct Config {
     /// File of the rules of who may do what on which node. Without it whoever a front lets in may do everything on every node.
     #[serde(skip_serializing_if = "Given::is_absent")]
     pub policy: Given<PathBuf>,
+    /// Node ports to which this gateway itself speaks TLS, in place of the node's edge, whose port is then of scheme `tcp`: the key lies here alone.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub apps: BTreeMap<u16, App>,
     /// The cluster whose nodes this gateway is for.
     pub kubernetes: Option<Kubernetes>,
     /// What is served at most.
@@ -80,6 +86,7 @@ impl Default for Config {
             dns: Given::default(),
             redirect: None,
             policy: Given::default(),
+            apps: BTreeMap::new(),
             kubernetes: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
@@ -107,7 +114,8 @@ impl Config {
         let fronts = self.fronts.iter().flat_map(of_front);
         let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
         let policy = self.policy.0.iter().chain(tunnel).cloned();
-        policy.chain(fronts).collect()
+        let apps = self.apps.values().flat_map(App::files).cloned();
+        policy.chain(fronts).chain(apps).collect()
     }
 }
 

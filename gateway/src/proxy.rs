@@ -2,7 +2,8 @@
 //!
 //! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
 //! and target; (4) `authorize` decides; (5) `limits` admits; then the registry picks a tunnel, and
-//! (6) `forward`, `upgrade` or `relay` opens the stream, where `direct` does not dial itself what is at no edge; (7) `reply` alone turns failures into bytes;
+//! (6) `forward`, `upgrade` or `relay` opens the stream, where `app` does not speak TLS through one and `direct` does not dial itself
+//! what is at no edge; (7) `reply` alone turns failures into bytes;
 //! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
 //! decision that is somebody else's, or a key that is not here.
 
@@ -25,6 +26,7 @@ mod held;
 pub mod relay;
 pub mod upgrade;
 
+pub mod app;
 pub mod direct;
 
 pub mod outgoing;
@@ -38,9 +40,10 @@ use crate::{
     core::CoreId,
     error::{Error, Reason},
     metrics::Metrics,
-    state::{Away, Nodes, Registry, registry::Picked},
+    state::{Away, Nodes, Registry, TunnelId, registry::Picked},
 };
 use access::Record;
+use app::Apps;
 use authorize::{Act, Ask, Authorize};
 use caller::Caller;
 use causeway_certs::NodeName;
@@ -66,6 +69,8 @@ pub struct Shared {
     pub limits: Limits,
     /// Sessions that are dialled from here.
     pub direct: Count,
+    /// Apps to which this gateway itself speaks TLS.
+    pub apps: Apps,
     /// Who knows where pods are, if anybody does.
     pub pods: Option<Arc<dyn Pods>>,
     /// Who may do what.
@@ -164,13 +169,10 @@ impl Proxy {
             caller: &caller,
             route: &route,
             tunnel: &picked.tunnel,
+            id: picked.id,
             record,
         };
-        match kind {
-            Kind::Plain => forward::run(way, request).await,
-            Kind::Upgrade(token) => upgrade::run(way, request, &token).await,
-            Kind::Connect => relay::connect(way, request).await,
-        }
+        way.open(kind, request).await
     }
 
     /// Who calls, and where to. The route is looked up first, because who may come as nobody depends on the
@@ -249,8 +251,27 @@ pub struct Way<'a> {
     pub route: &'a Route,
     /// The tunnel that was picked.
     pub tunnel: &'a causeway_tunnel::Tunnel,
+    /// Its identity.
+    pub id: TunnelId,
     /// The record of this stream.
     pub record: &'a Arc<Record>,
+}
+
+impl Way<'_> {
+    /// The last step: opens the stream, or asks the app through one.
+    async fn open(
+        self,
+        kind: Kind,
+        request: Request<Incoming>,
+    ) -> Result<Response<Outgoing>, Error> {
+        match (kind, self.proxy.shared.apps.of(self.route)) {
+            (Kind::Plain, None) => forward::run(self, request).await,
+            (Kind::Plain, Some(app)) => app::forward(self, &app, request).await,
+            (Kind::Upgrade(token), None) => upgrade::run(self, request, &token).await,
+            (Kind::Upgrade(token), Some(app)) => app::upgrade(self, &app, request, &token).await,
+            (Kind::Connect, _) => relay::connect(self, request).await,
+        }
+    }
 }
 
 fn explain(node: &NodeName, away: &Away) -> Error {

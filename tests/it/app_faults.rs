@@ -4,7 +4,7 @@
 use crate::{
     road::Road,
     world::{
-        app::{App, Gate, Script, answer, answer::pattern},
+        app::{App, Gate, Head, Script, answer, answer::pattern},
         caller::{Answer, CallError, Caller, assert_problem},
         until,
     },
@@ -118,13 +118,24 @@ const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\
 
 #[tokio::test]
 async fn an_apps_fault_is_its_callers_row_and_the_tunnel_lives_on() {
-    let app = App::http(|head| {
-        let path = head.path();
-        let fault = FAULTS.iter().find(|fault| fault.path == path);
-        fault.map_or_else(|| answer::ok("well"), |fault| (fault.script)())
-    })
-    .await;
-    let road = Road::to(&app).await;
+    let app = App::http(faulty).await;
+    holds_of_each(&Road::to(&app).await).await;
+}
+
+#[tokio::test]
+async fn an_apps_fault_is_its_callers_row_where_the_gateway_itself_speaks_tls_to_it() {
+    let (app, road) = Road::secured(faulty).await;
+    holds_of_each(&road).await;
+    drop(app);
+}
+
+fn faulty(head: &Head) -> Script {
+    let path = head.path();
+    let fault = FAULTS.iter().find(|fault| fault.path == path);
+    fault.map_or_else(|| answer::ok("well"), |fault| (fault.script)())
+}
+
+async fn holds_of_each(road: &Road) {
     let first = road.tunnels().await[0];
     for caller in [road.caller(), road.http2()] {
         for fault in FAULTS {

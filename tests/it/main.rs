@@ -46,6 +46,7 @@ mod leaks;
 mod abuse;
 
 mod app_faults;
+mod apps;
 mod audit;
 
 mod stalled;

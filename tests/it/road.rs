@@ -5,14 +5,15 @@
 
 use crate::world::{
     GATEWAY_NAME, World,
-    app::App,
+    app::{App, Head, Script},
+    authority::Authority,
     caller::{Caller, Wire, exchange},
     edge::Edge,
     gateway::{Build, anonymous, fixed},
     tool::Tool,
 };
 use causeway_edge::config::Scheme;
-use causeway_gateway::config::{Front, Kind, Listen};
+use causeway_gateway::config::{self, Front, Kind, Listen};
 use std::{net::SocketAddr, ops::Deref, path::PathBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
@@ -35,6 +36,25 @@ impl Road {
     /// To an app that speaks something else.
     pub(crate) async fn to_as(scheme: Scheme, app: SocketAddr) -> Self {
         Self::along(Self::build(), scheme, app).await
+    }
+
+    /// To an app that speaks TLS, with the gateway itself: its edge passes bytes.
+    pub(crate) async fn secured(
+        choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
+    ) -> (App, Self) {
+        let authority = Authority::new();
+        let build = Self::build();
+        let ca = build.folder().join("apps.pem");
+        std::fs::write(&ca, authority.pem()).unwrap();
+        let tls = authority.serve(&authority.app(&["edge-1"]), false);
+        let app = App::https(tls, choose).await;
+        let ours = config::App {
+            ca: Some(ca),
+            ..config::App::default()
+        };
+        let build = build.config(|config| drop(config.apps.insert(9100, ours)));
+        let road = Self::along(build, Scheme::Tcp, app.address()).await;
+        (app, road)
     }
 
     /// The fronts, to be changed before they open.

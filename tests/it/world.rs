@@ -5,6 +5,7 @@
 //! kept, so that a test can hold an answer against its access record.
 
 pub(crate) mod app;
+pub(crate) mod authority;
 pub(crate) mod caller;
 pub(crate) mod edge;
 pub(crate) mod evil;

@@ -47,6 +47,9 @@ impl Validate for Config {
         if let Some(redirect) = &self.redirect {
             redirect.check(&self.fronts, &mut faults);
         }
+        for (port, app) in &self.apps {
+            app.validate(*port, &mut faults);
+        }
         faults.into_vec()
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Everything that can fail fails here, before anything is served, and says what it is.
 
+pub(super) mod app;
 pub(super) mod front;
 
 use super::{
@@ -28,6 +29,7 @@ use crate::{
     metrics::Metrics,
     proxy::{
         Shared,
+        app::{Apps, Kept},
         authorize::{Authorize, ByPolicy},
         limits::{Count, Limits},
         pods::Pods,
@@ -102,7 +104,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let (cores, threads) = started(cores, &config)?;
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods)));
+    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods))?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config.tunnel, base.given.clone());
     let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
@@ -125,8 +127,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         advertised,
         names,
         ports,
-        registry: shared.registry.clone(),
-        metrics: shared.metrics.clone(),
+        shared: shared.clone(),
     });
     let readiness = Readiness::default();
     let address = admin.local_addr().unwrap_or(config.admin.listen);
@@ -249,20 +250,23 @@ fn shared(
     base: &Base,
     cores: &Cores,
     (authorizer, pods): (Arc<dyn Authorize>, Option<Arc<dyn Pods>>),
-) -> Shared {
-    Shared {
+) -> Result<Shared, BindError> {
+    let by_port = app::read_all(&config.apps, &base.nodes.reader(), None)?;
+    let kept = Kept::new(cores.all().count(), config.timeouts.idle_keepalive);
+    Ok(Shared {
         nodes: base.nodes.reader(),
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone()),
         direct: Count::default(),
         authorizer,
+        apps: Apps::new(by_port, kept),
         pods,
         metrics: Metrics::new(),
         timeouts: config.timeouts.clone(),
         access_log: config.access_log,
         header_bytes: config.limits.header_bytes,
         max_headers: config.limits.headers,
-    }
+    })
 }
 
 /// What edges are told: this gateway's addresses (without any, where it listens), and its siblings'.

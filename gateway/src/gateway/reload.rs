@@ -6,7 +6,7 @@
 use super::{
     BindError,
     authority::Authority,
-    build::advertised,
+    build::{advertised, app},
     fronts::{Fronts, Plan, Turnover},
     identity::{Identity, Next},
 };
@@ -16,7 +16,7 @@ use crate::{
         dns::{Names, Zones},
         nat::Ports,
     },
-    metrics::Metrics,
+    proxy::{Shared, app::ByPort},
     state::{Advertised, Registry},
 };
 use causeway_tunnel::hello::ToEdge;
@@ -41,8 +41,7 @@ pub(super) struct Parts {
     pub(super) names: Names,
     /// What is redirected where.
     pub(super) ports: watch::Sender<Ports>,
-    pub(super) registry: Registry,
-    pub(super) metrics: Arc<Metrics>,
+    pub(super) shared: Arc<Shared>,
 }
 
 /// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
@@ -52,6 +51,7 @@ pub struct Prepared<'a> {
     fronts: Plan<'a>,
     redirect: Option<(Redirect, Vec<config::Front>)>,
     identity: Next,
+    apps: ByPort,
     advertised: Vec<String>,
     zones: Option<Zones>,
     at_restart: Vec<&'static str>,
@@ -64,6 +64,8 @@ pub struct Changed {
     pub fronts: Turnover,
     /// Whether the tunnel port goes by other files (`tunnel.identity`).
     pub identity: bool,
+    /// Whether other apps are asked from here, or with other files.
+    pub apps: bool,
     /// Whether edges were told other addresses.
     pub advertised: bool,
     /// Whether names of nodes are answered otherwise (`dns`).
@@ -97,6 +99,7 @@ impl Reloader {
                 listen: parts.began.tunnel.listen,
                 ..config.tunnel.clone()
             })?,
+            apps: app::read_all(&config.apps, &parts.shared.nodes, Some(&parts.shared.apps))?,
             advertised: advertised(&config.tunnel, parts.tunnel),
             zones: zones(&parts.began, config)?,
             at_restart: at_restart(&parts.began, config),
@@ -111,7 +114,7 @@ impl Reloader {
 
     /// Notes that a configuration was refused: it could not be read, or not be prepared.
     pub fn refused(&self) {
-        self.0.metrics.reloaded(false);
+        self.0.shared.metrics.reloaded(false);
     }
 
     pub(super) fn parts(&self) -> &Parts {
@@ -136,18 +139,20 @@ impl Prepared<'_> {
         }
         let advertised = parts.advertised.replace(self.advertised);
         if advertised {
-            tell(&parts.registry, &parts.advertised);
+            tell(&parts.shared.registry, &parts.advertised);
         }
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
+        let apps = parts.shared.apps.replace(self.apps);
         let fronts = self.fronts.apply(rules);
         if let Some((redirect, configured)) = self.redirect {
             let redirected = Ports::new(&redirect, &configured, &parts.fronts.addresses());
             parts.ports.send_replace(redirected);
         }
-        parts.metrics.reloaded(true);
+        parts.shared.metrics.reloaded(true);
         Changed {
             fronts,
             identity,
+            apps,
             advertised,
             dns,
             at_restart: self.at_restart,
@@ -229,6 +234,9 @@ impl fmt::Display for Changed {
         f.write_str(&fronts)?;
         if self.identity {
             f.write_str("; the tunnel port goes by other files")?;
+        }
+        if self.apps {
+            f.write_str("; apps are asked by other files")?;
         }
         if self.advertised {
             f.write_str("; edges are told other addresses")?;

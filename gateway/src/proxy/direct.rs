@@ -175,10 +175,7 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
         let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
-        let far = Counted {
-            tcp,
-            passed: record.passed.clone(),
-        };
+        let far = Counted::new(tcp, record.passed.clone());
         if let Err(error) = pass(session, far, hold).await {
             tracing::debug!(%error, "a session that was dialled from here broke off");
         }
@@ -187,9 +184,10 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
 }
 
 /// Bytes both ways, half-closes as well; what breaks on one side is reset on the other.
-async fn pass<S>(mut near: S, mut far: Counted, hold: bool) -> io::Result<()>
+pub(super) async fn pass<S, F>(mut near: S, mut far: Counted<F>, hold: bool) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Abort + Unpin,
+    F: AsyncRead + AsyncWrite + Abort + Unpin,
 {
     let work = async {
         if hold {
@@ -206,49 +204,55 @@ where
     let done = work.await;
     if done.is_err() {
         near.abort();
-        far.tcp.abort();
+        far.io.abort();
     }
     done.map(drop)
 }
 
 /// The target's connection, whose bytes are counted.
-struct Counted {
-    tcp: TcpStream,
+pub(super) struct Counted<F> {
+    io: F,
     passed: Arc<Passed>,
 }
 
-impl AsyncRead for Counted {
+impl<F> Counted<F> {
+    pub(super) fn new(io: F, passed: Arc<Passed>) -> Self {
+        Self { io, passed }
+    }
+}
+
+impl<F: AsyncRead + Unpin> AsyncRead for Counted<F> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        ready!(Pin::new(&mut self.tcp).poll_read(cx, buf))?;
+        ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
         let read = u64::try_from(buf.filled().len() - before).unwrap_or_default();
         self.passed.down.fetch_add(read, Relaxed);
         Poll::Ready(Ok(()))
     }
 }
 
-impl AsyncWrite for Counted {
+impl<F: AsyncWrite + Unpin> AsyncWrite for Counted<F> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.tcp).poll_write(cx, buf))?;
+        let written = ready!(Pin::new(&mut self.io).poll_write(cx, buf))?;
         let up = u64::try_from(written).unwrap_or_default();
         self.passed.up.fetch_add(up, Relaxed);
         Poll::Ready(Ok(written))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tcp).poll_flush(cx)
+        Pin::new(&mut self.io).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tcp).poll_shutdown(cx)
+        Pin::new(&mut self.io).poll_shutdown(cx)
     }
 }
 

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 /// How long a body waits for an app that was asked to `100-continue` (RFC 9110 §10.1.1: a client need not
 /// wait for ever either; curl waits as long).
-const CONTINUE: Duration = Duration::from_secs(1);
+pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 
 /// Forwards a plain request.
 ///
@@ -154,7 +154,7 @@ fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Autho
 }
 
 /// Adds this hop (RFC 9110 §7.6.3).
-fn via(fields: &mut HeaderMap, version: Version) {
+pub(super) fn via(fields: &mut HeaderMap, version: Version) {
     let value = if version == Version::HTTP_2 {
         "2 causeway"
     } else {

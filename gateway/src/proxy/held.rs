@@ -44,6 +44,11 @@ impl Waiting {
         self.0.handed.store(true, Relaxed);
     }
 
+    /// Whether something waits that whoever is asked last does not ask for.
+    pub(super) fn waits(&self) -> bool {
+        self.0.held.load(Relaxed) > 0 && !self.0.asks.load(Relaxed)
+    }
+
     fn begin(&self) {
         self.0.asks.store(false, Relaxed);
         self.0.handed.store(false, Relaxed);

@@ -8,6 +8,7 @@ use crate::{
     error::Error,
     proxy::{
         access::Record,
+        app::AppBody,
         front::{idle::Busy, io::Condition},
     },
 };
@@ -47,10 +48,19 @@ enum Inner {
     Stream(Box<Streamed>),
 }
 
+/// Who brings a body.
+#[derive(Debug)]
+enum Source {
+    /// A stream of a tunnel.
+    Tunnel(Receive),
+    /// An app that is asked through one.
+    App(AppBody),
+}
+
 /// A body from a tunnel.
 #[derive(Debug)]
 struct Streamed {
-    receive: Receive,
+    source: Source,
     node: NodeName,
     record: Arc<Record>,
     broken: Option<(StreamError, Pin<Box<Sleep>>)>,
@@ -73,8 +83,17 @@ impl Outgoing {
 
     /// A body from a tunnel.
     pub fn stream(receive: Receive, node: &NodeName, record: &Arc<Record>) -> Self {
+        Self::streamed(Source::Tunnel(receive), node, record)
+    }
+
+    /// A body from an app that is asked through a tunnel.
+    pub(super) fn app(body: AppBody, node: &NodeName, record: &Arc<Record>) -> Self {
+        Self::streamed(Source::App(body), node, record)
+    }
+
+    fn streamed(source: Source, node: &NodeName, record: &Arc<Record>) -> Self {
         let streamed = Streamed {
-            receive,
+            source,
             node: node.clone(),
             record: record.clone(),
             broken: None,
@@ -127,7 +146,7 @@ impl Drop for Outgoing {
 
 impl Drop for Streamed {
     fn drop(&mut self) {
-        if self.receive.is_end()
+        if self.source.is_end()
             && let Some(upload) = self.upload.take()
         {
             upload.disarm();
@@ -135,17 +154,49 @@ impl Drop for Streamed {
     }
 }
 
+impl Source {
+    fn is_end(&self) -> bool {
+        match self {
+            Self::Tunnel(receive) => receive.is_end(),
+            Self::App(body) => body.is_end(),
+        }
+    }
+}
+
 impl Streamed {
+    /// The next frame of the source; why there is none goes into the record.
+    fn poll_source(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        match &mut self.source {
+            Source::Tunnel(receive) => {
+                let polled = ready!(Pin::new(receive).poll_frame(cx));
+                if let Some(Err(error)) = &polled {
+                    self.record
+                        .failed(&Error::of_stream(self.node.as_str(), error));
+                }
+                Poll::Ready(polled)
+            }
+            Source::App(body) => match ready!(body.poll_frame(cx)) {
+                Some(Err((why, error))) => {
+                    self.record.failed(&why);
+                    Poll::Ready(Some(Err(error)))
+                }
+                Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
+                None => Poll::Ready(None),
+            },
+        }
+    }
+
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
         socket: Option<&Arc<Condition>>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
         if self.broken.is_none() {
-            match ready!(Pin::new(&mut self.receive).poll_frame(cx)) {
+            match ready!(self.poll_source(cx)) {
                 Some(Err(error)) => {
-                    self.record
-                        .failed(&Error::of_stream(self.node.as_str(), &error));
                     self.broken = Some((error, Box::pin(tokio::time::sleep(FLUSH))));
                 }
                 Some(Ok(frame)) => {
@@ -192,7 +243,7 @@ impl Body for Outgoing {
         match &self.inner {
             Inner::Empty => true,
             Inner::Text(text) => text.is_none(),
-            Inner::Stream(streamed) => streamed.broken.is_none() && streamed.receive.is_end(),
+            Inner::Stream(streamed) => streamed.broken.is_none() && streamed.source.is_end(),
         }
     }
 

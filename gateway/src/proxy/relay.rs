@@ -50,7 +50,7 @@ pub async fn connect(
 }
 
 /// Opens a TCP stream to the way's target, within a bound.
-async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
+pub(super) async fn open(way: Way<'_>) -> Result<(Send, Receive), Error> {
     let bound = way.proxy.shared.timeouts.open;
     let answered = async {
         let opened = way
@@ -162,6 +162,7 @@ async fn begin(
         caller: &caller,
         route: &route,
         tunnel: &picked.tunnel,
+        id: picked.id,
         record,
     })
     .await

@@ -44,14 +44,7 @@ pub(super) fn start(
 ) -> Option<oneshot::Sender<()>> {
     let (tell, told) = oneshot::channel();
     let told = OptionFuture::from(expects.then_some(told));
-    let body = Upload {
-        inner,
-        window: (version == Version::HTTP_2).then_some(way.connection.window),
-        waiting: Waiting::default(),
-        shared: way.proxy.shared.clone(),
-        record: way.record.clone(),
-        told: way.proxy.front.told.clone(),
-    };
+    let body = Upload::new(way, (inner, version), Waiting::default());
     let shared = way.proxy.shared.clone();
     let waiting = body.waiting.clone();
     // It may go on behind an answer that is whole.
@@ -97,7 +90,7 @@ async fn run(
 }
 
 /// A request's body, counted.
-struct Upload {
+pub(super) struct Upload {
     inner: Incoming,
     /// Where the caller speaks HTTP/2.
     window: Option<u32>,
@@ -108,6 +101,27 @@ struct Upload {
 }
 
 impl Upload {
+    /// The body of the way's request; `waiting` is told what it brings.
+    pub(super) fn new(
+        way: Way<'_>,
+        (inner, version): (Incoming, Version),
+        waiting: Waiting,
+    ) -> Self {
+        Self {
+            inner,
+            window: (version == Version::HTTP_2).then_some(way.connection.window),
+            waiting,
+            shared: way.proxy.shared.clone(),
+            record: way.record.clone(),
+            told: way.proxy.front.told.clone(),
+        }
+    }
+
+    /// From now on `waiting` is told what it brings.
+    pub(super) fn tells(&mut self, waiting: Waiting) {
+        self.waiting = waiting;
+    }
+
     /// What this end may hold at most while this chunk waits: itself, and what the engine has read behind it.
     fn held(&self, chunk: &Bytes) -> usize {
         if self.inner.is_end_stream() {
@@ -150,7 +164,7 @@ impl Upload {
 
 /// Why a body does not go on.
 #[derive(Debug, thiserror::Error)]
-enum Fault {
+pub(super) enum Fault {
     #[error(transparent)]
     Broken(hyper::Error),
     #[error("{0}")]

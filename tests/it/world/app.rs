@@ -14,6 +14,7 @@ mod wire;
 pub(crate) use script::{Gate, Script};
 pub(crate) use wire::Head;
 
+use rustls::ServerConfig;
 use script::Outcome;
 use socket2::{Domain, SockRef, Socket, Type};
 use std::{
@@ -33,6 +34,7 @@ use tokio::{
     task::JoinSet,
     time::timeout,
 };
+use tokio_rustls::TlsAcceptor;
 use wire::Wire;
 
 /// What the system takes of an app's answer that nobody reads, in bytes.
@@ -54,6 +56,7 @@ struct Record {
     heads: UnboundedSender<Head>,
     bodies: UnboundedSender<Vec<u8>>,
     ends: UnboundedSender<End>,
+    shown: std::sync::Mutex<Vec<Vec<u8>>>,
     connections: AtomicUsize,
     requests: AtomicUsize,
 }
@@ -77,6 +80,14 @@ impl App {
     /// has been read.
     pub(crate) async fn http(choose: impl Fn(&Head) -> Script + Send + Sync + 'static) -> Self {
         Self::start(Arc::new(Play::Http(Box::new(choose)))).await
+    }
+
+    /// The same over TLS.
+    pub(crate) async fn https(
+        tls: Arc<ServerConfig>,
+        choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
+    ) -> Self {
+        Self::start_with(Arc::new(Play::Http(Box::new(choose))), Some(tls.into())).await
     }
 
     /// An app that plays the same script on each connection and then closes it.
@@ -112,6 +123,11 @@ impl App {
     /// How many connections were accepted so far.
     pub(crate) fn connections(&self) -> usize {
         self.record.connections.load(Ordering::SeqCst)
+    }
+
+    /// The client certificates that were shown so far, in DER.
+    pub(crate) fn shown(&self) -> Vec<Vec<u8>> {
+        self.record.shown.lock().unwrap().clone()
     }
 
     /// How many request heads were read so far.
@@ -151,6 +167,7 @@ impl App {
                 heads: head_sender,
                 bodies: body_sender,
                 ends: end_sender,
+                shown: std::sync::Mutex::default(),
                 connections: AtomicUsize::new(0),
                 requests: AtomicUsize::new(0),
             }),
@@ -163,6 +180,10 @@ impl App {
     }
 
     async fn start(play: Arc<Play>) -> Self {
+        Self::start_with(play, None).await
+    }
+
+    async fn start_with(play: Arc<Play>, tls: Option<TlsAcceptor>) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let mut app = Self::new(listener.local_addr().unwrap(), None);
         let record = app.record.clone();
@@ -175,7 +196,23 @@ impl App {
                 // By the thousand they would take all the memory that the system has for TCP.
                 SockRef::from(&socket).set_send_buffer_size(SEND).unwrap();
                 record.connections.fetch_add(1, Ordering::SeqCst);
-                connections.spawn(serve(Wire::new(socket), play.clone(), record.clone()));
+                let (play, record) = (play.clone(), record.clone());
+                match tls.clone() {
+                    None => connections.spawn(serve(Wire::new(socket), play, record)),
+                    Some(tls) => connections.spawn(async move {
+                        // A peer that does not like what it is shown, or shows nothing, is gone.
+                        if let Ok(tls) = tls.accept(socket).await {
+                            let shown = tls.get_ref().1.peer_certificates();
+                            let shown = shown.and_then(|chain| chain.first());
+                            record
+                                .shown
+                                .lock()
+                                .unwrap()
+                                .extend(shown.map(|leaf| leaf.to_vec()));
+                            serve(Wire::new(tls), play, record).await;
+                        }
+                    }),
+                };
             }
         });
         app

@@ -51,6 +51,28 @@ fn listeners_of_all_kinds_are_held_against_each_other() {
 }
 
 #[test]
+fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
+    let app = |app: Value| json!({ "apps": { "10250": app } });
+    one_fault(app(json!({})), "apps.10250", "verify: false");
+    let any = json!({ "verify": false });
+    assert_eq!(faults(app(any.clone())), Vec::<String>::new());
+    one_fault(json!({ "apps": { "0": any } }), "apps.0", "1 to 65535");
+    let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let both = json!({ "ca": manifest, "verify": false });
+    one_fault(app(both), "apps.10250.verify", "remove one");
+    let keyless = json!({ "ca": manifest, "certificate": manifest });
+    one_fault(app(keyless), "apps.10250.certificate", "key");
+    let all = json!({ "ca": "/none", "key": "/nor/this" });
+    assert_eq!(faults(app(all)).len(), 3);
+    let files: Config =
+        serde_json::from_value(app(json!({ "ca": "a", "certificate": "b", "key": "c" }))).unwrap();
+    let named = files.files();
+    for file in ["a", "b", "c"] {
+        assert!(named.contains(&file.into()), "{named:?}");
+    }
+}
+
+#[test]
 fn a_name_serves_one_front() {
     let config = json!({ "fronts": [
         { "name": "a", "kind": "https", "listen": "127.0.0.1:0" },

@@ -4,9 +4,10 @@ use super::End;
 use socket2::SockRef;
 use std::{io, time::Duration};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
 };
+use tokio_rustls::server::TlsStream;
 
 /// A request's head, as it came.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,16 +67,34 @@ impl Head {
     }
 }
 
-/// A socket and what was read ahead from it.
+/// What bytes pass over.
+pub(super) trait Transport: AsyncRead + AsyncWrite + Send + Unpin {
+    /// The socket below.
+    fn tcp(&self) -> &TcpStream;
+}
+
+impl Transport for TcpStream {
+    fn tcp(&self) -> &TcpStream {
+        self
+    }
+}
+
+impl Transport for TlsStream<TcpStream> {
+    fn tcp(&self) -> &TcpStream {
+        self.get_ref().0
+    }
+}
+
+/// A socket, or TLS on one, and what was read ahead from it.
 pub(super) struct Wire {
-    socket: TcpStream,
+    socket: Box<dyn Transport>,
     ahead: Vec<u8>,
 }
 
 impl Wire {
-    pub(super) fn new(socket: TcpStream) -> Self {
+    pub(super) fn new(socket: impl Transport + 'static) -> Self {
         Self {
-            socket,
+            socket: Box::new(socket),
             ahead: Vec::new(),
         }
     }
@@ -156,7 +175,9 @@ impl Wire {
 
     pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), End> {
         let written = self.socket.write_all(bytes).await;
-        written.map_err(|error| reset(&error))
+        written.map_err(|error| reset(&error))?;
+        let flushed = self.socket.flush().await;
+        flushed.map_err(|error| reset(&error))
     }
 
     pub(super) async fn finish(&mut self) {
@@ -166,13 +187,18 @@ impl Wire {
 
     /// Makes the coming close a reset.
     pub(super) fn arm_reset(&self) {
-        let socket = SockRef::from(&self.socket);
+        let socket = SockRef::from(self.socket.tcp());
         socket.set_linger(Some(Duration::ZERO)).unwrap();
     }
 }
 
 fn reset(error: &io::Error) -> End {
-    let known = [io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
+    let known = [
+        io::ErrorKind::ConnectionReset,
+        io::ErrorKind::BrokenPipe,
+        // TLS that was cut off without its last word.
+        io::ErrorKind::UnexpectedEof,
+    ];
     assert!(known.contains(&error.kind()), "{error}");
     End::Reset
 }

@@ -1,0 +1,80 @@
+//! Builds the apps to which the gateway itself speaks TLS: whom it trusts, what it shows.
+//!
+//! Reads the files that their configuration names; each fault says which port and which file. An app whose files say
+//! what they said stays the one that it is, with its connections.
+
+use crate::{
+    config,
+    gateway::BindError,
+    proxy::app::{AppTls, Apps, ByPort, Material},
+    state::Nodes,
+};
+use causeway_certs::Leaf;
+use rustls_pki_types::{CertificateDer, pem::PemObject};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Reads and builds all apps; those of `now` that are made of the same stay.
+pub(crate) fn read_all(
+    apps: &BTreeMap<u16, config::App>,
+    nodes: &Nodes,
+    now: Option<&Apps>,
+) -> Result<ByPort, BindError> {
+    let build = |(port, app): (&u16, &config::App)| {
+        let material = read(*port, app)?;
+        if let Some(there) = now.and_then(|now| now.made_of(*port, &material)) {
+            return Ok((*port, there));
+        }
+        let named = [&app.ca, &app.certificate].into_iter().flatten().next();
+        let path = named.cloned().unwrap_or_default();
+        let built = AppTls::new(material, nodes);
+        let built = built.map_err(|why| file(*port, path, why))?;
+        Ok((*port, Arc::new(built)))
+    };
+    apps.iter().map(build).collect()
+}
+
+fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
+    let roots = match (&app.ca, app.verify) {
+        (Some(path), _) => Some(roots(port, path)?),
+        (None, false) => None,
+        (None, true) => {
+            let why = format!("apps.{port} needs \"ca\", or verify: false");
+            return Err(BindError::Name(why));
+        }
+    };
+    let leaf = match (&app.certificate, &app.key) {
+        (Some(certificate), Some(key)) => {
+            let leaf = Leaf::load(&text(port, certificate)?, &text(port, key)?);
+            Some(leaf.map_err(|error| file(port, certificate.clone(), error.to_string()))?)
+        }
+        _ => None,
+    };
+    Ok(Material { roots, leaf })
+}
+
+fn roots(port: u16, path: &Path) -> Result<Vec<CertificateDer<'static>>, BindError> {
+    let pem = text(port, path)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+    let found = found.map_err(|error| file(port, path.to_owned(), error.to_string()))?;
+    if found.is_empty() {
+        let why = "there is no certificate in it".to_owned();
+        return Err(file(port, path.to_owned(), why));
+    }
+    Ok(found)
+}
+
+fn text(port: u16, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(port, path.to_owned(), error.to_string()))
+}
+
+fn file(port: u16, path: PathBuf, why: String) -> BindError {
+    BindError::File {
+        what: format!("apps.{port}"),
+        path,
+        why,
+    }
+}

@@ -1,0 +1,83 @@
+//! Step 6e: an app to which the gateway itself speaks TLS, through a CONNECT stream of the node's tunnel.
+//!
+//! Where the port is one of `apps`, the edge passes bytes and sees neither the request nor the key that it is asked with.
+//! In the order of a request: `forward` or `upgrade` asks, on a line that is kept (`kept`) or new (`line`: CONNECT, TLS
+//! by `tls`, HTTP/1.1), and `body` brings the answer. A CONNECT of the caller's own stays bytes from end to end.
+//! A line is reset, and not used again, unless its last answer came to its end.
+
+mod body;
+mod failure;
+mod forward;
+mod kept;
+mod line;
+mod tls;
+mod upgrade;
+
+pub(crate) use body::AppBody;
+pub(super) use forward::run as forward;
+pub(crate) use kept::Kept;
+pub(crate) use tls::{AppTls, Material};
+pub(super) use upgrade::run as upgrade;
+
+use super::route::Route;
+use arc_swap::ArcSwap;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// The apps by node port, and the lines to them that are kept.
+#[derive(Debug)]
+pub struct Apps {
+    by_port: ArcSwap<ByPort>,
+    kept: Arc<Kept>,
+}
+
+/// The apps of a configuration, by node port.
+pub(crate) type ByPort = BTreeMap<u16, Arc<AppTls>>;
+
+impl Apps {
+    pub(crate) fn new(by_port: ByPort, kept: Kept) -> Self {
+        Self {
+            by_port: ArcSwap::from_pointee(by_port),
+            kept: Arc::new(kept),
+        }
+    }
+
+    pub(super) fn kept(&self) -> &Arc<Kept> {
+        &self.kept
+    }
+
+    /// The app that a route leads to, if it is one of these: a port of the node's own, not of a pod on it.
+    pub(super) fn of(&self, route: &Route) -> Option<Arc<AppTls>> {
+        let by_port = self.by_port.load();
+        if by_port.is_empty() || route.target.host != route.node.as_str() {
+            return None;
+        }
+        by_port.get(&route.target.port).cloned()
+    }
+
+    /// The app of a port as it is now, if it is made of this.
+    pub(crate) fn made_of(&self, port: u16, material: &Material) -> Option<Arc<AppTls>> {
+        let by_port = self.by_port.load();
+        let app = by_port.get(&port)?;
+        (app.material() == material).then(|| app.clone())
+    }
+
+    /// Puts others into force. Lines to those that are gone end when they come to rest. Whether anything changed.
+    pub(crate) fn replace(&self, by_port: ByPort) -> bool {
+        let same = |(port, old): (&u16, &Arc<AppTls>), new: &ByPort| {
+            new.get(port).is_some_and(|app| Arc::ptr_eq(app, old))
+        };
+        let old = self.by_port.load_full();
+        let unchanged = old.len() == by_port.len() && old.iter().all(|each| same(each, &by_port));
+        if unchanged {
+            return false;
+        }
+        self.by_port.store(Arc::new(by_port));
+        let now = self.by_port.load();
+        for (port, app) in old.iter() {
+            if !same((port, app), &now) {
+                app.retire();
+            }
+        }
+        true
+    }
+}

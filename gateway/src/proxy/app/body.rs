@@ -1,0 +1,165 @@
+//! Bodies to and from an app that the gateway itself asks.
+//!
+//! A request's body goes as the engine takes it, behind the app's 100 where the caller waits for one. An answer's holds
+//! its line until the end, and gives it back to rest there: one that is dropped before is reset.
+
+use super::{
+    failure,
+    line::{Asking, Life},
+};
+use crate::{
+    error::Error,
+    proxy::{
+        forward::CONTINUE,
+        front::idle::Busy,
+        route::Route,
+        upload::{Fault, Upload},
+    },
+};
+use bytes::Bytes;
+use causeway_tunnel::StreamError;
+use http_body::{Body, Frame};
+use hyper::body::Incoming;
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll, ready},
+};
+use tokio::{
+    sync::oneshot,
+    time::{Sleep, sleep},
+};
+
+/// A request's body on its way to the app.
+#[derive(Default)]
+pub(super) struct Asked(Option<Uploading>);
+
+struct Uploading {
+    upload: Upload,
+    life: Arc<Life>,
+    /// What it waits for before it goes, and for how long at most.
+    go: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
+    /// It may go on behind an answer that is whole.
+    _busy: Option<Busy>,
+}
+
+impl Asked {
+    /// This body, taken on a line of this life. With `go` it waits for that first.
+    pub(super) fn new(
+        (upload, busy): (Upload, Option<Busy>),
+        life: &Arc<Life>,
+        go: Option<oneshot::Receiver<()>>,
+    ) -> Self {
+        Self(Some(Uploading {
+            upload,
+            life: life.clone(),
+            go: go.map(|go| (go, Box::pin(sleep(CONTINUE)))),
+            _busy: busy,
+        }))
+    }
+
+    /// It goes on another line than it was made for.
+    pub(super) fn moved(mut self, life: &Arc<Life>) -> Self {
+        if let Some(uploading) = &mut self.0 {
+            uploading.upload.tells(life.waiting.clone());
+            uploading.life = life.clone();
+        }
+        self
+    }
+}
+
+impl Body for Asked {
+    type Data = Bytes;
+    type Error = Fault;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Fault>>> {
+        let Some(uploading) = &mut self.0 else {
+            return Poll::Ready(None);
+        };
+        if let Some((go, bound)) = &mut uploading.go {
+            // Whoever does not say it any more has answered.
+            if Pin::new(go).poll(cx).is_pending() {
+                ready!(bound.as_mut().poll(cx));
+            }
+            uploading.go = None;
+        }
+        let frame = ready!(Pin::new(&mut uploading.upload).poll_frame(cx));
+        uploading.life.taken.fetch_add(1, Relaxed);
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0
+            .as_ref()
+            .is_none_or(|uploading| uploading.upload.is_end_stream())
+    }
+}
+
+impl Drop for Uploading {
+    fn drop(&mut self) {
+        // The engine does not ask once more behind the last part.
+        self.life.waiting.some(0);
+    }
+}
+
+/// Why an answer does not go on: for the record, and for the caller's engine.
+pub(crate) type Broken = (Error, StreamError);
+
+/// An answer's body on its way from the app, and the line that brings it.
+#[derive(Debug)]
+pub(crate) struct AppBody {
+    incoming: Incoming,
+    asking: Asking,
+    route: Route,
+    whole: bool,
+}
+
+impl AppBody {
+    pub(super) fn new(incoming: Incoming, asking: Asking, route: &Route) -> Self {
+        Self {
+            incoming,
+            asking,
+            route: route.clone(),
+            whole: false,
+        }
+    }
+
+    /// The next frame, or why there is none.
+    pub(crate) fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        match ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
+            None => {
+                self.whole = true;
+                self.asking.settle();
+                Poll::Ready(None)
+            }
+            Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
+            Some(Err(error)) => {
+                let why = failure::of_answer(&self.route, &error, "in mid answer");
+                Poll::Ready(Some(Err((why, StreamError::cancelled()))))
+            }
+        }
+    }
+
+    /// Whether nothing more will come.
+    pub(crate) fn is_end(&self) -> bool {
+        self.whole || self.incoming.is_end_stream()
+    }
+}
+
+impl Drop for AppBody {
+    fn drop(&mut self) {
+        // Before `incoming` goes: the engine must know by then that it was given up.
+        if self.is_end() {
+            self.asking.settle();
+        } else if let Some(life) = self.asking.life() {
+            life.end.cancel();
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! A plain request to an app that the gateway itself asks.
+//!
+//! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
+//! ways; an answer that comes before the request's body has been read passes at once. A kept line that turns out closed
+//! is replaced once, if the request was never sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
+
+use super::{
+    body::{AppBody, Asked},
+    failure,
+    kept::Key,
+    line::{Asking, Line},
+    tls::AppTls,
+};
+use crate::{
+    error::Error,
+    proxy::{Way, forward, outgoing::Outgoing, request, upload::Upload},
+};
+use causeway_tunnel::{headers, wire};
+use http::{
+    HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
+    header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRANSFER_ENCODING},
+    uri::PathAndQuery,
+};
+use http_body::Body;
+use hyper::body::Incoming;
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+use tokio::sync::oneshot;
+
+/// Forwards a plain request.
+///
+/// # Errors
+/// If there is no line to the app, or it breaks before the answer's head.
+pub(in crate::proxy) async fn run(
+    way: Way<'_>,
+    app: &Arc<AppTls>,
+    request: Request<Incoming>,
+) -> Result<Response<Outgoing>, Error> {
+    let (parts, body) = request.into_parts();
+    let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
+    let version = parts.version;
+    let mut head = forward::head(way, parts)?;
+    let has_body = !body.is_end_stream();
+    prepare(way, &mut head, has_body);
+    let (mut asking, reused) = open(way, app).await?;
+    let mut again = (reused && is_repeatable(&head, has_body)).then(|| copy(&head));
+    let (go, gone) = oneshot::channel();
+    let body = match asking.life() {
+        Some(life) if has_body => {
+            let upload = Upload::new(way, (body, version), life.waiting.clone());
+            let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
+            Asked::new((upload, busy), life, expects.then_some(gone))
+        }
+        _ => Asked::default(),
+    };
+    let mut request = head.map(|()| body);
+    listen(&mut request, &asking, go);
+    let mut error = match asking.ask(request).await {
+        Ok(answer) => return answered(way, asking, answer),
+        Err(error) => error,
+    };
+    let unsent = error.take_message().filter(|_| reused);
+    let Some(request) = unsent.or(again.take()) else {
+        return Err(unanswered(way, &asking, error.error()));
+    };
+    drop(asking);
+    let line = Line::open(way, app).await?;
+    let mut request = request.map(|body| body.moved(&line.life));
+    let mut asking = line.asking();
+    // A body that waits for a 100 waits for it no longer than its bound.
+    listen(&mut request, &asking, oneshot::channel().0);
+    match asking.ask(request).await {
+        Ok(answer) => answered(way, asking, answer),
+        Err(error) => Err(unanswered(way, &asking, error.error())),
+    }
+}
+
+/// A kept line, or a new one. True with it: it was kept.
+async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<(Asking, bool), Error> {
+    let kept = way.proxy.shared.apps.kept();
+    match kept.take(&Key::of(way, app)) {
+        Some(line) => Ok((line.asking(), true)),
+        None => Ok((Line::open(way, app).await?.asking(), false)),
+    }
+}
+
+/// Hears interim answers: a 100 lets the body go, too many end the line.
+fn listen(request: &mut Request<Asked>, asking: &Asking, go: oneshot::Sender<()>) {
+    let Some(life) = asking.life() else { return };
+    let (end, came) = (life.end.clone(), AtomicUsize::new(0));
+    let go = Mutex::new(Some(go));
+    hyper::ext::on_informational(request, move |answer| {
+        if answer.status() == StatusCode::CONTINUE
+            && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            // A body that is gone needs no leave.
+            let _ = go.send(());
+        }
+        if came.fetch_add(1, Relaxed) >= wire::MOST_INTERIMS {
+            end.cancel();
+        }
+    });
+}
+
+/// Puts the head into HTTP/1.1's form.
+fn prepare(way: Way<'_>, head: &mut Request<()>, has_body: bool) {
+    to_origin(way, head);
+    let fields = head.headers_mut();
+    if has_body && !fields.contains_key(CONTENT_LENGTH) {
+        // Said outright, since the engine takes it for granted that a GET has no body.
+        fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
+    if fields.contains_key(TE) {
+        // RFC 9110 §10.1.4.
+        fields.insert(CONNECTION, HeaderValue::from_static("TE"));
+    }
+}
+
+/// Path, Host and cookies as HTTP/1.1 has them.
+pub(super) fn to_origin(way: Way<'_>, head: &mut Request<()>) {
+    let path = head.uri().path_and_query().cloned();
+    let authority = head.uri().authority().cloned();
+    *head.version_mut() = Version::HTTP_11;
+    *head.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
+    let fields: &mut HeaderMap = head.headers_mut();
+    headers::join_cookies(fields);
+    if let Some(authority) = authority {
+        headers::put_host(fields, &authority);
+    } else if let Ok(host) = HeaderValue::try_from(way.route.target.text()) {
+        fields.insert(HOST, host);
+    }
+}
+
+fn is_repeatable(head: &Request<()>, has_body: bool) -> bool {
+    let idempotent = matches!(
+        *head.method(),
+        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
+    );
+    idempotent && !has_body
+}
+
+fn copy(head: &Request<()>) -> Request<Asked> {
+    let mut copy = Request::new(Asked::default());
+    *copy.method_mut() = head.method().clone();
+    *copy.uri_mut() = head.uri().clone();
+    *copy.version_mut() = head.version();
+    *copy.headers_mut() = head.headers().clone();
+    copy
+}
+
+fn answered(
+    way: Way<'_>,
+    asking: Asking,
+    answer: Response<Incoming>,
+) -> Result<Response<Outgoing>, Error> {
+    if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
+        let what = "switched protocols, which nobody had asked for";
+        return Err(failure::broken(way.route, what));
+    }
+    respond(way, asking, answer)
+}
+
+/// The app's answer, whole.
+pub(super) fn respond(
+    way: Way<'_>,
+    asking: Asking,
+    answer: Response<Incoming>,
+) -> Result<Response<Outgoing>, Error> {
+    check(way, &answer)?;
+    let (mut parts, incoming) = answer.into_parts();
+    request::clean(&mut parts.headers);
+    forward::via(&mut parts.headers, Version::HTTP_11);
+    parts.version = Version::default();
+    parts.extensions.clear();
+    way.record.answered(parts.status);
+    let body = AppBody::new(incoming, asking, way.route);
+    let body = Outgoing::app(body, &way.route.node, way.record);
+    Ok(Response::from_parts(parts, body))
+}
+
+/// Whoever gets the answer is not told of a coding, and so must not get a body in one; and it has a bound everywhere
+/// how large a head may be.
+pub(super) fn check(way: Way<'_>, answer: &Response<Incoming>) -> Result<(), Error> {
+    let what = if !headers::codes_only_by_chunks(answer.headers()) {
+        "answered with a Transfer-Encoding that is not chunked alone"
+    } else if headers::size(answer.headers()) > wire::MAX_HEAD {
+        "answered with a head that is too large"
+    } else {
+        return Ok(());
+    };
+    Err(failure::broken(way.route, what))
+}
+
+/// Why there was no answer.
+pub(super) fn unanswered(way: Way<'_>, asking: &Asking, error: &hyper::Error) -> Error {
+    if asking.is_stalled() {
+        let patience = humantime::format_duration(way.proxy.shared.timeouts.upload);
+        let what = format!("has taken nothing of the request's body for {patience}");
+        return failure::slow(way.route, &what);
+    }
+    failure::of_http(way, error)
+}

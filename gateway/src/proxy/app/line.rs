@@ -1,0 +1,368 @@
+//! A line: one HTTP/1.1 connection to an app, over TLS, over a stream of the node's tunnel.
+//!
+//! A task of its own drives it ([`drive`]) from its first request to its end, and lays it by while it rests. Whoever asks
+//! holds it as [`Asking`]; one that is dropped before its answer came to an end resets the stream below, so that no app
+//! takes what was given up for what was wanted (design trap 3). All that it waits for has a bound.
+
+use super::{
+    body::Asked,
+    failure,
+    kept::{Kept, Key},
+    tls::{self, AppTls},
+};
+use crate::{
+    error::Error,
+    proxy::{
+        Way,
+        held::{Waiting, weighed},
+        relay,
+    },
+};
+use causeway_tunnel::{duplex::Duplex, wire};
+use hyper::{
+    Request, Response,
+    body::Incoming,
+    client::conn::{TrySendError, http1},
+};
+use hyper_util::rt::TokioIo;
+use std::{
+    io::{self, IoSlice},
+    pin::{Pin, pin},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::mpsc,
+    time::{Instant, sleep, timeout, timeout_at},
+};
+use tokio_rustls::client::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tracing::debug_span;
+
+/// What a line that is not wanted any more has for ending in order.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// A line that somebody may ask on.
+#[derive(Debug)]
+pub(super) struct Line {
+    sender: http1::SendRequest<Asked>,
+    pub(super) life: Arc<Life>,
+    /// To its task, when it is to rest.
+    back: mpsc::Sender<Line>,
+}
+
+/// What a line's task shares with whoever asks on it.
+#[derive(Debug, Default)]
+pub(super) struct Life {
+    /// Ends it at once, by a reset.
+    pub(super) end: CancellationToken,
+    /// How many parts of requests' bodies it has taken.
+    pub(super) taken: AtomicUsize,
+    /// What of them waits.
+    pub(super) waiting: Waiting,
+    /// It has taken nothing for too long.
+    stalled: AtomicBool,
+    /// It is no line of HTTP any more.
+    switched: AtomicBool,
+}
+
+/// A line while somebody asks on it. Dropped, it is reset.
+#[derive(Debug)]
+pub(super) struct Asking(Option<Line>);
+
+impl Line {
+    /// Opens a stream to the way's target, and begins TLS and HTTP on it.
+    ///
+    /// # Errors
+    /// As the edge says, or why TLS failed.
+    pub(super) async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<Self, Error> {
+        let shared = &way.proxy.shared;
+        let deadline = Instant::now() + shared.timeouts.open;
+        let (send, receive) = relay::open(way).await?;
+        let name = tls::name(&way.route.node)
+            .ok_or_else(|| failure::broken(way.route, "cannot be asked for by this node's name"))?;
+        let connecting = app.connector().connect(name, Duplex::new(send, receive));
+        let tls = match timeout_at(deadline, connecting).await {
+            Ok(Ok(tls)) => tls,
+            Ok(Err(error)) => return Err(failure::of_tls(way.route, &error)),
+            Err(_) => return Err(failure::slow(way.route, "did not finish TLS in time")),
+        };
+        let life = Arc::new(Life::default());
+        let guarded = Guarded {
+            tls,
+            life: life.clone(),
+        };
+        let (sender, connection) = http1::Builder::new()
+            .title_case_headers(true)
+            .max_buf_size(wire::MAX_HEAD)
+            .handshake(TokioIo::new(guarded))
+            .await
+            .map_err(|error| failure::of_http(way, &error))?;
+        let (back, returned) = mpsc::channel(1);
+        let driven = Driven {
+            connection,
+            life: life.clone(),
+            returned,
+            key: Key::of(way, app),
+            leaving: way.tunnel.leaving().clone(),
+            retired: app.retired().clone(),
+            patience: shared.timeouts.upload,
+        };
+        let pressure = shared.limits.pressure().clone();
+        let kept = Arc::downgrade(shared.apps.kept());
+        let task = async move {
+            let waiting = driven.life.waiting.clone();
+            weighed(&pressure, &waiting, drive(driven, kept)).await;
+        };
+        shared.apps.kept().spawn(debug_span!("app"), task);
+        Ok(Self { sender, life, back })
+    }
+
+    /// Whether it can be asked on, as far as is known.
+    pub(super) fn is_alive(&self) -> bool {
+        !self.sender.is_closed() && !self.life.end.is_cancelled()
+    }
+
+    pub(super) fn asking(self) -> Asking {
+        Asking(Some(self))
+    }
+}
+
+impl Asking {
+    /// Asks, and waits for the answer's head.
+    pub(super) async fn ask(
+        &mut self,
+        request: Request<Asked>,
+    ) -> Result<Response<Incoming>, TrySendError<Request<Asked>>> {
+        let line = self.0.as_mut().expect("a line that is asked on is there");
+        line.sender.try_send_request(request).await
+    }
+
+    pub(super) fn life(&self) -> Option<&Arc<Life>> {
+        self.0.as_ref().map(|line| &line.life)
+    }
+
+    /// Whether it took nothing of a request's body for too long.
+    pub(super) fn is_stalled(&self) -> bool {
+        self.life().is_some_and(|life| life.stalled.load(Relaxed))
+    }
+
+    /// The answer came to its end: the line may rest, and be used again.
+    pub(super) fn settle(&mut self) {
+        if let Some(line) = self.0.take() {
+            let back = line.back.clone();
+            // A line whose task is over needs no rest.
+            let _ = back.try_send(line);
+        }
+    }
+
+    /// It is no line of HTTP any more, but what was switched to.
+    pub(super) fn switched(&mut self) {
+        if let Some(line) = self.0.take() {
+            line.life.switched.store(true, Relaxed);
+        }
+    }
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        if let Some(line) = &self.0 {
+            line.life.end.cancel();
+        }
+    }
+}
+
+/// What the task of a line goes by.
+struct Driven {
+    connection: http1::Connection<TokioIo<Guarded>, Asked>,
+    life: Arc<Life>,
+    returned: mpsc::Receiver<Line>,
+    key: Key,
+    leaving: CancellationToken,
+    retired: CancellationToken,
+    patience: Duration,
+}
+
+/// Drives a line to its end, which is in order only if it rests.
+async fn drive(driven: Driven, kept: Weak<Kept>) {
+    let Driven {
+        connection,
+        life,
+        returned,
+        key,
+        leaving,
+        retired,
+        patience,
+    } = driven;
+    let unwanted = async {
+        tokio::select! {
+            () = leaving.cancelled() => {}
+            () = retired.cancelled() => {}
+        }
+    };
+    let rests = rest((&life, &key), returned, unwanted, &kept);
+    // An upgrade takes the connection out of this.
+    let connection = pin!(connection.with_upgrades());
+    tokio::select! {
+        biased;
+        () = life.end.cancelled() => {}
+        ended = connection => if let Err(error) = ended {
+            tracing::debug!(%error, "a connection to an app ended");
+        },
+        () = rests => {}
+        () = stalls(&life, patience) => {
+            life.stalled.store(true, Relaxed);
+            tracing::debug!("an app takes nothing of a request's body");
+        }
+    }
+    if let Some(kept) = kept.upgrade() {
+        kept.remove(&key, &life);
+    }
+}
+
+/// Lays the line by whenever it comes to rest. Returns when it is to be ended at once.
+async fn rest(
+    (shared, key): (&Arc<Life>, &Key),
+    mut returned: mpsc::Receiver<Line>,
+    unwanted: impl Future<Output = ()>,
+    kept: &Weak<Kept>,
+) {
+    let mut unwanted = pin!(unwanted);
+    let mut is_unwanted = false;
+    let Some(bound) = kept.upgrade().map(|kept| kept.bound()) else {
+        return;
+    };
+    let mut next = None;
+    loop {
+        let line = match next.take() {
+            Some(line) => line,
+            None => match returned.recv().await {
+                Some(line) => line,
+                // Nobody has it any more: it ends by itself, or is what was switched to.
+                None => return std::future::pending().await,
+            },
+        };
+        let Some(line) = quiet(line, bound).await else {
+            return;
+        };
+        let idle = (!is_unwanted)
+            .then(|| kept.upgrade())
+            .flatten()
+            .is_some_and(|kept| kept.put(key, line));
+        if idle {
+            tokio::select! {
+                line = returned.recv() => {
+                    next = line;
+                    continue;
+                }
+                () = &mut unwanted => is_unwanted = true,
+                () = sleep(bound) => {}
+            }
+            let gone = kept.upgrade().is_none_or(|kept| kept.remove(key, shared));
+            if !gone {
+                // Somebody asks on it again.
+                continue;
+            }
+        }
+        // Without its sender it ends in order.
+        return sleep(FAREWELL).await;
+    }
+}
+
+/// Waits until the next request can be sent, for as long as the last one's body moves: an app may answer and read on for
+/// hours. `None` if it cannot be used again.
+async fn quiet(mut line: Line, bound: Duration) -> Option<Line> {
+    loop {
+        let taken = line.life.taken.load(Relaxed);
+        match timeout(bound, line.sender.ready()).await {
+            Ok(Ok(())) => return Some(line),
+            Ok(Err(_)) => {
+                // It is over, and ends in order if the tunnel takes that.
+                sleep(FAREWELL).await;
+                return None;
+            }
+            Err(_) if line.life.taken.load(Relaxed) == taken => return None,
+            Err(_) => {}
+        }
+    }
+}
+
+/// Returns when a part of a request's body has waited for the app for `patience`, or for twice that.
+async fn stalls(life: &Life, patience: Duration) {
+    let mut before = None;
+    loop {
+        sleep(patience).await;
+        let now = life.waiting.waits().then(|| life.taken.load(Relaxed));
+        if now.is_some() && now == before {
+            return;
+        }
+        before = now;
+    }
+}
+
+/// TLS that ends in order only if nobody has given it up; and then it waits for the app's end, since what is dropped before
+/// that is reset.
+#[derive(Debug)]
+struct Guarded {
+    tls: TlsStream<Duplex>,
+    life: Arc<Life>,
+}
+
+impl AsyncRead for Guarded {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tls).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Guarded {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.tls).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tls).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.life.end.is_cancelled() {
+            // The engine may come here before its task hears of it.
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        ready!(Pin::new(&mut self.tls).poll_shutdown(cx))?;
+        while !self.life.switched.load(Relaxed) {
+            let mut room = [0; 1024];
+            let mut last = ReadBuf::new(&mut room);
+            // How it ends is all the same.
+            let read = ready!(Pin::new(&mut self.tls).poll_read(cx, &mut last));
+            if read.is_err() || last.filled().is_empty() {
+                break;
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.tls).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.tls.is_write_vectored()
+    }
+}

@@ -1,0 +1,215 @@
+//! TLS to apps: who may have signed their certificates, whom these must name, and what is shown to them.
+//!
+//! A certificate must be valid for servers and name the node, or an address that is confirmed to be the node's: which
+//! those are is asked at each handshake, and no session resumes past the question. Only `verify: false` believes any
+//! certificate, though the app must hold its key.
+
+use crate::state::Nodes;
+use causeway_certs::{Leaf, NodeName, verify::provider};
+use causeway_tunnel::wire;
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
+    client::{
+        Resumption, WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature},
+    sign::SingleCertAndKey,
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use std::sync::Arc;
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
+
+/// What an app's configuration and the files that it names say. Where two are equal, so are the apps.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Material {
+    /// The CAs; `None`: any certificate is believed.
+    pub(crate) roots: Option<Vec<CertificateDer<'static>>>,
+    /// What is shown.
+    pub(crate) leaf: Option<Leaf>,
+}
+
+/// How to speak TLS to the app of one port.
+#[derive(Debug)]
+pub(crate) struct AppTls {
+    material: Material,
+    config: Arc<ClientConfig>,
+    retired: CancellationToken,
+}
+
+impl AppTls {
+    /// Of material that is read.
+    ///
+    /// # Errors
+    /// If none of the CAs, or not the client certificate, is of use.
+    pub(crate) fn new(material: Material, nodes: &Nodes) -> Result<Self, String> {
+        let algorithms = provider().signature_verification_algorithms;
+        let verifier: Arc<dyn ServerCertVerifier> = match &material.roots {
+            None => Arc::new(AcceptAny(algorithms)),
+            Some(given) => {
+                let mut roots = RootCertStore::empty();
+                let (added, _) = roots.add_parsable_certificates(given.iter().cloned());
+                if added == 0 {
+                    return Err("holds no usable CA certificate".to_owned());
+                }
+                let chain =
+                    WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider())
+                        .build()
+                        .map_err(|error| error.to_string())?;
+                Arc::new(OfNode {
+                    chain,
+                    nodes: nodes.clone(),
+                })
+            }
+        };
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| error.to_string())?
+            .dangerous()
+            .with_custom_certificate_verifier(verifier);
+        let mut config = match &material.leaf {
+            None => builder.with_no_client_auth(),
+            Some(leaf) => {
+                let shown = SingleCertAndKey::from(leaf.certified_key());
+                builder.with_client_cert_resolver(Arc::new(shown))
+            }
+        };
+        // Kubelets agree on nothing, or on either version of HTTP; upgrades need this one.
+        config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
+        config.resumption = Resumption::disabled();
+        Ok(Self {
+            material,
+            config: Arc::new(config),
+            retired: CancellationToken::new(),
+        })
+    }
+
+    pub(super) fn material(&self) -> &Material {
+        &self.material
+    }
+
+    pub(super) fn connector(&self) -> TlsConnector {
+        TlsConnector::from(self.config.clone())
+    }
+
+    /// Other credentials are in force.
+    pub(super) fn retire(&self) {
+        self.retired.cancel();
+    }
+
+    /// Cancelled when other credentials are in force.
+    pub(super) fn retired(&self) -> &CancellationToken {
+        &self.retired
+    }
+}
+
+/// The name that an app of this node is asked for.
+pub(super) fn name(node: &NodeName) -> Option<ServerName<'static>> {
+    ServerName::try_from(node.to_string()).ok()
+}
+
+/// The node, by its name or one of its confirmed addresses.
+#[derive(Debug)]
+struct OfNode {
+    chain: Arc<WebPkiServerVerifier>,
+    nodes: Nodes,
+}
+
+impl ServerCertVerifier for OfNode {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        above: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let verify =
+            |name: &ServerName<'_>| self.chain.verify_server_cert(leaf, above, name, ocsp, now);
+        let named = match verify(name) {
+            Err(error) if is_of_name(&error) => error,
+            done => return done,
+        };
+        let Ok(node) = NodeName::parse(&name.to_str()) else {
+            return Err(named);
+        };
+        let addresses = self.nodes.with(&node, |node| node.addresses.clone());
+        let any = addresses
+            .into_iter()
+            .find_map(|address| verify(&ServerName::from(address)).ok());
+        any.ok_or(named)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain
+            .verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain
+            .verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+fn is_of_name(error: &rustls::Error) -> bool {
+    matches!(
+        error,
+        rustls::Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. }
+        )
+    )
+}
+
+/// `verify: false`: any certificate, though the peer must hold its key.
+#[derive(Debug)]
+struct AcceptAny(WebPkiSupportedAlgorithms);
+
+impl ServerCertVerifier for AcceptAny {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, certificate, signature, &self.0)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, certificate, signature, &self.0)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_schemes()
+    }
+}

@@ -1,0 +1,178 @@
+//! An upgrade with an app that the gateway itself asks, on a line of its own.
+//!
+//! The request goes as the caller made it, with its own method and its own `Upgrade`. Where the app switched, the caller
+//! gets its 101 and then bytes both ways, those behind the app's 101 first; any other answer passes whole. The app
+//! has `timeouts.upgrade_first_byte` for its answer, the session has no bound.
+
+use super::{
+    body::Asked,
+    failure::{self, find},
+    forward::{check, respond, to_origin, unanswered},
+    line::Line,
+    tls::AppTls,
+};
+use crate::{
+    error::Error,
+    proxy::{
+        Way,
+        direct::{Counted, pass},
+        forward,
+        held::Waiting,
+        outgoing::Outgoing,
+        relay::Session,
+        request,
+    },
+};
+use causeway_tunnel::{StreamError, socket::Abort};
+use http::{
+    HeaderValue, Method, Request, Response, StatusCode, Version,
+    header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
+};
+use hyper::{
+    body::Incoming,
+    upgrade::{OnUpgrade, Upgraded},
+};
+use hyper_util::rt::TokioIo;
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::timeout,
+};
+use tracing::debug_span;
+
+/// Forwards an upgrade to the protocol that `token` names.
+///
+/// # Errors
+/// If there is no line to the app, or it does not answer in time.
+pub(in crate::proxy) async fn run(
+    way: Way<'_>,
+    app: &Arc<AppTls>,
+    mut request: Request<Incoming>,
+    token: &str,
+) -> Result<Response<Outgoing>, Error> {
+    let switched = hyper::upgrade::on(&mut request);
+    let (parts, _) = request.into_parts();
+    let mut head = forward::head(way, parts)?;
+    prepare(way, &mut head, token)?;
+    let mut asking = Line::open(way, app).await?.asking();
+    let bound = way.proxy.shared.timeouts.upgrade_first_byte;
+    let asked = asking.ask(head.map(|()| Asked::default()));
+    let mut answer = match timeout(bound, asked).await {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(error)) => return Err(unanswered(way, &asking, error.error())),
+        Err(_) => {
+            let what = format!("did not answer the upgrade within {bound:?}");
+            return Err(failure::slow(way.route, &what));
+        }
+    };
+    if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+        return respond(way, asking, answer);
+    }
+    check(way, &answer)?;
+    let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
+        let what = "switched protocols without saying to which";
+        return Err(failure::broken(way.route, what));
+    };
+    let far = hyper::upgrade::on(&mut answer);
+    let (mut parts, _) = answer.into_parts();
+    request::clean(&mut parts.headers);
+    parts.headers.remove(CONTENT_LENGTH);
+    forward::via(&mut parts.headers, Version::HTTP_11);
+    parts.version = Version::HTTP_11;
+    parts.extensions.clear();
+    let fields = &mut parts.headers;
+    fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+    fields.insert(UPGRADE, protocol);
+    way.record.opened(parts.status);
+    asking.switched();
+    spawn(way, switched, far);
+    Ok(Response::from_parts(parts, Outgoing::empty()))
+}
+
+fn prepare(way: Way<'_>, head: &mut Request<()>, token: &str) -> Result<(), Error> {
+    to_origin(way, head);
+    let has_content = matches!(*head.method(), Method::POST | Method::PUT | Method::PATCH);
+    let token = HeaderValue::from_str(token)
+        .map_err(|_| failure::broken(way.route, "cannot be asked for this protocol"))?;
+    let fields = head.headers_mut();
+    fields.remove(CONTENT_LENGTH);
+    fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+    fields.insert(UPGRADE, token);
+    if has_content {
+        // RFC 9110 §8.6; kubectl's POST says so too.
+        fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
+    }
+    Ok(())
+}
+
+/// Passes bytes between what becomes of the caller's connection and of the app's, in a task of its own.
+fn spawn(way: Way<'_>, near: OnUpgrade, far: OnUpgrade) {
+    let (connection, record) = (way.connection.clone(), way.record.clone());
+    let route = way.route.clone();
+    // The answer is over at once.
+    let busy = connection.idle.busy();
+    let work = async move {
+        // The app's half is first: it is there at once, and a caller that has left resets it.
+        let far = match far.await {
+            Ok(far) => Switched(TokioIo::new(far)),
+            Err(error) => {
+                return record.failed(&failure::of_answer(&route, &error, "behind its 101"));
+            }
+        };
+        let near = match near.await {
+            Ok(near) => near,
+            Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
+        };
+        let session = Session::new(near, connection, (None, Waiting::default()), busy);
+        let far = Counted::new(far, record.passed.clone());
+        if let Err(error) = pass(session, far, false).await {
+            if let Some(stream) = find::<StreamError>(&error) {
+                record.failed(&Error::of_stream(route.node.as_str(), stream));
+            }
+            tracing::debug!(%error, "a session with an app broke off");
+        }
+    };
+    way.proxy.tasks.spawn(debug_span!("session"), work);
+}
+
+/// The app's connection after HTTP gave it up.
+struct Switched(TokioIo<Upgraded>);
+
+impl Abort for Switched {
+    fn abort(&self) {
+        // What is dropped before its end is reset, and this is about to be.
+    }
+}
+
+impl AsyncRead for Switched {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Switched {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,509 @@
+//! Apps to which the gateway itself speaks TLS: asked as an edge asks them, with a key that no edge holds.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        World,
+        app::{App, End, Gate, Head, Script, answer, answer::pattern},
+        authority::Authority,
+        caller::{assert_problem, exchange, read, read_head, read_to_end, whole},
+        edge::Edge,
+        gateway::front,
+        until,
+    },
+};
+use causeway_certs::Leaf;
+use causeway_edge::config::Scheme;
+use causeway_gateway::config::{self, Config, ErrorForm, Front, Kind};
+use futures_util::future::join_all;
+use http_body_util::BodyExt;
+use hyper::Request;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+use tokio::{io::AsyncWriteExt, net::TcpListener, task::JoinSet};
+use tokio_rustls::TlsAcceptor;
+
+const KUBELET: u16 = 10250;
+const EXEC: &str = "POST /exec HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 0\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
+     X-Stream-Protocol-Version: v5\r\nX-Stream-Protocol-Version: v4\r\nX-Stream-Protocol-Version: v3\r\n\
+     X-Stream-Protocol-Version: v2\r\nX-Stream-Protocol-Version: v1\r\n\r\n";
+
+fn by_path(head: &Head) -> Script {
+    match head.path().as_str() {
+        "/mirror" => answer::mirror(),
+        "/continue" => answer::after_continue("continued"),
+        "/hints" => answer::after_hints("hinted"),
+        "/head" => answer::to_head(1_000_000),
+        "/until-close" => answer::until_close("all of it"),
+        "/refused" => answer::refuse_upgrade("403 Forbidden", "not you"),
+        "/exec" => answer::switch("SPDY/3.1", &pattern(3_000)),
+        "/endless" => answer::endless(),
+        "/once" => answer::ok("once").close(),
+        "/large" => answer::bytes(&pattern(8 << 20)),
+        _ => answer::ok("well"),
+    }
+}
+
+/// The files of an app's configuration.
+fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>) -> config::App {
+    let file = |name: &str, text: &str| -> PathBuf {
+        let path = folder.join(name);
+        fs::write(&path, text).unwrap();
+        path
+    };
+    let shown = client.map(|leaf| {
+        let chain = file("client.pem", &leaf.chain_pem());
+        (chain, file("client.key", leaf.key_pem().expose()))
+    });
+    let (certificate, key) = shown.unzip();
+    config::App {
+        ca: Some(file("apps.pem", authority.pem())),
+        certificate,
+        key,
+        verify: true,
+    }
+}
+
+/// A world that asks port 10250 of all nodes so, and lets edges in.
+async fn world(authority: &Authority, client: Option<&Leaf>) -> World {
+    let build = World::build();
+    let ours = asked(build.folder(), authority, client);
+    let build = build.config(|config| drop(config.apps.insert(KUBELET, ours)));
+    let plain = Front {
+        errors: ErrorForm::Kubernetes,
+        ..front("kubernetes", Kind::Https)
+    };
+    build.front(plain).start().await
+}
+
+async fn edge(world: &World, node: &str, app: &App) -> Edge {
+    let plan = world.edge(node);
+    plan.port_as(KUBELET, Scheme::Tcp, app.address())
+        .address("192.0.2.7")
+        .join()
+        .await
+}
+
+#[tokio::test]
+async fn requests_pass_with_their_bodies_and_connections_are_used_again() {
+    let (app, road) = Road::secured(by_path).await;
+    // More would bring a second tunnel, whose connections are its own.
+    let large = pattern(1 << 18);
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "well");
+        let url = format!("{URL}mirror");
+        let mirrored = caller.ask("POST", &url, large.clone());
+        assert_eq!(mirrored.await.body, large);
+        assert_eq!(caller.get(&format!("{URL}hints")).await.text(), "hinted");
+        let head = caller.ask("HEAD", &format!("{URL}head"), "").await;
+        assert_eq!(head.field("content-length"), "1000000");
+        let expecting = caller.clone().field("expect", "100-continue");
+        let url = format!("{URL}continue");
+        let continued = expecting.ask("PUT", &url, "more");
+        assert_eq!(continued.await.text(), "continued");
+    }
+    assert_eq!(app.connections(), 1, "one after the other");
+    let head = app.head().await;
+    let seen = [head.value("host"), head.value("via")].map(Option::unwrap);
+    assert_eq!(seen, ["edge-1:9100", "1.1 causeway"]);
+    assert!(head.value("forwarded").unwrap().contains("for=127.0.0.1"));
+    let callers = (0..64).map(|number| {
+        let (caller, url) = (road.caller(), format!("{URL}mirror"));
+        async move {
+            let body = pattern(1_000 * number);
+            let answer = caller.ask("POST", &url, body.clone()).await;
+            assert_eq!(answer.body, body);
+        }
+    });
+    join_all(callers).await;
+    let before = app.connections();
+    for _ in 0..20 {
+        assert_eq!(road.caller().get(URL).await.status, 200);
+    }
+    assert_eq!(app.connections(), before);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_app_may_close_its_connection_between_two_requests_or_end_an_answer_by_it() {
+    let (app, road) = Road::secured(by_path).await;
+    let caller = road.caller();
+    for number in 1..=5 {
+        let answer = caller.get(&format!("{URL}once")).await;
+        assert_eq!(answer.text(), "once");
+        assert_eq!(app.connections(), number);
+    }
+    assert_eq!(
+        caller.get(&format!("{URL}until-close")).await.text(),
+        "all of it"
+    );
+    assert_eq!(caller.ask("POST", URL, "body").await.text(), "well");
+}
+
+#[tokio::test]
+async fn an_upgrade_keeps_fields_and_the_bytes_behind_the_101_and_ends_in_order() {
+    let (app, road) = Road::secured(by_path).await;
+    let mut wire = road.tls().await;
+    let head = exchange(&mut wire, EXEC).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    assert!(head.to_lowercase().contains("upgrade: spdy/3.1"), "{head}");
+    assert_eq!(read(&mut wire, 3_000).await, pattern(3_000));
+    let asked = app.head().await;
+    let versions = asked.values("X-Stream-Protocol-Version");
+    assert_eq!(versions, ["v5", "v4", "v3", "v2", "v1"]);
+    assert!(asked.line().starts_with("POST /exec "));
+    assert_eq!(asked.value("Content-Length").unwrap(), "0");
+    let titled = |name: &str| asked.fields().iter().any(|(found, _)| found == name);
+    assert!(titled("X-Stream-Protocol-Version") && titled("Upgrade"));
+    let bytes = pattern(1 << 20);
+    let (mut read_half, mut write_half) = tokio::io::split(wire);
+    let sending = async {
+        write_half.write_all(&bytes).await.unwrap();
+        write_half.shutdown().await.unwrap();
+    };
+    let (echoed, ()) = tokio::join!(read_to_end(&mut read_half), sending);
+    assert!(echoed.unwrap() == bytes);
+    assert_eq!(app.end().await, End::Finished);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_refused_upgrade_passes_whole_and_a_session_that_its_caller_resets_is_reset() {
+    let (app, road) = Road::secured(by_path).await;
+    let caller = road.caller();
+    let refused = caller
+        .raw("edge-1", EXEC.replace("/exec", "/refused"))
+        .await;
+    assert_eq!((refused.status, refused.text().as_str()), (403, "not you"));
+    assert_eq!(refused.field("x-refused-by"), "the app");
+    let mut wire = road.tls().await;
+    exchange(&mut wire, EXEC).await;
+    read(&mut wire, 3_000).await;
+    let socket = socket2::SockRef::from(wire.get_ref().0);
+    socket.set_linger(Some(Duration::ZERO)).unwrap();
+    drop(wire);
+    assert_eq!(app.end().await, End::Reset);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_its_caller_gives_up_is_reset_at_the_app_and_its_connection_not_used_again()
+{
+    let (app, road) = Road::secured(by_path).await;
+    for caller in [road.caller(), road.http2()] {
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let request = Request::get(format!("{URL}endless")).body(whole(""));
+        let mut answer = connection.open(request.unwrap()).await.unwrap();
+        answer.frame().await.unwrap().unwrap();
+        drop((answer, connection));
+        assert_eq!(app.end().await, End::Reset);
+        assert_eq!(caller.get(URL).await.text(), "well");
+    }
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_reader_that_stalls_holds_up_none_beside_it() {
+    let (_app, road) = Road::secured(by_path).await;
+    let mut stalled = Vec::new();
+    for caller in [road.caller(), road.http2()] {
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let request = Request::get(format!("{URL}endless")).body(whole(""));
+        let answer = connection.open(request.unwrap()).await.unwrap();
+        stalled.push((connection, answer));
+        let large = caller.get(&format!("{URL}large")).await;
+        assert!(large.body == pattern(8 << 20));
+    }
+}
+
+#[tokio::test]
+async fn the_certificate_that_an_app_demands_is_shown_and_a_reload_shows_another() {
+    let authority = Authority::new();
+    let (first, second) = (authority.client("first"), authority.client("second"));
+    let mut world = world(&authority, Some(&first)).await;
+    let tls = authority.serve(&authority.app(&["edge-1"]), true);
+    let app = App::https(tls, by_path).await;
+    let _edge = edge(&world, "edge-1", &app).await;
+    let url = "https://edge-1:10250/";
+    for _ in 0..2 {
+        assert_eq!(world.caller().get(url).await.text(), "well");
+    }
+    assert_eq!(app.shown(), [first.chain()[0].to_vec()]);
+    let unchanged = world.reload(|_| {}).unwrap();
+    assert!(!unchanged.apps);
+    assert_eq!(world.caller().get(url).await.text(), "well");
+    assert_eq!(app.connections(), 1);
+
+    let folder = world.folder().to_owned();
+    asked(&folder, &authority, Some(&second));
+    let changed = world.reload(|_| {}).unwrap();
+    assert!(changed.apps);
+    assert!(changed.to_string().contains("apps"), "{changed}");
+    assert_eq!(app.end().await, End::Finished, "what rests goes at once");
+    assert_eq!(world.caller().get(url).await.text(), "well");
+    let both = [&first, &second].map(|leaf| leaf.chain()[0].to_vec());
+    assert_eq!(app.shown(), both);
+
+    fs::write(folder.join("client.key"), "no key").unwrap();
+    let refused = world.reload(|_| {}).unwrap_err().to_string();
+    assert!(refused.contains("apps.10250"), "{refused}");
+    assert_eq!(world.caller().get(url).await.text(), "well");
+    world.reload(|config| config.apps.clear()).unwrap();
+    let bytes = world.caller().get(url).await;
+    assert_problem(&bytes, 403, "edge_policy", "tcp only");
+}
+
+#[tokio::test]
+async fn an_app_that_is_not_shown_what_it_demands_is_broken_with_its_own_word() {
+    let authority = Authority::new();
+    let world = world(&authority, None).await;
+    let tls = authority.serve(&authority.app(&["edge-1"]), true);
+    let app = App::https(tls, by_path).await;
+    let _edge = edge(&world, "edge-1", &app).await;
+    let answer = world.caller().get("https://edge-1:10250/").await;
+    assert_problem(&answer, 502, "target_broken", "CertificateRequired");
+    let kubernetes = world.caller_at("kubernetes");
+    let answer = kubernetes.get("https://edge-1:10250/").await;
+    assert_eq!(
+        (answer.status, answer.field("content-type")),
+        (502, "text/plain; charset=utf-8")
+    );
+    assert!(answer.text().contains("port 10250 of edge-1"), "{answer}");
+}
+
+#[tokio::test]
+async fn a_certificate_must_be_of_the_node_or_its_confirmed_address_by_the_ca_and_in_time() {
+    let (ours, other) = (Authority::new(), Authority::new());
+    let mut world = world(&ours, None).await;
+    let url = "https://edge-1:10250/";
+    for (leaf, says) in [
+        (ours.app(&["edge-1"]), None),
+        (ours.app(&["192.0.2.7"]), None),
+        (
+            ours.app(&["edge-2", "192.0.2.8"]),
+            Some("a certificate of edge-2, 192.0.2.8, and neither of edge-1"),
+        ),
+        (ours.client("edge-1"), Some("not believed")),
+        (ours.expired_app(&["edge-1"]), Some("expired")),
+        (other.app(&["edge-1"]), Some("none of the CAs")),
+    ] {
+        let app = App::https(ours.serve(&leaf, false), by_path).await;
+        let edge = edge(&world, "edge-1", &app).await;
+        let answer = world.caller().get(url).await;
+        match says {
+            None => assert_eq!(answer.text(), "well"),
+            Some(says) => assert_problem(&answer, 502, "target_broken", says),
+        }
+        assert_eq!(app.requests(), usize::from(says.is_none()));
+        drop(edge);
+        world.until_tunnels("edge-1", 0).await;
+        fs::remove_dir_all(world.folder().join("edge-1")).unwrap();
+    }
+    let leaf = other.expired_app(&["edge-2"]);
+    let app = App::https(other.serve(&leaf, false), by_path).await;
+    let _edge = edge(&world, "edge-1", &app).await;
+    let any = config::App {
+        verify: false,
+        ..config::App::default()
+    };
+    world
+        .reload(|config| drop(config.apps.insert(KUBELET, any)))
+        .unwrap();
+    assert_eq!(world.caller().get(url).await.text(), "well");
+}
+
+#[tokio::test]
+async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
+    let authority = Authority::new();
+    let build = World::build();
+    let ours = asked(build.folder(), &authority, None);
+    let build = build.config(|config| {
+        for port in [1, 2, 3] {
+            config.apps.insert(port, ours.clone());
+        }
+        config.timeouts.open = Duration::from_millis(500);
+    });
+    let world = build.start().await;
+    let in_the_clear = Script::new().write("HTTP/1.1 400 Bad Request\r\n\r\n");
+    let clear = App::tcp(in_the_clear.close()).await;
+    let silent = App::tcp(Script::new().silence()).await;
+    let refusing = App::refusing();
+    let joining = world.edge("edge-1");
+    let joining = joining.port_as(1, Scheme::Tcp, clear.address());
+    let joining = joining.port_as(2, Scheme::Tcp, refusing.address());
+    let joining = joining.port_as(3, Scheme::Tcp, silent.address());
+    let _edge = joining.join().await;
+    for (port, status, reason, says) in [
+        (
+            1,
+            502,
+            "target_broken",
+            "port 1 of edge-1 does not speak TLS",
+        ),
+        (2, 502, "target_refused", "edge-1 could not dial"),
+        (
+            3,
+            504,
+            "target_timeout",
+            "port 3 of edge-1 did not finish TLS",
+        ),
+        (4, 403, "edge_policy", "edge-1"),
+    ] {
+        let answer = world.caller().get(&format!("https://edge-1:{port}/")).await;
+        assert_problem(&answer, status, reason, says);
+    }
+    assert_eq!(silent.end().await, End::Reset);
+}
+
+#[tokio::test]
+async fn a_tunnel_that_is_lost_in_mid_answer_resets_its_caller_and_is_said() {
+    let gate = Gate::new();
+    let waits = gate.clone();
+    let (_app, mut road) =
+        Road::secured(move |_| answer::parts("text/plain", &["a", "b"], &waits)).await;
+    let mut connection = road.caller().connect("edge-1").await.unwrap();
+    let request = Request::get(URL).body(whole("")).unwrap();
+    let asking = connection.open(request);
+    let (answer, ()) = tokio::join!(asking, async { gate.open() });
+    let mut answer = answer.unwrap();
+    answer.frame().await.unwrap().unwrap();
+    road.edge.kill().await;
+    let rest = answer.collect().await;
+    assert!(rest.is_err(), "an end is none");
+    until("the record says so", async || {
+        road.metrics().await.outcomes("https", "tunnel_lost") == 1
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_edge_that_leaves_waits_for_no_connection_that_rests() {
+    let (app, mut road) = Road::secured(by_path).await;
+    let caller = road.caller();
+    join_all((0..8).map(|_| caller.get(URL))).await;
+    let connections = app.connections();
+    let began = Instant::now();
+    road.edge.stop().await;
+    for _ in 0..connections {
+        assert_eq!(app.end().await, End::Finished);
+    }
+    assert!(began.elapsed() < Duration::from_secs(20));
+    road.edge.start().await.unwrap();
+    road.until_tunnels("edge-1", 1).await;
+    assert_eq!(caller.get(URL).await.text(), "well");
+    assert_eq!(app.connections(), connections + 1);
+}
+
+#[tokio::test]
+async fn connections_are_never_shared_between_nodes() {
+    let authority = Authority::new();
+    let world = world(&authority, None).await;
+    let mut apps = Vec::new();
+    for node in ["edge-1", "edge-2"] {
+        let tls = authority.serve(&authority.app(&[node]), false);
+        let app = App::https(tls, move |_| answer::ok(node)).await;
+        // Behind their NATs both have the same address.
+        let edge = edge(&world, node, &app).await;
+        apps.push((node, app, edge));
+    }
+    for _ in 0..5 {
+        for (node, _, _) in &apps {
+            let answer = world.caller().get(&format!("https://{node}:10250/")).await;
+            assert_eq!(answer.text(), *node);
+        }
+    }
+    for (_, app, _) in &apps {
+        assert_eq!((app.connections(), app.requests()), (1, 5));
+    }
+}
+
+/// A world with such waits, its edge, and an app that was asked once.
+async fn asked_once(change: impl FnOnce(&mut Config)) -> (World, Edge, App) {
+    let authority = Authority::new();
+    let tls = authority.serve(&authority.app(&["edge-1"]), false);
+    let app = App::https(tls, by_path).await;
+    let build = World::build();
+    let ours = asked(build.folder(), &authority, None);
+    let build = build.config(|config| {
+        config.apps.insert(KUBELET, ours);
+        change(config);
+    });
+    let world = build.start().await;
+    let edge = edge(&world, "edge-1", &app).await;
+    let answer = world.caller().get("https://edge-1:10250/").await;
+    assert_eq!(answer.text(), "well");
+    (world, edge, app)
+}
+
+#[tokio::test]
+async fn a_connection_that_rests_for_too_long_is_ended_in_order() {
+    let short = |config: &mut Config| config.timeouts.idle_keepalive = Duration::from_millis(300);
+    let (world, _edge, app) = asked_once(short).await;
+    assert_eq!(app.end().await, End::Finished);
+    let answer = world.caller().get("https://edge-1:10250/").await;
+    assert_eq!(answer.text(), "well");
+    assert_eq!(app.connections(), 2);
+}
+
+#[tokio::test]
+async fn a_gateway_that_stops_waits_for_no_connection_that_rests() {
+    let grace = Duration::from_secs(20);
+    let (mut world, _edge, app) = asked_once(|config| config.timeouts.drain = grace).await;
+    let began = Instant::now();
+    world.stop_gateway().await;
+    assert!(began.elapsed() < grace, "{:?}", began.elapsed());
+    assert_eq!(app.end().await, End::Finished);
+}
+
+#[tokio::test]
+async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() {
+    let authority = Authority::new();
+    let tls = TlsAcceptor::from(authority.serve(&authority.app(&["edge-1"]), false));
+    let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = deaf.local_addr().unwrap();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let (tcp, _) = deaf.accept().await.unwrap();
+        let _deaf = tls.accept(tcp).await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    let build = World::build();
+    let ours = asked(build.folder(), &authority, None);
+    let build = build.config(|config| {
+        config.apps.insert(KUBELET, ours);
+        config.timeouts.upload = Duration::from_secs(2);
+    });
+    let world = build.start().await;
+    let joining = world.edge("edge-1");
+    let _edge = joining.port_as(KUBELET, Scheme::Tcp, address).join().await;
+    let mut wire = world
+        .caller()
+        .tls_stream("edge-1", &["http/1.1"])
+        .await
+        .unwrap();
+    let head = "PUT / HTTP/1.1\r\nHost: edge-1:10250\r\nContent-Length: 1000000000\r\n\r\n";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let (mut reading, mut writing) = tokio::io::split(wire);
+    let mut sending = JoinSet::new();
+    sending.spawn(async move {
+        let chunk = vec![0; 1 << 16];
+        while writing.write_all(&chunk).await.is_ok() {}
+    });
+    until("what waits counts", async || {
+        world.metrics().await.sum("unread_bytes", &[]) > 0
+    })
+    .await;
+    let head = read_head(&mut reading).await;
+    assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
+    assert!(head.contains("target_timeout"), "{head}");
+    sending.shutdown().await;
+    drop(reading);
+    until("nothing is left of it", async || {
+        let metrics = world.metrics().await;
+        metrics.sum("open_streams", &[]) + metrics.sum("unread_bytes", &[]) == 0
+    })
+    .await;
+}
