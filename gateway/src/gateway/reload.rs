@@ -59,6 +59,10 @@ pub struct Prepared<'a> {
 
 /// What a reload has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each says something of its own"
+)]
 pub struct Changed {
     /// The fronts.
     pub fronts: Turnover,
