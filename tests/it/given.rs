@@ -375,14 +375,13 @@ async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
         nodes(&site).await[0]["state"] == "away"
     })
     .await;
+    let (taken_up, patience) = (
+        "the tunnel port goes by other files",
+        crate::world::PATIENCE,
+    );
+    site.gateway.wrote(taken_up, 1, patience).await;
     put(&site, &callers);
-    site.gateway
-        .wrote(
-            "the tunnel port goes by other files",
-            2,
-            crate::world::PATIENCE,
-        )
-        .await;
+    site.gateway.wrote(taken_up, 2, patience).await;
     edge.stop().await.ok();
     let mut edge = stands(&site, "edge-1", app.port()).await;
     assert_eq!(calls(&site, "edge-1").await, "it 200");
