@@ -91,8 +91,10 @@ impl Streams {
         let mut sum = Held::default();
         for (_, stream) in &mut self.open {
             // Where windows have shrunk meanwhile, what its reader gave back long ago may be all that the other end lacks to go
-            // on, and the engine looks at that only when it is given something.
-            let _ = stream.flow.release_capacity(0);
+            // on, and the engine looks at that only when it is given something. One that holds something is not at rest.
+            if stream.flow.used_capacity() == 0 {
+                let _ = stream.flow.release_capacity(0);
+            }
             let held = stream.flow.used_capacity() + small.cost(stream.id);
             sum.all += held;
             if held == stream.held {
