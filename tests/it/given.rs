@@ -360,17 +360,25 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
 async fn a_ca_that_is_believed_no_more_sends_its_edges_away() {
     need!("openssl", "curl");
     let app = App::saying("it").await;
-    let mut site = site(", any_node: true").await;
+    // A file of the gateway's own: else the edge could read it first, and leave by itself.
+    let folder = company().await;
+    fs::copy(
+        folder.path().join("company-root.pem"),
+        folder.path().join("edges.pem"),
+    )
+    .unwrap();
+    let given = tunnel(&folder, ", any_node: true").replace("company-root.pem", "edges.pem");
+    let configuration = given + &fronts(&folder);
+    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
     let mut edge = stands(&site, "edge-1", app.port()).await;
     found(site.folder(), "other").await;
     let callers = fs::read(site.path("company-root.pem")).unwrap();
     let put = |site: &Site, from: &[u8]| {
         fs::write(site.path("next"), from).unwrap();
-        fs::rename(site.path("next"), site.path("company-root.pem")).unwrap();
+        fs::rename(site.path("next"), site.path("edges.pem")).unwrap();
     };
     put(&site, &fs::read(site.path("other-root.pem")).unwrap());
-    // Whichever end reads the file first: "here" is the gateway's word.
-    edge.said("is not believed ").await;
+    edge.said("is not believed here any more").await;
     until("it has no tunnel", async || {
         nodes(&site).await[0]["state"] == "away"
     })

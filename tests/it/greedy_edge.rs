@@ -14,9 +14,8 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-/// By how much the gateway may grow, in bytes: four budgets of one tunnel, and what comes in the tenth of a second until it
-/// looks again, at a gigabyte a second. Windows alone would allow twice as much.
-const GROWTH: usize = 10 * BUDGET;
+/// By how much the gateway may grow, in bytes: four budgets of one tunnel, and as much as that again.
+const GROWTH: usize = 8 * BUDGET;
 const BUDGET: usize = 16 << 20;
 
 /// The window that the gateway's first SETTINGS give each stream.

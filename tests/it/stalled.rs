@@ -18,7 +18,7 @@ use hyper::{
     Request,
     body::{Bytes, Frame},
 };
-use socket2::{Domain, SockRef, Socket, Type};
+use socket2::{Domain, Socket, Type};
 use std::{
     sync::{
         Arc,
@@ -90,9 +90,6 @@ async fn readers_that_stall_hold_up_nobody_and_no_more_than_the_budget() {
     let mut stalled = Vec::new();
     for _ in 0..count {
         let mut wire = road.tcp("plain").await;
-        // Of the memory that this machine has for TCP the callers' ends are not to take most.
-        let mine = SockRef::from(&wire);
-        mine.set_recv_buffer_size(16 << 10).unwrap();
         let head = exchange(&mut wire, get("/endless")).await;
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
         stalled.push(wire);

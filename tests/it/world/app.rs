@@ -38,7 +38,7 @@ use tokio_rustls::TlsAcceptor;
 use wire::Wire;
 
 /// What the system takes of an app's answer that nobody reads, in bytes.
-const SEND: usize = 64 << 10;
+const SEND: usize = 256 << 10;
 /// How long a test waits for what an app should see.
 const PATIENCE: Duration = Duration::from_secs(45);
 
