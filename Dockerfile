@@ -25,11 +25,12 @@ COPY tunnel/Cargo.toml tunnel/
 COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
+COPY k8s/Cargo.toml k8s/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
 # build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
-    for each in config tunnel certs gateway edge; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    for each in config tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
     echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages RUSTFLAGS='-C target-feature=+crt-static' \
         cargo build --release --locked --features own-resolver \
@@ -39,7 +40,7 @@ RUN set -eu; \
 COPY . .
 # The stand-ins above were built later than some of these files were written.
 RUN set -eu; \
-    find src config tunnel certs gateway edge -name '*.rs' -exec touch {} +; \
+    find src config tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
     sh /build.sh; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \

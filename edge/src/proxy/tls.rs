@@ -6,19 +6,10 @@
 
 use super::app::Offer;
 use crate::config::{Port, Scheme};
-use causeway_certs::verify::provider;
+use causeway_certs::verify::{AcceptAny, provider};
 use causeway_tunnel::{Target, wire};
-use rustls::{
-    ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
-    client::{
-        WantsClientCert,
-        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
-    },
-    crypto::{
-        CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
-    },
-};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject};
+use rustls::{ClientConfig, RootCertStore, client::WantsClientCert};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -107,12 +98,9 @@ fn trusting(number: u16, port: &Port) -> Result<WantsClient, TlsError> {
             Ok(builder.with_root_certificates(roots))
         }
         None if port.verify => Err(TlsError::Unverified(number)),
-        None => {
-            let verifier = Arc::new(AcceptAny(algorithms(builder.crypto_provider())));
-            Ok(builder
-                .dangerous()
-                .with_custom_certificate_verifier(verifier))
-        }
+        None => Ok(builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(AcceptAny))),
     }
 }
 
@@ -141,48 +129,5 @@ fn file(path: &Path, why: &impl ToString) -> TlsError {
     TlsError::File {
         path: path.to_owned(),
         why: why.to_string(),
-    }
-}
-
-fn algorithms(provider: &CryptoProvider) -> WebPkiSupportedAlgorithms {
-    provider.signature_verification_algorithms
-}
-
-/// `verify: false`: any certificate, though the peer must hold its key.
-#[derive(Debug)]
-struct AcceptAny(WebPkiSupportedAlgorithms);
-
-impl ServerCertVerifier for AcceptAny {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signature, &self.0)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signature, &self.0)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_schemes()
     }
 }

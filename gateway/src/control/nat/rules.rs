@@ -36,23 +36,15 @@ pub(super) fn hooked(batch: &mut Chained<'static>, table: &CString, chain: &str,
         .push_num(hook)
         .push_priority(DSTNAT);
     rule(batch, table, chain, |expressions| {
-        expressions
+        let kind = expressions
             .nested_elem()
             .nested_data_fib()
             .push_dreg(REGISTER)
             .push_result(ADDRESS_TYPE)
             .push_flags(FibFlags::Daddr as u32)
             .end_nested()
-            .end_nested()
-            .nested_elem()
-            .nested_data_cmp()
-            .push_sreg(REGISTER)
-            .push_op(CmpOps::Eq as u32)
-            .nested_data()
-            .push_value(&LOCAL.to_ne_bytes())
-            .end_nested()
-            .end_nested()
-            .end_nested()
+            .end_nested();
+        equals(kind, &LOCAL.to_ne_bytes())
             .nested_elem()
             .nested_data_immediate()
             .push_dreg(Registers::RegVerdict as u32)
@@ -118,19 +110,25 @@ fn is<P: Pusher>(
     key: MetaKeys,
     value: u8,
 ) -> PushExprListAttrs<P> {
-    expressions
+    let told = expressions
         .nested_elem()
         .nested_data_meta()
         .push_dreg(REGISTER)
         .push_key(key as u32)
         .end_nested()
-        .end_nested()
+        .end_nested();
+    equals(told, &[value])
+}
+
+/// Goes on where the register holds this.
+fn equals<P: Pusher>(expressions: PushExprListAttrs<P>, value: &[u8]) -> PushExprListAttrs<P> {
+    expressions
         .nested_elem()
         .nested_data_cmp()
         .push_sreg(REGISTER)
         .push_op(CmpOps::Eq as u32)
         .nested_data()
-        .push_value(&[value])
+        .push_value(value)
         .end_nested()
         .end_nested()
         .end_nested()

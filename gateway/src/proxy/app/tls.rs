@@ -5,7 +5,10 @@
 //! certificate, though the app must hold its key.
 
 use crate::state::Nodes;
-use causeway_certs::{Leaf, NodeName, verify::provider};
+use causeway_certs::{
+    Leaf, NodeName,
+    verify::{self, provider},
+};
 use causeway_tunnel::wire;
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
@@ -13,7 +16,6 @@ use rustls::{
         Resumption, WebPkiServerVerifier,
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
     },
-    crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature},
     sign::SingleCertAndKey,
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
@@ -44,9 +46,8 @@ impl AppTls {
     /// # Errors
     /// If none of the CAs, or not the client certificate, is of use.
     pub(crate) fn new(material: Material, nodes: &Nodes) -> Result<Self, String> {
-        let algorithms = provider().signature_verification_algorithms;
         let verifier: Arc<dyn ServerCertVerifier> = match &material.roots {
-            None => Arc::new(AcceptAny(algorithms)),
+            None => Arc::new(verify::AcceptAny),
             Some(given) => {
                 let mut roots = RootCertStore::empty();
                 let (added, _) = roots.add_parsable_certificates(given.iter().cloned());
@@ -125,9 +126,9 @@ impl ServerCertVerifier for OfNode {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let verify =
+        let fits =
             |name: &ServerName<'_>| self.chain.verify_server_cert(leaf, above, name, ocsp, now);
-        let named = match verify(name) {
+        let named = match fits(name) {
             Err(error) if is_of_name(&error) => error,
             done => return done,
         };
@@ -137,7 +138,7 @@ impl ServerCertVerifier for OfNode {
         let addresses = self.nodes.with(&node, |node| node.addresses.clone());
         let any = addresses
             .into_iter()
-            .find_map(|address| verify(&ServerName::from(address)).ok());
+            .find_map(|address| fits(&ServerName::from(address)).ok());
         any.ok_or(named)
     }
 
@@ -173,43 +174,4 @@ fn is_of_name(error: &rustls::Error) -> bool {
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. }
         )
     )
-}
-
-/// `verify: false`: any certificate, though the peer must hold its key.
-#[derive(Debug)]
-struct AcceptAny(WebPkiSupportedAlgorithms);
-
-impl ServerCertVerifier for AcceptAny {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signature, &self.0)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signature, &self.0)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_schemes()
-    }
 }
