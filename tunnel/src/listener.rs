@@ -179,12 +179,12 @@ impl Listener {
             Self::Tcp(listener) => {
                 let (tcp, address) = listener.accept().await?;
                 tune(&tcp);
-                Ok((Socket::Tcp(tcp), Peer::Tcp(address)))
+                Ok((tcp.into(), Peer::Tcp(address)))
             }
             Self::Unix(listener) => {
                 let (unix, _) = listener.accept().await?;
                 let uid = unix.peer_cred()?.uid();
-                Ok((Socket::Unix(unix), Peer::Unix(uid)))
+                Ok((unix.into(), Peer::Unix(uid)))
             }
         }
     }

@@ -24,11 +24,36 @@ use tokio::{
 
 /// A connected stream socket of this runtime.
 #[derive(Debug)]
-pub enum Socket {
+pub struct Socket {
+    stream: Stream,
+    /// What a read was told: the system says it once, and TLS keeps it for its next reader, who may never come.
+    broken: Option<io::ErrorKind>,
+}
+
+#[derive(Debug)]
+enum Stream {
     /// TCP over IPv4 or IPv6.
     Tcp(TcpStream),
     /// A unix stream socket.
     Unix(UnixStream),
+}
+
+impl From<TcpStream> for Socket {
+    fn from(tcp: TcpStream) -> Self {
+        Self {
+            stream: Stream::Tcp(tcp),
+            broken: None,
+        }
+    }
+}
+
+impl From<UnixStream> for Socket {
+    fn from(unix: UnixStream) -> Self {
+        Self {
+            stream: Stream::Unix(unix),
+            broken: None,
+        }
+    }
 }
 
 /// A connected stream socket that belongs to no runtime, on its way to another thread.
@@ -52,29 +77,33 @@ impl Socket {
     /// # Errors
     /// If the runtime cannot give it up.
     pub fn detach(self) -> io::Result<Detached> {
-        match self {
-            Self::Tcp(tcp) => tcp.into_std().map(Detached::Tcp),
-            Self::Unix(unix) => unix.into_std().map(Detached::Unix),
+        match self.stream {
+            Stream::Tcp(tcp) => tcp.into_std().map(Detached::Tcp),
+            Stream::Unix(unix) => unix.into_std().map(Detached::Unix),
         }
     }
 
     /// The TCP socket, if it is one.
     pub fn tcp(&self) -> Option<&TcpStream> {
-        match self {
-            Self::Tcp(tcp) => Some(tcp),
-            Self::Unix(_) => None,
+        match &self.stream {
+            Stream::Tcp(tcp) => Some(tcp),
+            Stream::Unix(_) => None,
         }
     }
 
-    /// The error that the system keeps for whoever uses the socket next, such as a reset that was received.
+    /// What broke the connection, such as a reset: as a read was told, or as the system keeps for whoever comes next.
     ///
     /// # Errors
-    /// If the system cannot say.
-    pub fn take_error(&self) -> io::Result<Option<io::Error>> {
-        match self {
-            Self::Tcp(tcp) => tcp.take_error(),
-            Self::Unix(unix) => unix.take_error(),
+    /// If it is broken, or the system cannot say.
+    pub fn unbroken(&self) -> io::Result<()> {
+        if let Some(kind) = self.broken {
+            return Err(kind.into());
         }
+        let kept = match &self.stream {
+            Stream::Tcp(tcp) => tcp.take_error()?,
+            Stream::Unix(unix) => unix.take_error()?,
+        };
+        kept.map_or(Ok(()), Err)
     }
 }
 
@@ -85,15 +114,15 @@ impl Detached {
     /// If the runtime cannot take it.
     pub fn attach(self) -> io::Result<Socket> {
         match self {
-            Self::Tcp(tcp) => TcpStream::from_std(tcp).map(Socket::Tcp),
-            Self::Unix(unix) => UnixStream::from_std(unix).map(Socket::Unix),
+            Self::Tcp(tcp) => TcpStream::from_std(tcp).map(Socket::from),
+            Self::Unix(unix) => UnixStream::from_std(unix).map(Socket::from),
         }
     }
 }
 
 impl Abort for Socket {
     fn abort(&self) {
-        if let Self::Tcp(tcp) = self {
+        if let Stream::Tcp(tcp) = &self.stream {
             tcp.abort();
         }
     }
@@ -148,10 +177,15 @@ impl AsyncRead for Socket {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
-            Self::Unix(unix) => Pin::new(unix).poll_read(cx, buf),
+        let this = self.get_mut();
+        let polled = match &mut this.stream {
+            Stream::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
+            Stream::Unix(unix) => Pin::new(unix).poll_read(cx, buf),
+        };
+        if let Poll::Ready(Err(error)) = &polled {
+            this.broken = Some(error.kind());
         }
+        polled
     }
 }
 
@@ -161,23 +195,23 @@ impl AsyncWrite for Socket {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
-            Self::Unix(unix) => Pin::new(unix).poll_write(cx, buf),
+        match &mut self.get_mut().stream {
+            Stream::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
+            Stream::Unix(unix) => Pin::new(unix).poll_write(cx, buf),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
-            Self::Unix(unix) => Pin::new(unix).poll_flush(cx),
+        match &mut self.get_mut().stream {
+            Stream::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
+            Stream::Unix(unix) => Pin::new(unix).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
-            Self::Unix(unix) => Pin::new(unix).poll_shutdown(cx),
+        match &mut self.get_mut().stream {
+            Stream::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
+            Stream::Unix(unix) => Pin::new(unix).poll_shutdown(cx),
         }
     }
 
@@ -186,9 +220,9 @@ impl AsyncWrite for Socket {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
-            Self::Unix(unix) => Pin::new(unix).poll_write_vectored(cx, bufs),
+        match &mut self.get_mut().stream {
+            Stream::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
+            Stream::Unix(unix) => Pin::new(unix).poll_write_vectored(cx, bufs),
         }
     }
 
@@ -335,6 +369,36 @@ impl<S: Abort> Abort for Counted<S> {
     fn abort(&self) {
         if let Some(io) = &self.io {
             io.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
+
+    #[tokio::test]
+    async fn a_reset_that_a_read_was_told_of_is_told_to_whoever_asks_later_as_well() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut far = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let mut near = Socket::from(listener.accept().await.unwrap().0);
+        far.write_all(b"last words").await.unwrap();
+        let mut words = [0; 10];
+        near.read_exact(&mut words).await.unwrap();
+        near.unbroken().unwrap();
+        far.abort();
+        drop(far);
+        let told = near.read(&mut words).await.unwrap_err().kind();
+        assert_eq!(told, io::ErrorKind::ConnectionReset);
+        for _ in 0..2 {
+            let told = near.unbroken().unwrap_err().kind();
+            assert_eq!(told, io::ErrorKind::ConnectionReset);
         }
     }
 }

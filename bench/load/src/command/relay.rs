@@ -15,7 +15,7 @@ use anyhow::Context;
 use bytes::{Bytes, BytesMut};
 use causeway_tunnel::{
     listener::{Bound, Listener},
-    socket::{Abort, Socket, tune},
+    socket::{Abort, Detached, tune},
     task::Tasks,
 };
 use serde_json::json;
@@ -52,7 +52,10 @@ pub(crate) async fn run(asked: &cli::Relay, stop: Stop) -> anyhow::Result<()> {
 
 async fn accept(listener: Listener, (to, way): (SocketAddr, cli::Way), connections: &Tasks) {
     loop {
-        if let (Socket::Tcp(near), _) = listener.accept().await {
+        let (near, _) = listener.accept().await;
+        if let Ok(Detached::Tcp(near)) = near.detach()
+            && let Ok(near) = TcpStream::from_std(near)
+        {
             connections.spawn(Span::none(), connection(near, to, way));
         }
     }

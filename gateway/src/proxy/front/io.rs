@@ -179,7 +179,7 @@ const LOOK: Duration = Duration::from_secs(5);
 /// Hears that a caller is gone while nothing is read from it.
 ///
 /// The system tells whoever reads, and a body that waits for its app is not read. The system's keepalive turns a
-/// caller that is gone into an error of the socket; this looks for that error.
+/// caller that is gone into an error of the socket; this looks for that error, which TLS may have met already.
 #[derive(Debug, Default)]
 struct Watch {
     /// Somebody waits for bytes, and would hear it.
@@ -197,9 +197,7 @@ impl Watch {
         }
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(LOOK)));
         while timer.as_mut().poll(cx).is_ready() {
-            if let Some(error) = socket.take_error()? {
-                return Err(error);
-            }
+            socket.unbroken()?;
             timer.as_mut().reset(Instant::now() + LOOK);
         }
         Ok(())
