@@ -42,6 +42,7 @@ pub(in crate::proxy) async fn run(
     let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
     let version = parts.version;
     let mut head = forward::head(way, parts)?;
+    app.alone(head.headers_mut());
     let has_body = !body.is_end_stream();
     prepare(way, &mut head, has_body);
     let (mut asking, reused) = open(way, app).await?;

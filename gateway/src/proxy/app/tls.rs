@@ -10,6 +10,7 @@ use causeway_certs::{
     verify::{self, provider},
 };
 use causeway_tunnel::wire;
+use http::{HeaderMap, header::AUTHORIZATION};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
     client::{
@@ -88,6 +89,13 @@ impl AppTls {
 
     pub(super) fn material(&self) -> &Material {
         &self.material
+    }
+
+    /// Takes a caller's credential away where one of this gateway's is shown: an app must not have to choose.
+    pub(super) fn alone(&self, fields: &mut HeaderMap) {
+        if self.material.leaf.is_some() {
+            fields.remove(AUTHORIZATION);
+        }
     }
 
     pub(super) fn connector(&self) -> TlsConnector {

@@ -58,6 +58,7 @@ pub(in crate::proxy) async fn run(
     let switched = hyper::upgrade::on(&mut request);
     let (parts, _) = request.into_parts();
     let mut head = forward::head(way, parts)?;
+    app.alone(head.headers_mut());
     prepare(way, &mut head, token)?;
     let mut asking = Line::open(way, app).await?.asking();
     let bound = way.proxy.shared.timeouts.upgrade_first_byte;
