@@ -27,7 +27,7 @@ use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 
 pub use app::App;
 pub use dns::Dns;
-pub use front::{Callers, Certificate, ErrorForm, Front, Kind};
+pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{Kubernetes, Label};

@@ -26,12 +26,13 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
-    proxy::{Shared, authorize::Authorize, pods::Pods},
+    proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
     state::{NodesWriter, PolicyReader},
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
@@ -122,6 +123,7 @@ pub struct Gateway {
     deciding: Deciding,
     reloads: Reloads,
     pods: Option<Arc<dyn Pods>>,
+    reviews: Option<(Arc<dyn Reviews>, Handle)>,
 }
 
 /// Who decides who may do what.
@@ -141,6 +143,7 @@ impl Gateway {
             deciding: Deciding::Policy(PolicyReader::default()),
             reloads: Reloads::default(),
             pods: None,
+            reviews: None,
         }
     }
 
@@ -169,6 +172,14 @@ impl Gateway {
     #[must_use]
     pub fn pods(mut self, pods: Arc<dyn Pods>) -> Self {
         self.pods = Some(pods);
+        self
+    }
+
+    /// Asks `reviews`, on the runtime where this is called, who a token is and who may do what at a kubelet, for fronts
+    /// that want to know. Outside of a runtime it panics.
+    #[must_use]
+    pub fn reviews(mut self, reviews: Arc<dyn Reviews>) -> Self {
+        self.reviews = Some((reviews, Handle::current()));
         self
     }
 

@@ -96,6 +96,8 @@ declare! {
     draining: Gauge,
     /// Fetches of the keys of issuers of JWTs, by outcome.
     jwks_fetches: Family<[Label; 1], Counter>,
+    /// Questions to the cluster's API about callers, by what was asked and by outcome.
+    reviews: Family<[Label; 2], Counter>,
     /// Configurations that were read anew, by outcome.
     reloads: Family<[Label; 1], Counter>,
     /// Whether the newest configuration that was read is the one in force.
@@ -208,6 +210,12 @@ impl Metrics {
     pub fn jwks_fetched(&self, well: bool) {
         let labels = [("outcome", if well { "ok" } else { "failed" })];
         self.declared.jwks_fetches.get_or_create(&labels).inc();
+    }
+
+    /// The cluster's API was asked about a `token` or an `access`.
+    pub fn reviewed(&self, question: &'static str, outcome: &'static str) {
+        let labels = [("question", question), ("outcome", outcome)];
+        self.declared.reviews.get_or_create(&labels).inc();
     }
 
     /// A question by DNS was answered, or not worth an answer.

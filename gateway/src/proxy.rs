@@ -5,7 +5,7 @@
 //! (6) `forward`, `upgrade` or `relay` opens the stream, where `app` does not speak TLS through one and `direct` does not dial itself
 //! what is at no edge; (7) `reply` alone turns failures into bytes;
 //! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a
-//! decision that is somebody else's, or a key that is not here.
+//! decision that is somebody else's (`reviews` for one), or a key that is not here.
 
 pub mod front;
 
@@ -17,6 +17,7 @@ pub mod pods;
 
 pub mod authorize;
 pub mod limits;
+pub mod reviews;
 
 pub mod forward;
 pub mod told;
@@ -55,6 +56,7 @@ use limits::{Count, Limits};
 use outgoing::Outgoing;
 use pods::Pods;
 use request::Kind;
+use reviews::Answers;
 use route::{Asked, Route};
 use std::{sync::Arc, time::SystemTime};
 
@@ -73,6 +75,8 @@ pub struct Shared {
     pub apps: Apps,
     /// Who knows where pods are, if anybody does.
     pub pods: Option<Arc<dyn Pods>>,
+    /// What the cluster's API says of callers, if there is one.
+    pub reviews: Option<Answers>,
     /// Who may do what.
     pub authorizer: Arc<dyn Authorize>,
     /// What is counted.
@@ -223,7 +227,8 @@ impl Proxy {
         if let Some(by) = by {
             record.decided(by);
         }
-        decided
+        decided?;
+        reviews::check(self, ask).await
     }
 
     /// The tunnel to use, or why there is none.

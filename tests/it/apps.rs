@@ -31,7 +31,7 @@ const EXEC: &str = "POST /exec HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 
      X-Stream-Protocol-Version: v5\r\nX-Stream-Protocol-Version: v4\r\nX-Stream-Protocol-Version: v3\r\n\
      X-Stream-Protocol-Version: v2\r\nX-Stream-Protocol-Version: v1\r\n\r\n";
 
-fn by_path(head: &Head) -> Script {
+pub(crate) fn by_path(head: &Head) -> Script {
     match head.path().as_str() {
         "/mirror" => answer::mirror(),
         "/continue" => answer::after_continue("continued"),
@@ -48,7 +48,7 @@ fn by_path(head: &Head) -> Script {
 }
 
 /// The files of an app's configuration.
-fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>) -> config::App {
+pub(crate) fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>) -> config::App {
     let file = |name: &str, text: &str| -> PathBuf {
         let path = folder.join(name);
         fs::write(&path, text).unwrap();

@@ -31,6 +31,7 @@ mod kills;
 
 mod direct;
 mod pods;
+mod reviews;
 mod road;
 
 mod clients_curl;

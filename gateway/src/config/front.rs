@@ -42,6 +42,9 @@ pub struct Front {
     /// How callers are known.
     #[serde(default)]
     pub callers: Callers,
+    /// Node ports that are kubelets': there the cluster's API has to allow as well what a caller does (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet asks it); empty is none.
+    #[serde(default)]
+    pub subject_access_review: Vec<u16>,
     /// Pass the caller's `Authorization` on to the app instead of keeping it here.
     #[serde(default)]
     pub forward_authorization: bool,
@@ -92,6 +95,7 @@ impl Front {
             certificate: None,
             names: Vec::new(),
             callers: Callers::default(),
+            subject_access_review: Vec::new(),
             forward_authorization: false,
             identity_headers: IdentityHeaders::default(),
             anonymous: false,
@@ -168,6 +172,8 @@ pub struct Callers {
     pub tokens: Option<PathBuf>,
     /// By a JWT of these issuers.
     pub jwt: Vec<Jwt>,
+    /// By a bearer token that the cluster's API knows (`TokenReview`), such as a service account's; `{}` for tokens that are for the API server itself.
+    pub token_review: Option<TokenReview>,
 }
 
 impl Default for Callers {
@@ -178,8 +184,17 @@ impl Default for Callers {
             client_ca: Vec::new(),
             tokens: None,
             jwt: Vec::new(),
+            token_review: None,
         }
     }
+}
+
+/// Tokens about which the cluster's API is asked.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TokenReview {
+    /// For whom they must be: their `aud` holds one of these. Empty is the API server itself.
+    pub audiences: Vec<String>,
 }
 
 /// The form of a failure.

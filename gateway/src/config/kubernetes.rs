@@ -4,8 +4,9 @@
 //! allow, and an address that two nodes claim names neither.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use causeway_config::HumanNetworks;
+use causeway_config::{HumanDuration, HumanNetworks};
 use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,12 @@ pub struct Kubernetes {
     /// The cluster's pod networks, in which pods of edge nodes are reached by address; empty is none.
     #[serde(with = "HumanNetworks")]
     pub pod_networks: Vec<IpNet>,
+    /// How long counts what a `TokenReview` or `SubjectAccessReview` has allowed.
+    #[serde(with = "HumanDuration")]
+    pub review_allowed_for: Duration,
+    /// How long counts what one has refused.
+    #[serde(with = "HumanDuration")]
+    pub review_refused_for: Duration,
 }
 
 impl Default for Kubernetes {
@@ -42,6 +49,9 @@ impl Default for Kubernetes {
             ],
             address_networks: Vec::new(),
             pod_networks: Vec::new(),
+            // As kubelet keeps them (authorization.webhook of its configuration).
+            review_allowed_for: Duration::from_mins(5),
+            review_refused_for: Duration::from_secs(30),
         }
     }
 }

@@ -47,6 +47,7 @@ impl Validate for Config {
         if let Some(redirect) = &self.redirect {
             redirect.check(&self.fronts, &mut faults);
         }
+        self.reviews(&mut faults);
         for (port, app) in &self.apps {
             app.validate(*port, &mut faults);
         }
@@ -260,7 +261,9 @@ impl FrontCheck<'_> {
                 "plain bytes have no place for a token; use callers.client_ca",
             );
         }
-        let by_token = front.callers.tokens.is_some() || !front.callers.jwt.is_empty();
+        let by_token = front.callers.tokens.is_some()
+            || !front.callers.jwt.is_empty()
+            || front.callers.token_review.is_some();
         let known = (front.has_tls() && by_certificate)
             || (front.kind != Kind::Tcp && by_token)
             // The socket's mode (0600) lets in its owner only.
@@ -307,6 +310,7 @@ impl FrontCheck<'_> {
 }
 
 mod jwt;
+mod reviews;
 
 #[cfg(test)]
 mod tests;

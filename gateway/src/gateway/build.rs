@@ -33,6 +33,7 @@ use crate::{
         authorize::{Authorize, ByPolicy},
         limits::{Count, Limits},
         pods::Pods,
+        reviews::{Answers, Reviews},
     },
     state::{Advertised, NodesWriter, Registry},
 };
@@ -43,7 +44,7 @@ use std::{
     net::SocketAddr,
     sync::{Arc, Mutex},
 };
-use tokio::sync::watch;
+use tokio::{runtime::Handle, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 /// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
@@ -98,13 +99,14 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         deciding,
         reloads,
         pods,
+        reviews,
     } = gateway;
     let base = Base::open(&config)?;
     let authorizer = authorizer(deciding, &config, &base)?;
     let (cores, threads) = started(cores, &config)?;
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods))?);
+    let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config.tunnel, base.given.clone());
     let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
@@ -245,15 +247,26 @@ fn authorizer(
     }
 }
 
+/// Who decides and who knows, beside the tables.
+type Asked = (
+    Arc<dyn Authorize>,
+    Option<Arc<dyn Pods>>,
+    Option<(Arc<dyn Reviews>, Handle)>,
+);
+
 fn shared(
     config: &Config,
     base: &Base,
     cores: &Cores,
-    (authorizer, pods): (Arc<dyn Authorize>, Option<Arc<dyn Pods>>),
+    (authorizer, pods, reviews): Asked,
 ) -> Result<Shared, BindError> {
     let by_port = app::read_all(&config.apps, &base.nodes.reader(), None)?;
     let kept = Kept::new(cores.all().count(), config.timeouts.idle_keepalive);
+    let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
+    let kubernetes = config.kubernetes.clone().unwrap_or_default();
+    let answers = |asked| Answers::new(asked, &kubernetes, bound, &metrics);
     Ok(Shared {
+        reviews: reviews.map(answers),
         nodes: base.nodes.reader(),
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone()),
@@ -261,7 +274,7 @@ fn shared(
         authorizer,
         apps: Apps::new(by_port, kept),
         pods,
-        metrics: Metrics::new(),
+        metrics,
         timeouts: config.timeouts.clone(),
         access_log: config.access_log,
         header_bytes: config.limits.header_bytes,

@@ -1,4 +1,4 @@
-//! Who calls: by certificate, by bearer token or JWT, by the mode of a unix socket, or nobody in so many words.
+//! Who calls: by certificate, by bearer token, JWT or a token that the cluster knows, by the mode of a unix socket, or nobody in so many words.
 //!
 //! A front takes only what its configuration names. A certificate and a unix peer are known once a
 //! connection, a token at each request. Nobody is served only where the front says `anonymous: true`, and
@@ -7,16 +7,18 @@
 
 mod bearer;
 pub mod jwt;
+pub mod review;
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Shared, front::Connection, limits::Count},
+    proxy::{Shared, front::Connection, limits::Count, reviews::Account},
 };
 use causeway_certs::{CallerTokens, Fingerprint, verify::PeerRefused};
 use causeway_tunnel::listener::Peer;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
 use jwt::Jwts;
+use review::TokenReview;
 use std::{fmt, sync::Arc};
 
 pub(crate) use bearer::LastToken;
@@ -33,6 +35,8 @@ pub enum Method {
     Token,
     /// A JWT.
     Jwt,
+    /// A token that the cluster's API knows.
+    TokenReview,
     /// The permission to connect to a unix socket (0600).
     Unix,
     /// Not at all: the front serves anybody.
@@ -46,6 +50,7 @@ impl Method {
             Self::Certificate => "certificate",
             Self::Token => "token",
             Self::Jwt => "jwt",
+            Self::TokenReview => "token_review",
             Self::Unix => "unix",
             Self::Anonymous => "anonymous",
         }
@@ -65,6 +70,8 @@ pub struct Caller {
     pub method: Method,
     /// The root of ours on which its certificate hangs.
     pub root: Option<Fingerprint>,
+    /// Who it is to the cluster, where that has said so.
+    pub account: Option<Arc<Account>>,
     /// Its streams that are open.
     pub open: Count,
 }
@@ -86,6 +93,7 @@ impl Caller {
             uris: Arc::default(),
             method,
             root: None,
+            account: None,
         }
     }
 
@@ -104,6 +112,7 @@ impl Caller {
             uris: Arc::new([]),
             method: Method::Certificate,
             root: None,
+            account: None,
             open: Count::default(),
         }
     }
@@ -116,6 +125,8 @@ pub struct Authentication {
     pub tokens: Option<CallerTokens>,
     /// JWTs, if the front takes them.
     pub jwts: Option<Jwts>,
+    /// Tokens that the cluster's API is asked about, if the front takes them.
+    pub review: Option<TokenReview>,
     /// Whether certificates are asked for (for the sentence of a refusal).
     pub certificates: bool,
     /// Whether nobody is served.
@@ -127,7 +138,8 @@ pub struct Authentication {
 }
 
 impl Authentication {
-    /// Who sends this request to this node port. Waits for nothing but keys of an issuer that are not here.
+    /// Who sends this request to this node port. Waits for nothing but keys of an issuer that are not here,
+    /// and what the cluster's API says of a token.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`], saying what was tried.
@@ -156,7 +168,7 @@ impl Authentication {
 
     /// Whether a token in `Authorization` is for this front.
     pub fn takes_bearers(&self) -> bool {
-        self.tokens.is_some() || self.jwts.is_some()
+        self.tokens.is_some() || self.jwts.is_some() || self.review.is_some()
     }
 
     fn admits_nobody(&self, peer: Peer, port: Option<u16>) -> bool {

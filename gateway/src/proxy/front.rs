@@ -69,6 +69,8 @@ pub struct Front {
     pub tls: Option<ArcSwap<Tls>>,
     /// Who is let in.
     pub authentication: Authentication,
+    /// The node ports that are kubelets', at which the cluster's API decides too.
+    pub kubelets: Vec<u16>,
     /// Whether the caller's Authorization goes to the app.
     pub forward_authorization: bool,
     /// The fields that tell the app who calls.

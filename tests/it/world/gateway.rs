@@ -10,7 +10,7 @@ use causeway_gateway::{
     config::{AccessLog, Front, Kind, Listen},
     core::Cores,
     gateway::Addresses,
-    proxy::{authorize::Authorize, pods::Pods},
+    proxy::{authorize::Authorize, pods::Pods, reviews::Reviews},
     state::PolicyReader,
 };
 use std::{
@@ -70,6 +70,7 @@ pub(crate) struct Build {
     authorizer: Option<Arc<dyn Authorize>>,
     policy: Option<PolicyReader>,
     pods: Option<Arc<dyn Pods>>,
+    reviews: Option<Arc<dyn Reviews>>,
     cores: Option<usize>,
     log: Log,
     _listening: DefaultGuard,
@@ -95,6 +96,7 @@ impl Build {
             authorizer: None,
             policy: None,
             pods: None,
+            reviews: None,
             cores: None,
             _listening: log.listen(),
             log,
@@ -130,6 +132,12 @@ impl Build {
     /// Who knows where pods are.
     pub(crate) fn pods(mut self, pods: impl Pods) -> Self {
         self.pods = Some(Arc::new(pods));
+        self
+    }
+
+    /// Who knows callers, and what they may at kubelets.
+    pub(crate) fn reviews(mut self, reviews: impl Reviews) -> Self {
+        self.reviews = Some(Arc::new(reviews));
         self
     }
 
@@ -221,6 +229,9 @@ impl Build {
         }
         if let Some(pods) = &self.pods {
             gateway = gateway.pods(pods.clone());
+        }
+        if let Some(reviews) = &self.reviews {
+            gateway = gateway.reviews(reviews.clone());
         }
         gateway.bind()
     }

@@ -359,3 +359,23 @@ fn the_dns_server_needs_zones_that_are_names_and_whole_seconds() {
     let taken = json!({ "listen": "127.0.0.1:10265" });
     one_fault(dns(taken), "dns.listen", "admin.listen");
 }
+
+#[test]
+fn what_a_cluster_is_asked_needs_one_and_its_answers_count_for_a_while() {
+    let asking = |more: &Value| {
+        let mut config = json!({ "fronts": [{
+            "name": "a", "kind": "https", "listen": "127.0.0.1:0", "subject_access_review": [10250],
+            "callers": { "own_ca": false, "token_review": { "audiences": ["causeway"] } },
+        }]});
+        let own = config.as_object_mut().unwrap();
+        own.extend(more.as_object().unwrap().clone());
+        config
+    };
+    assert_eq!(faults(asking(&json!({ "kubernetes": {} }))).len(), 0);
+    let alone = faults(asking(&json!({})));
+    assert_eq!(alone.len(), 2, "{alone:?}");
+    for key in ["review_allowed_for", "review_refused_for"] {
+        let never = asking(&json!({ "kubernetes": { key: "0s" } }));
+        one_fault(never, &format!("kubernetes.{key}"), "longer than zero");
+    }
+}

@@ -11,6 +11,7 @@ use crate::{
         caller::{
             Authentication,
             jwt::{Issuer, Jwts, Naming},
+            review::TokenReview,
         },
         front::{Front, Tls},
         told::Told,
@@ -93,12 +94,14 @@ impl Material {
             authentication: Authentication {
                 tokens: self.tokens()?,
                 jwts: self.jwts(&ca.get(), issuers)?,
+                review: self.review(&ca.get(), shared)?,
                 certificates: tls.is_some() && shown,
                 anonymous: front.anonymous,
                 anonymous_from: front.anonymous_from.clone(),
                 anonymous_ports: front.anonymous_ports.clone(),
             },
             tls: tls.map(ArcSwap::from_pointee),
+            kubelets: front.subject_access_review.clone(),
             forward_authorization: front.forward_authorization,
             told: Told::of(&front.identity_headers).map_err(BindError::Name)?,
             errors: front.errors,
@@ -116,11 +119,14 @@ impl Material {
         if ca.is_believed() || !front.has_tls() {
             return Ok(());
         }
-        let others = callers.tokens.is_some() || !callers.jwt.is_empty() || front.anonymous;
+        let others = callers.tokens.is_some()
+            || !callers.jwt.is_empty()
+            || callers.token_review.is_some()
+            || front.anonymous;
         let lacks = if self.leaf.is_none() {
             "certificate: there is no CA to make one"
         } else if self.client_roots.is_empty() && !others {
-            "callers: there is no CA that makes certificates for them; name client_ca, tokens or jwt"
+            "callers: there is no CA that makes certificates for them; name client_ca, tokens, jwt or token_review"
         } else {
             return Ok(());
         };
@@ -163,6 +169,22 @@ impl Material {
             all.push(Issuer::new(named, &jwt.algorithms, naming, keys));
         }
         Ok((!all.is_empty()).then(|| Jwts::new(all)))
+    }
+
+    /// Tokens that the cluster's API is asked about; that, and what else it is asked, only where there is one.
+    fn review(&self, ca: &Ca, shared: &Shared) -> Result<Option<TokenReview>, BindError> {
+        let (front, review) = (&self.front, &self.front.callers.token_review);
+        let asks = review.is_some() || !front.subject_access_review.is_empty();
+        if asks && shared.reviews.is_none() {
+            return Err(BindError::Name(format!(
+                "front {:?} asks a cluster's API about callers, and this gateway was started without one (kubernetes)",
+                front.name
+            )));
+        }
+        Ok(review.as_ref().map(|review| TokenReview {
+            audiences: review.audiences.clone(),
+            domain: ca.trust_domain().clone(),
+        }))
     }
 
     /// What is shown and believed where `ca` signs, if TLS is spoken.

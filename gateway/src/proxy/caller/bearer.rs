@@ -1,7 +1,9 @@
-//! A bearer token in `Authorization`: one of the front's file, or a JWT by its shape.
+//! A bearer token in `Authorization`: one of the front's file, a JWT by its shape, or one that the cluster's API knows.
 //!
+//! Where a front takes several, a JWT of an issuer that it lists is judged by that alone, and the API is asked last.
 //! What the last token on a connection came to is remembered, so that a kept-alive connection asks once. A JWT is
-//! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it.
+//! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it. One that the API knows
+//! is not remembered here.
 
 use super::{Authentication, Caller, Method, jwt};
 use crate::{
@@ -41,6 +43,9 @@ pub(super) async fn identify(
         }
     };
     let (caller, holds) = tried(front, token, shared).await?;
+    if caller.method == Method::TokenReview {
+        return Ok(caller);
+    }
     let mut last = last(&connection.last_token);
     *last = Some(Remembered {
         presented: presented.to_vec(),
@@ -56,20 +61,27 @@ async fn tried(
     shared: &Shared,
 ) -> Result<(Caller, Option<jwt::Holds>), Error> {
     let refuse = |why| Reason::Unauthenticated.says(why).of_token();
-    match (&front.jwts, &front.tokens) {
-        (Some(jwts), tokens) if tokens.is_none() || jwt::is_one(token) => {
-            let bound = shared.timeouts.authorize;
-            let named = jwts.identify(token, bound).await.map_err(refuse)?;
-            let caller = Caller::new(&named.name, named.groups, Method::Jwt, shared);
-            Ok((caller, Some(named.holds)))
-        }
-        (_, tokens) => {
-            let found = tokens.as_ref().and_then(|tokens| tokens.lookup(token));
-            let found =
-                found.ok_or_else(|| refuse("token: not one that this front knows".into()))?;
+    let for_jwts = |jwts: &jwt::Jwts| match &front.review {
+        Some(_) => jwts.lists(token),
+        None => front.tokens.is_none() || jwt::is_one(token),
+    };
+    if let Some(jwts) = front.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
+        let bound = shared.timeouts.authorize;
+        let named = jwts.identify(token, bound).await.map_err(refuse)?;
+        let caller = Caller::new(&named.name, named.groups, Method::Jwt, shared);
+        return Ok((caller, Some(named.holds)));
+    }
+    let found = front
+        .tokens
+        .as_ref()
+        .and_then(|tokens| tokens.lookup(token));
+    match (found, &front.review) {
+        (Some(found), _) => {
             let caller = Caller::new(&found.name, found.groups.clone(), Method::Token, shared);
             Ok((caller, None))
         }
+        (None, Some(review)) => Ok((review.identify(token, shared).await?, None)),
+        (None, None) => Err(refuse("token: not one that this front knows".into())),
     }
 }
 

@@ -7,7 +7,7 @@
 //!
 //! A refusal says what was wrong and repeats nothing: not of the token, and not of what would have been right.
 
-mod naming;
+pub(super) mod naming;
 
 pub use naming::Naming;
 
@@ -34,7 +34,7 @@ use std::{
 /// What two clocks may be apart, in seconds.
 const LEEWAY: u64 = 60;
 /// A larger token is not looked at, in bytes: those with hundreds of groups have half as much.
-const LARGEST: usize = 16 << 10;
+pub(super) const LARGEST: usize = 16 << 10;
 /// The last second of the year 9999: what is later has no date.
 const LAST: u64 = 253_402_300_799;
 
@@ -206,6 +206,13 @@ impl Jwts {
         Self(issuers)
     }
 
+    /// Whether a token says that it is of one of these.
+    pub fn lists(&self, token: &str) -> bool {
+        let claimed = dangerous::insecure_decode_claims::<Claimed>(token);
+        let name = claimed.ok().and_then(|claimed| claimed.iss);
+        is_one(token) && name.is_some_and(|name| self.0.iter().any(|known| known.name == name))
+    }
+
     /// Whom this token names. Waits for keys that are not here for no longer than `bound`.
     ///
     /// # Errors
@@ -289,6 +296,16 @@ fn dated(what: &str, preposition: &str, token: &str, claim: &str) -> Refused {
         }
         None => format!("{what} by its {claim}").into(),
     }
+}
+
+/// When a token says that it ends, in seconds since 1970, if it is a JWT that does. Nothing of that is proven.
+pub(in crate::proxy) fn end(token: &str) -> Option<u64> {
+    if !is_one(token) {
+        return None;
+    }
+    let claims = URL_SAFE_NO_PAD.decode(token.split('.').nth(1)?).ok()?;
+    let claims: Value = serde_json::from_slice(&claims).ok()?;
+    seconds(claims.get("exp")?)
 }
 
 /// A date of a claim, as the library reads it: whole, or with a fraction.

@@ -67,28 +67,38 @@ impl Naming {
 
     fn checked(&self, word: &str, prefix: Option<&str>) -> Result<String, Refused> {
         let name = format!("{}{word}", prefix.unwrap_or_default());
-        if name.is_empty() || name.len() > LONGEST || name.chars().any(char::is_control) {
+        if !is_sound(&name) {
             return Err(
                 "jwt: a name or group in it is empty, too long or has control characters".into(),
             );
         }
-        let ours = name.starts_with(UID)
-            || [ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED].contains(&name.as_str())
-            || self.is_own_uri(&name);
+        let ours = is_others(&name, &self.domain);
         let theirs = prefix.is_none() && name.starts_with(SYSTEM);
         if ours || theirs {
             return Err("jwt: a name or group in it is one that no token can give here".into());
         }
         Ok(name)
     }
+}
 
-    fn is_own_uri(&self, name: &str) -> bool {
-        let Some((scheme, rest)) = name.split_once("://") else {
-            return false;
-        };
-        let domain = rest.split('/').next().unwrap_or_default();
-        scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(self.domain.as_str())
-    }
+/// Whether a name or group can be one.
+pub(in crate::proxy::caller) fn is_sound(name: &str) -> bool {
+    !name.is_empty() && name.len() <= LONGEST && !name.chars().any(char::is_control)
+}
+
+/// Whether a name is given by the kernel, or by this gateway of this trust domain.
+pub(in crate::proxy::caller) fn is_others(name: &str, domain: &TrustDomain) -> bool {
+    name.starts_with(UID)
+        || [ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED].contains(&name)
+        || is_own_uri(name, domain)
+}
+
+fn is_own_uri(name: &str, own: &TrustDomain) -> bool {
+    let Some((scheme, rest)) = name.split_once("://") else {
+        return false;
+    };
+    let domain = rest.split('/').next().unwrap_or_default();
+    scheme.eq_ignore_ascii_case("spiffe") && domain.eq_ignore_ascii_case(own.as_str())
 }
 
 #[cfg(test)]

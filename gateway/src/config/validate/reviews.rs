@@ -1,0 +1,62 @@
+//! The checks of what a cluster's API is asked about callers.
+//!
+//! A key that could have no effect, or would leave everybody waiting for an answer that cannot come, is a fault.
+
+use causeway_config::Faults;
+
+use crate::config::{Config, Front, Kind, Listen};
+
+impl Config {
+    pub(super) fn reviews(&self, faults: &mut Faults) {
+        if let Some(kubernetes) = &self.kubernetes {
+            faults.not_zero(
+                "kubernetes",
+                &[
+                    ("review_allowed_for", kubernetes.review_allowed_for),
+                    ("review_refused_for", kubernetes.review_refused_for),
+                ],
+            );
+        }
+        for (index, front) in self.fronts.iter().enumerate() {
+            self.reviews_of(front, &format!("fronts[{index}]"), faults);
+        }
+    }
+
+    fn reviews_of(&self, front: &Front, path: &str, faults: &mut Faults) {
+        let (token, access) = (
+            format!("{path}.callers.token_review"),
+            format!("{path}.subject_access_review"),
+        );
+        let tokens = front.callers.token_review.as_ref();
+        for (key, given) in [
+            (&token, tokens.is_some()),
+            (&access, !front.subject_access_review.is_empty()),
+        ] {
+            if given && self.kubernetes.is_none() {
+                let message = "asks a cluster's API, and there is none; add the section \"kubernetes\", which says how it is reached";
+                faults.add(key.as_str(), message);
+            }
+        }
+        if tokens.is_some() && front.kind == Kind::Tcp {
+            let message = "plain bytes have no place for a token; use callers.client_ca";
+            faults.add(token.as_str(), message);
+        }
+        if tokens.is_some() && matches!(front.listen, Listen::Unix(_)) {
+            let message = "callers of a unix socket are known by the kernel, and show no token; remove this key";
+            faults.add(token.as_str(), message);
+        }
+        let audiences = tokens.map_or(&[][..], |review| &review.audiences);
+        if let Some(empty) = audiences.iter().position(String::is_empty) {
+            let message = "is empty; name an audience, or none for the API server's own";
+            faults.add(format!("{token}.audiences[{empty}]"), message);
+        }
+        if let Some(zero) = front
+            .subject_access_review
+            .iter()
+            .position(|port| *port == 0)
+        {
+            let message = "0 is no node port; ports run from 1 to 65535";
+            faults.add(format!("{access}[{zero}]"), message);
+        }
+    }
+}

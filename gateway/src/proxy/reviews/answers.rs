@@ -1,0 +1,313 @@
+//! Answers of the cluster's API, asked once for all who wait and kept for a while.
+//!
+//! A question is asked in a task of its own: whoever leaves takes nobody's answer along. Each has a bound, its caller's
+//! wait and the question itself. What was refused is kept for less long than what was allowed, and that nobody answers for
+//! a second, which is enough for a herd. Known are hashes of tokens, never tokens. A token that says when it ends never
+//! counts beyond that.
+
+use super::{Access, Account, Reviews, Unanswered};
+use crate::{config::Kubernetes, metrics::Metrics, proxy::caller::jwt};
+use causeway_tunnel::task::Tasks;
+use futures_util::{FutureExt, future::BoxFuture};
+use moka::{Expiry, future::Cache};
+use sha2::{Digest, Sha256};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+use tokio::{
+    runtime::Handle,
+    sync::{Semaphore, oneshot},
+    time::timeout,
+};
+use tracing::info_span;
+
+/// How long it is known that there is no answer.
+const UNKNOWN: Duration = Duration::from_secs(1);
+/// How many answers of each kind are kept; beyond, it is asked more often.
+const MOST: u64 = 20_000;
+/// How many questions of each kind are in the air: whoever comes with wrong tokens by the thousand has them wait, and
+/// not the cluster's API.
+const AT_ONCE: usize = 64;
+
+type Key = [u8; 32];
+
+/// What is known, and who is asked for the rest.
+#[derive(Debug)]
+pub struct Answers {
+    by: Arc<dyn Reviews>,
+    tokens: Known,
+    accesses: Known,
+    /// Questions are asked where whoever answers them lives.
+    runtime: Handle,
+    tasks: Tasks,
+    bound: Duration,
+}
+
+/// The answers of one kind.
+#[derive(Clone, Debug)]
+struct Known {
+    kind: &'static str,
+    cache: Cache<Key, Answer>,
+    room: Arc<Semaphore>,
+    heard: Arc<Heard>,
+}
+
+#[derive(Clone, Debug)]
+enum Answer {
+    /// A token is theirs, until this second since 1970 at most.
+    Theirs(Arc<Account>, Option<u64>),
+    Allowed,
+    Refused,
+    Unknown(Unanswered),
+}
+
+impl Answers {
+    /// Asks `by` on this runtime, and waits for no answer longer than `bound`.
+    pub fn new(
+        (by, runtime): (Arc<dyn Reviews>, Handle),
+        kubernetes: &Kubernetes,
+        bound: Duration,
+        metrics: &Arc<Metrics>,
+    ) -> Self {
+        let heard = Arc::new(Heard {
+            metrics: metrics.clone(),
+            failing: AtomicBool::default(),
+        });
+        let known = |kind| Known {
+            kind,
+            cache: Cache::builder()
+                .max_capacity(MOST)
+                .expire_after(Kept {
+                    allowed: kubernetes.review_allowed_for,
+                    refused: kubernetes.review_refused_for,
+                })
+                .build(),
+            room: Arc::new(Semaphore::new(AT_ONCE)),
+            heard: heard.clone(),
+        };
+        Self {
+            by,
+            tokens: known("token"),
+            accesses: known("access"),
+            runtime,
+            tasks: Tasks::default(),
+            bound,
+        }
+    }
+
+    /// Whose token this is, if it counts for these audiences.
+    ///
+    /// # Errors
+    /// If there is no answer.
+    pub async fn token(
+        &self,
+        token: &str,
+        audiences: &[String],
+    ) -> Result<Option<Arc<Account>>, Unanswered> {
+        // Nobody else has to be asked about one that is over.
+        let until = jwt::end(token);
+        if until.is_some_and(is_over) {
+            return Ok(None);
+        }
+        let mut key = Hash::default();
+        key.add(token);
+        key.many(audiences);
+        let question = || {
+            let (by, token, audiences) = (self.by.clone(), token.to_owned(), audiences.to_vec());
+            async move {
+                match by.token(&token, &audiences).await {
+                    Ok(Some(account)) => Answer::Theirs(Arc::new(account), until),
+                    Ok(None) => Answer::Refused,
+                    Err(unanswered) => Answer::Unknown(unanswered),
+                }
+            }
+            .boxed()
+        };
+        match self.answer(&self.tokens, key.ended(), question).await {
+            Answer::Theirs(account, until) => Ok((!until.is_some_and(is_over)).then_some(account)),
+            Answer::Unknown(unanswered) => Err(unanswered),
+            Answer::Allowed | Answer::Refused => Ok(None),
+        }
+    }
+
+    /// Whether they may.
+    ///
+    /// # Errors
+    /// If there is no answer.
+    pub async fn access(&self, access: Access) -> Result<bool, Unanswered> {
+        let key = key(&access);
+        let question = || {
+            let by = self.by.clone();
+            async move {
+                match by.access(&access).await {
+                    Ok(true) => Answer::Allowed,
+                    Ok(false) => Answer::Refused,
+                    Err(unanswered) => Answer::Unknown(unanswered),
+                }
+            }
+            .boxed()
+        };
+        match self.answer(&self.accesses, key, question).await {
+            Answer::Unknown(unanswered) => Err(unanswered),
+            answer => Ok(matches!(answer, Answer::Allowed)),
+        }
+    }
+
+    async fn answer(
+        &self,
+        known: &Known,
+        key: Key,
+        question: impl FnOnce() -> BoxFuture<'static, Answer>,
+    ) -> Answer {
+        if let Some(answer) = known.cache.get(&key).await {
+            return answer;
+        }
+        let (tell, told) = oneshot::channel();
+        let (known, question, bound) = (known.clone(), question(), self.bound);
+        let asking = async move {
+            let ask = known.ask(question, bound);
+            // Who has left waits for no answer.
+            let _ = tell.send(known.cache.get_with(key, ask).await);
+        };
+        self.tasks
+            .spawn_on(&self.runtime, info_span!("review"), asking);
+        match timeout(bound, told).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => unknown("the gateway is ending"),
+            Err(_) => silent(bound),
+        }
+    }
+}
+
+impl Known {
+    async fn ask(&self, question: BoxFuture<'static, Answer>, bound: Duration) -> Answer {
+        let asked = async {
+            let _room = self.room.acquire().await;
+            question.await
+        };
+        let answer = timeout(bound, asked).await;
+        let answer = answer.unwrap_or_else(|_| silent(bound));
+        self.heard.note(self.kind, &answer);
+        answer
+    }
+}
+
+/// What is told of answers: all in numbers, and in words when they cease and when they come again.
+#[derive(Debug)]
+struct Heard {
+    metrics: Arc<Metrics>,
+    failing: AtomicBool,
+}
+
+impl Heard {
+    fn note(&self, kind: &'static str, answer: &Answer) {
+        let outcome = match answer {
+            Answer::Theirs(..) | Answer::Allowed => "allowed",
+            Answer::Refused => "refused",
+            Answer::Unknown(_) => "failed",
+        };
+        self.metrics.reviewed(kind, outcome);
+        let fails = matches!(answer, Answer::Unknown(_));
+        if self.failing.swap(fails, Relaxed) == fails {
+            return;
+        }
+        if let Answer::Unknown(Unanswered { says, cause }) = answer {
+            tracing::warn!(kind, %cause, "callers cannot be reviewed, and are refused: {says}");
+        } else {
+            tracing::info!("callers are reviewed again");
+        }
+    }
+}
+
+fn unknown(says: &'static str) -> Answer {
+    Answer::Unknown(Unanswered {
+        says: says.into(),
+        cause: says.into(),
+    })
+}
+
+fn silent(bound: Duration) -> Answer {
+    let says = format!("the cluster's API did not answer within {bound:?}");
+    Answer::Unknown(Unanswered {
+        cause: says.as_str().into(),
+        says: says.into(),
+    })
+}
+
+fn now() -> Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+}
+
+fn is_over(end: u64) -> bool {
+    now() >= Duration::from_secs(end)
+}
+
+/// How long an answer is kept.
+struct Kept {
+    allowed: Duration,
+    refused: Duration,
+}
+
+impl Expiry<Key, Answer> for Kept {
+    fn expire_after_create(&self, _: &Key, answer: &Answer, _: Instant) -> Option<Duration> {
+        Some(match answer {
+            Answer::Theirs(_, Some(end)) => {
+                let left = Duration::from_secs(*end).saturating_sub(now());
+                left.min(self.allowed)
+            }
+            Answer::Theirs(_, None) | Answer::Allowed => self.allowed,
+            Answer::Refused => self.refused,
+            Answer::Unknown(_) => UNKNOWN,
+        })
+    }
+}
+
+fn key(access: &Access) -> Key {
+    let Access {
+        account,
+        verb,
+        node,
+        subresource,
+    } = access;
+    let mut key = Hash::default();
+    for text in [&account.user, &account.uid, *verb, node, *subresource] {
+        key.add(text);
+    }
+    key.many(&account.groups);
+    for (name, values) in &account.extra {
+        key.add(name);
+        key.many(values);
+    }
+    key.ended()
+}
+
+/// A hash of texts, of which no two lists have the same.
+#[derive(Default)]
+struct Hash(Sha256);
+
+impl Hash {
+    fn add(&mut self, text: &str) {
+        self.0.update(text.len().to_le_bytes());
+        self.0.update(text);
+    }
+
+    fn many(&mut self, texts: &[String]) {
+        self.0.update(texts.len().to_le_bytes());
+        for text in texts {
+            self.add(text);
+        }
+    }
+
+    fn ended(self) -> Key {
+        self.0.finalize().into()
+    }
+}
+
+#[cfg(test)]
+mod tests;

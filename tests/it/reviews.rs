@@ -1,0 +1,485 @@
+//! Callers whom a cluster's API knows, and what it lets them do at kubelets.
+
+use crate::world::{
+    World,
+    app::App,
+    authority::Authority,
+    caller::{Answer, Caller, assert_problem},
+    edge::Edge,
+    gateway::{Build, front},
+    issuer::{Issuer, Key, claims, now},
+    until,
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::{
+    BindError,
+    config::{self, Callers, ErrorForm, Front, IdentityHeaders, Kind, TokenReview},
+    proxy::reviews::{Access, Account, Reviews, Unanswered},
+    state::{Policy, PolicyWriter},
+};
+use futures_util::{
+    FutureExt,
+    future::{BoxFuture, join_all},
+};
+use serde_json::json;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+const PROM: &str = "system:serviceaccount:mon:prom";
+
+/// A cluster: `prom` reads metrics, `root` does everything, of `slow` nobody hears, and all fails while it is `away`.
+#[derive(Debug, Default)]
+struct Cluster {
+    away: AtomicBool,
+    tokens: AtomicUsize,
+    accesses: AtomicUsize,
+}
+
+/// As the gateway has it.
+#[derive(Debug)]
+struct Api(Arc<Cluster>);
+
+fn away() -> Unanswered {
+    Unanswered {
+        says: "the cluster's API does not answer".into(),
+        cause: "connection refused".into(),
+    }
+}
+
+impl Reviews for Api {
+    fn token(
+        &self,
+        token: &str,
+        audiences: &[String],
+    ) -> BoxFuture<'static, Result<Option<Account>, Unanswered>> {
+        self.0.tokens.fetch_add(1, SeqCst);
+        if self.0.away.load(SeqCst) {
+            return async { Err(away()) }.boxed();
+        }
+        let user = match (token, audiences) {
+            ("prom-token", [audience]) if audience == "causeway" => PROM,
+            ("root-token", _) => "root",
+            // A JWT of whomever.
+            (token, _) if token.starts_with("ey") => "root",
+            ("kernel-token", _) => "uid:0",
+            ("own-token", _) => "spiffe://world.test/caller/alice",
+            ("slow-token", _) => return std::future::pending().boxed(),
+            _ => return async { Ok(None) }.boxed(),
+        };
+        let account = Account {
+            user: user.to_owned(),
+            uid: "1234".to_owned(),
+            groups: vec![
+                "system:serviceaccounts".into(),
+                "system:authenticated".into(),
+            ],
+            extra: BTreeMap::from([("pod".to_owned(), vec!["prom-0".to_owned()])]),
+        };
+        async { Ok(Some(account)) }.boxed()
+    }
+
+    fn access(&self, access: &Access) -> BoxFuture<'static, Result<bool, Unanswered>> {
+        self.0.accesses.fetch_add(1, SeqCst);
+        if self.0.away.load(SeqCst) {
+            return async { Err(away()) }.boxed();
+        }
+        let account = &access.account;
+        let known = account.groups.contains(&"system:authenticated".to_owned());
+        let allowed = match account.user.as_str() {
+            PROM => {
+                assert_eq!(account.uid, "1234");
+                assert_eq!(account.extra["pod"], ["prom-0"]);
+                (access.verb, access.subresource) == ("get", "metrics") && access.node == "edge-1"
+            }
+            "tester" => access.subresource == "proxy",
+            "system:anonymous" => access.subresource == "healthz" && !known,
+            user => user == "root",
+        };
+        async move { Ok(allowed) }.boxed()
+    }
+}
+
+/// A front for tokens that the cluster knows, and kubelets behind it.
+fn reviewed(name: &str, kind: Kind) -> Front {
+    Front {
+        port: Some(10250),
+        subject_access_review: vec![10250],
+        callers: Callers {
+            own_ca: false,
+            token_review: Some(TokenReview {
+                audiences: vec!["causeway".to_owned()],
+            }),
+            ..Callers::default()
+        },
+        ..front(name, kind)
+    }
+}
+
+fn building() -> (Build, Arc<Cluster>) {
+    let cluster = Arc::new(Cluster::default());
+    let build = World::build().reviews(Api(cluster.clone()));
+    let build = build
+        .front(reviewed("reviewed", Kind::Https))
+        .front(reviewed("clear", Kind::Http));
+    let build = build.front(Front {
+        errors: ErrorForm::Kubernetes,
+        ..reviewed("kubernetes", Kind::Https)
+    });
+    (build, cluster)
+}
+
+async fn world() -> (World, Arc<Cluster>) {
+    let (build, cluster) = building();
+    (build.start().await, cluster)
+}
+
+async fn kubelet(world: &World, app: &App) -> Edge {
+    let edge = world.edge("edge-1").port(10250, app.address());
+    edge.port(9100, app.address()).join().await
+}
+
+fn caller(world: &World, token: &str) -> Caller {
+    world.caller_at("reviewed").only_bearer(token)
+}
+
+async fn get(world: &World, token: &str, path: &str) -> Answer {
+    let url = format!("https://edge-1:10250{path}");
+    caller(world, token).get(&url).await
+}
+
+#[tokio::test]
+async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_says() {
+    let (mut world, cluster) = world().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    assert_eq!(get(&world, "prom-token", "/metrics").await.text(), "it");
+    assert_eq!(app.head().await.value("authorization"), None);
+    let record = world.log().records().pop().unwrap();
+    assert_eq!(
+        (&record["caller"], &record["by"]),
+        (&json!(PROM), &json!("token_review"))
+    );
+    let refused = "does not let system:serviceaccount:mon:prom";
+    for path in ["/exec/a/web/app", "/stats/summary", "/pods", "/"] {
+        let answer = get(&world, "prom-token", path).await;
+        assert_problem(&answer, 403, "forbidden", refused);
+    }
+    let url = "https://edge-1:10250/metrics";
+    let posted = caller(&world, "prom-token").ask("POST", url, "").await;
+    assert_problem(&posted, 403, "forbidden", "create nodes/metrics of edge-1");
+    assert_eq!(get(&world, "root-token", "/exec/a/b/c").await.status, 200);
+    let in_words = world.caller_at("kubernetes").only_bearer("prom-token");
+    let answer = in_words.get("https://edge-1:10250/exec/a/web/app").await;
+    assert_eq!(answer.status, 502);
+    assert!(answer.text().contains(refused), "{answer}");
+
+    // A front that says so passes the token on, and names its holder; other ports are not asked about.
+    let told = world.reload(|config| {
+        let front = config
+            .fronts
+            .iter_mut()
+            .find(|front| front.name == "reviewed");
+        let front = front.unwrap();
+        front.forward_authorization = true;
+        front.identity_headers = IdentityHeaders {
+            user: Some("X-Remote-User".to_owned()),
+            groups: Some("X-Remote-Group".to_owned()),
+        };
+    });
+    assert_eq!(told.unwrap().fronts.replaced, ["reviewed"]);
+    let (asked, of_access) = (cluster.tokens.load(SeqCst), cluster.accesses.load(SeqCst));
+    let url = "https://edge-1:9100/exec";
+    assert_eq!(caller(&world, "prom-token").get(url).await.status, 200);
+    assert_eq!(cluster.tokens.load(SeqCst), asked, "what is known stays so");
+    assert_eq!(cluster.accesses.load(SeqCst), of_access);
+    for _ in 1..app.requests() - 1 {
+        app.head().await;
+    }
+    let head = app.head().await;
+    let value = |name| head.value(name).unwrap();
+    assert_eq!(value("authorization"), "Bearer prom-token");
+    assert_eq!(value("x-remote-user"), PROM);
+    assert_eq!(value("x-remote-group"), "system:serviceaccounts");
+    let log = world.log().text();
+    assert!(!log.contains("prom-token"), "{log}");
+}
+
+#[tokio::test]
+async fn a_token_that_the_cluster_does_not_know_or_that_names_others_is_401() {
+    let (world, cluster) = world().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    let others = "token_review: a name or group of its holder";
+    for (token, says) in [
+        (
+            "wrong-token",
+            "token_review: not one that the cluster takes",
+        ),
+        ("kernel-token", others),
+        ("own-token", others),
+    ] {
+        let answer = get(&world, token, "/metrics").await;
+        assert_problem(&answer, 401, "unauthenticated", says);
+        let challenge = "Bearer realm=\"causeway\", error=\"invalid_token\"";
+        assert_eq!(answer.field("www-authenticate"), challenge);
+    }
+    let nobody = world.caller_at("reviewed").nobody();
+    let answer = nobody.get("https://edge-1:10250/metrics").await;
+    assert_problem(&answer, 401, "unauthenticated", "takes a bearer token");
+    assert_eq!(cluster.accesses.load(SeqCst), 0);
+    assert_eq!(app.requests(), 0);
+}
+
+#[tokio::test]
+async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_asked_last() {
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key).await;
+    let (build, cluster) = building();
+    let opaque = build.token("bob");
+    let all = reviewed("reviewed", Kind::Https);
+    let callers = Callers {
+        tokens: Some(build.tokens()),
+        jwt: vec![issuer.jwt(build.folder())],
+        ..all.callers.clone()
+    };
+    let build = build.front(Front {
+        callers,
+        subject_access_review: Vec::new(),
+        ..all
+    });
+    let world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    let signed = |key: &Key, more| key.sign(&claims(&more));
+    let forged = signed(&Key::new("key"), json!({}));
+    for (token, status, by, asked) in [
+        (signed(&key, json!({})), 200, "jwt", 0),
+        (opaque.clone(), 200, "token", 0),
+        (forged, 401, "-", 0),
+        (
+            signed(&key, json!({ "iss": "https://cluster.test" })),
+            200,
+            "token_review",
+            1,
+        ),
+        ("prom-token".to_owned(), 200, "token_review", 2),
+        (format!("{opaque}x"), 401, "-", 3),
+    ] {
+        let answer = get(&world, &token, "/").await;
+        assert_eq!(answer.status, status, "{by}: {answer}");
+        assert_eq!(world.log().records().pop().unwrap()["by"], by);
+        assert_eq!(cluster.tokens.load(SeqCst), asked, "{by}");
+    }
+    let over = signed(
+        &key,
+        json!({ "iss": "https://cluster.test", "exp": now() - 1 }),
+    );
+    assert_eq!(get(&world, &over, "/").await.status, 401);
+    assert_eq!(cluster.tokens.load(SeqCst), 3, "nobody is asked about it");
+}
+
+#[tokio::test]
+async fn of_a_thousand_callers_the_cluster_is_asked_once() {
+    let (world, cluster) = world().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    let caller = world.caller_at("clear").nobody().bearer("prom-token");
+    let asked = (0..1_000).map(|_| caller.get("http://edge-1:10250/metrics"));
+    let answers = join_all(asked).await;
+    assert!(answers.iter().all(|answer| answer.status == 200));
+    assert_eq!(cluster.tokens.load(SeqCst), 1);
+    assert_eq!(cluster.accesses.load(SeqCst), 1);
+    let metrics = world.metrics().await;
+    for question in ["token", "access"] {
+        let labels = [("question", question), ("outcome", "allowed")];
+        assert_eq!(metrics.sum("reviews_total", &labels), 1);
+    }
+}
+
+#[tokio::test]
+async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
+    let (build, cluster) = building();
+    let bound = Duration::from_millis(300);
+    let build = build.config(|config| config.timeouts.authorize = bound);
+    let world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    let answer = get(&world, "slow-token", "/metrics").await;
+    let says = "who you are was not decided: the cluster's API did not answer within 300ms";
+    assert_problem(&answer, 504, "target_timeout", says);
+    assert_eq!(get(&world, "prom-token", "/metrics").await.status, 200);
+    cluster.away.store(true, SeqCst);
+    let answer = get(&world, "root-token", "/metrics").await;
+    let says = "who you are was not decided: the cluster's API does not answer";
+    assert_problem(&answer, 504, "target_timeout", says);
+    assert_eq!(
+        get(&world, "prom-token", "/metrics").await.status,
+        200,
+        "what is known counts on"
+    );
+    let answer = get(&world, "prom-token", "/exec/a/b/c").await;
+    let says = "whether you may do this was not decided";
+    assert_problem(&answer, 504, "target_timeout", says);
+    let log = world.log().text();
+    assert!(log.contains("callers cannot be reviewed"), "{log}");
+    assert!(log.contains("connection refused"), "{log}");
+    assert_eq!(app.requests(), 2);
+    cluster.away.store(false, SeqCst);
+    until("it is asked again", async || {
+        get(&world, "root-token", "/metrics").await.status == 200
+    })
+    .await;
+    assert!(world.log().text().contains("callers are reviewed again"));
+}
+
+#[tokio::test]
+async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connection_too() {
+    let (build, cluster) = building();
+    let build = build.config(|config| {
+        config.kubernetes = Some(config::Kubernetes {
+            review_allowed_for: Duration::from_millis(100),
+            ..config::Kubernetes::default()
+        });
+    });
+    let world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    let mut kept = caller(&world, "prom-token")
+        .connect("edge-1")
+        .await
+        .unwrap();
+    until("both are asked again", async || {
+        let answer = kept.get("https://edge-1:10250/metrics").await.unwrap();
+        assert_eq!(answer.status, 200);
+        cluster.tokens.load(SeqCst) > 2 && cluster.accesses.load(SeqCst) > 2
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_path_gets_more_than_all_of_a_kubelet_would() {
+    let (build, _) = building();
+    let build = build.front(Front {
+        port: Some(10250),
+        subject_access_review: vec![10250],
+        ..front("certificates", Kind::Https)
+    });
+    let world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    for path in [
+        "/metrics/../exec/a/b/c",
+        "/metrics/%2e%2e/exec/a/b/c",
+        "/metrics%2f..%2fexec/a/b/c",
+        "//metrics",
+        "/metrics//",
+        "/./metrics",
+        "/metrics;/../exec",
+        "/metrics%5c..%5cexec",
+        "/%256detrics",
+    ] {
+        let request =
+            |bearer: &str| format!("GET {path} HTTP/1.1\r\nHost: edge-1:10250\r\n{bearer}\r\n");
+        let reads_metrics = world.caller_at("reviewed").nobody();
+        let bearer = "Authorization: Bearer prom-token\r\n";
+        let answer = reads_metrics.raw("edge-1", request(bearer)).await;
+        assert_problem(&answer, 403, "forbidden", "get nodes/proxy of edge-1");
+        // Whom the cluster lets do all that has no name of its own.
+        let all = world.caller_at("certificates");
+        let answer = all.raw("edge-1", request("")).await;
+        assert_eq!(answer.status, 200, "{path}: {answer}");
+    }
+    let all = world.caller_at("certificates");
+    let answer = all.get("https://edge-1:10250/metrics").await;
+    assert_problem(&answer, 403, "forbidden", "get nodes/metrics");
+    assert_eq!(app.requests(), 9);
+}
+
+#[tokio::test]
+async fn policy_and_cluster_must_both_allow_each_kind_of_stream() {
+    let rules = json!({ "rules": [
+        { "who": { "users": ["system:*"] }, "what": { "paths": ["/metrics/cadvisor"] }, "then": "allow" },
+        { "who": { "users": ["root", "system:anonymous"] }, "then": "allow" },
+    ] });
+    let rules = Policy::compile(&serde_json::from_value(rules).unwrap()).unwrap();
+    let policy = PolicyWriter::new(Some(rules));
+    let (build, cluster) = building();
+    let build = build
+        .policy(policy.reader())
+        .front(reviewed("connect", Kind::Connect));
+    let build = build.front(Front {
+        anonymous: true,
+        ..reviewed("open", Kind::Https)
+    });
+    let world = build.start().await;
+    let app = App::saying("it").await;
+    let _edge = kubelet(&world, &app).await;
+    for (path, status) in [("/metrics", 403), ("/metrics/cadvisor", 200)] {
+        let answer = get(&world, "prom-token", path).await;
+        assert_eq!(answer.status, status, "{path}: {answer}");
+    }
+    assert_eq!(cluster.accesses.load(SeqCst), 1, "the policy comes first");
+    assert_eq!(get(&world, "root-token", "/exec/a/b/c").await.status, 200);
+    let upgrade = |token: &str| {
+        format!(
+            "GET /exec/a/b/c HTTP/1.1\r\nHost: edge-1:10250\r\nAuthorization: Bearer {token}\r\n\
+             Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+    };
+    let nobody = world.caller_at("reviewed").nobody();
+    let answer = nobody.raw("edge-1", upgrade("prom-token")).await;
+    assert_eq!(answer.status, 403, "{answer}");
+    let open = world.caller_at("open").nobody();
+    let answer = open.get("https://edge-1:10250/healthz").await;
+    assert_eq!(answer.status, 200, "{answer}");
+    let answer = open.get("https://edge-1:10250/metrics").await;
+    assert_problem(&answer, 403, "forbidden", "nodes/metrics");
+    let connect = |token: &str| {
+        format!("CONNECT edge-1:10250 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n")
+    };
+    let caller = world.caller_at("connect").nobody();
+    let answer = caller.raw("gateway.test", connect("prom-token")).await;
+    assert_eq!(answer.status, 403, "{answer}");
+    let answer = caller.raw("gateway.test", connect("root-token")).await;
+    assert_eq!(answer.status, 200, "{answer}");
+}
+
+#[tokio::test]
+async fn where_the_gateways_own_certificate_is_shown_no_token_goes_along() {
+    let authority = Authority::new();
+    let client = authority.client("gateway");
+    let (build, _) = building();
+    let app_files = crate::apps::asked(build.folder(), &authority, Some(&client));
+    let build = build.config(|config| drop(config.apps.insert(10250, app_files)));
+    let build = build.front(Front {
+        forward_authorization: true,
+        ..reviewed("reviewed", Kind::Https)
+    });
+    let world = build.start().await;
+    let leaf = authority.app(&["edge-1"]);
+    let app = App::https(authority.serve(&leaf, true), crate::apps::by_path).await;
+    let edge = world.edge("edge-1");
+    let edge = edge.port_as(10250, Scheme::Tcp, app.address());
+    let _edge = edge.join().await;
+    assert_eq!(get(&world, "prom-token", "/metrics").await.text(), "well");
+    assert_eq!(app.head().await.value("authorization"), None);
+}
+
+#[tokio::test]
+async fn a_front_that_asks_needs_somebody_who_answers() {
+    let mut world = World::start().await;
+    let refused = world.reload(|config| config.fronts.push(reviewed("reviewed", Kind::Https)));
+    let Err(BindError::Name(why)) = refused else {
+        panic!("{refused:?}");
+    };
+    assert!(
+        why.contains("front \"reviewed\" asks a cluster's API"),
+        "{why}"
+    );
+}
