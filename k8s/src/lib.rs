@@ -1,7 +1,7 @@
 //! What Causeway knows of Kubernetes: one controller per file, each of which fills a table of the gateway.
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
-//! `client` says how to reach the cluster's API; `nodes` fills `state::nodes` from Node objects; `pods` says which node a pod is on; `egress` writes what
+//! `client` says how to reach the cluster's API; `nodes` fills `state::nodes` from Node objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `egress` writes what
 //! kube-apiserver has to be told.
 
 pub mod client;
@@ -10,9 +10,12 @@ pub mod nodes;
 
 pub mod pods;
 
+pub mod reviews;
+
 pub mod egress;
 
 pub use client::{ClientError, client};
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;
+pub use reviews::Reviews;

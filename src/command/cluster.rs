@@ -27,12 +27,14 @@ impl Cluster {
         Ok(Self(Some((rules, client))))
     }
 
-    /// A gateway that asks it where pods are.
+    /// A gateway that asks it where pods are, and about callers.
     pub(super) fn beside(&self, gateway: Gateway) -> Gateway {
         match &self.0 {
             Some((_, client)) => {
                 let pods = causeway_k8s::Pods::new(client.clone());
-                gateway.pods(std::sync::Arc::new(pods))
+                let reviews = causeway_k8s::Reviews::new(client.clone());
+                let gateway = gateway.pods(std::sync::Arc::new(pods));
+                gateway.reviews(std::sync::Arc::new(reviews))
             }
             None => gateway,
         }

@@ -9,6 +9,7 @@
 
 mod egress;
 mod nodes;
+mod reviews;
 mod stands;
 mod world;
 
@@ -41,6 +42,7 @@ fn trials() -> Vec<Trial> {
     stands::trials()
         .into_iter()
         .chain(nodes::trials())
+        .chain(reviews::trials())
         .chain(egress::trials())
         .collect()
 }

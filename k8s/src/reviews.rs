@@ -1,0 +1,186 @@
+//! `TokenReview` and `SubjectAccessReview`: the API is asked once for each question, and nothing is kept here.
+//!
+//! Bounds, and what is remembered, are the gateway's (`proxy::reviews`). What is not a plain yes is a no; that there was no
+//! answer is neither. Needs `create` of both, which the role `system:auth-delegator` grants.
+
+use causeway_gateway::proxy::reviews::{Access, Account, Reviews as Asked, Unanswered};
+use futures_util::future::BoxFuture;
+use k8s_openapi::api::{
+    authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus},
+    authorization::v1::{
+        ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec, SubjectAccessReviewStatus,
+    },
+};
+use kube::{Api, Client, Error, api::PostParams};
+use std::fmt;
+
+/// Asks about callers.
+#[derive(Clone)]
+pub struct Reviews(Client);
+
+impl Reviews {
+    /// Asks by this client.
+    pub fn new(client: Client) -> Self {
+        Self(client)
+    }
+}
+
+impl fmt::Debug for Reviews {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reviews").finish_non_exhaustive()
+    }
+}
+
+impl Asked for Reviews {
+    fn token(
+        &self,
+        token: &str,
+        audiences: &[String],
+    ) -> BoxFuture<'static, Result<Option<Account>, Unanswered>> {
+        let (api, audiences) = (Api::all(self.0.clone()), audiences.to_vec());
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: Some(token.to_owned()),
+                audiences: (!audiences.is_empty()).then(|| audiences.clone()),
+            },
+            ..TokenReview::default()
+        };
+        Box::pin(async move {
+            let said: TokenReview = api
+                .create(&PostParams::default(), &review)
+                .await
+                .map_err(|error| unanswered(&error, "tokenreviews.authentication.k8s.io"))?;
+            Ok(said.status.and_then(|status| account(status, &audiences)))
+        })
+    }
+
+    fn access(&self, access: &Access) -> BoxFuture<'static, Result<bool, Unanswered>> {
+        let (api, review) = (Api::all(self.0.clone()), review(access));
+        Box::pin(async move {
+            let said: SubjectAccessReview = api
+                .create(&PostParams::default(), &review)
+                .await
+                .map_err(|error| unanswered(&error, "subjectaccessreviews.authorization.k8s.io"))?;
+            Ok(said.status.as_ref().is_some_and(allows))
+        })
+    }
+}
+
+/// Whose token it is, if it counts for one of these audiences.
+fn account(status: TokenReviewStatus, audiences: &[String]) -> Option<Account> {
+    // A server that knows nothing of audiences names none, and has checked none.
+    let named = status.audiences.unwrap_or_default();
+    let ours = audiences.is_empty() || named.iter().any(|audience| audiences.contains(audience));
+    let user = status.user.filter(|_| ours)?;
+    (status.authenticated == Some(true)).then(|| Account {
+        user: user.username.unwrap_or_default(),
+        uid: user.uid.unwrap_or_default(),
+        groups: user.groups.unwrap_or_default(),
+        extra: user.extra.unwrap_or_default(),
+    })
+}
+
+fn review(access: &Access) -> SubjectAccessReview {
+    let account = &access.account;
+    let resource = ResourceAttributes {
+        verb: Some(access.verb.to_owned()),
+        version: Some("v1".to_owned()),
+        resource: Some("nodes".to_owned()),
+        name: Some(access.node.clone()),
+        subresource: Some(access.subresource.to_owned()),
+        ..ResourceAttributes::default()
+    };
+    SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: Some(account.user.clone()),
+            uid: Some(account.uid.clone()),
+            groups: Some(account.groups.clone()),
+            extra: Some(account.extra.clone()),
+            resource_attributes: Some(resource),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    }
+}
+
+fn allows(status: &SubjectAccessReviewStatus) -> bool {
+    status.allowed && status.denied != Some(true)
+}
+
+/// Why there is no answer; nothing of the question is repeated.
+fn unanswered(error: &Error, resource: &str) -> Unanswered {
+    let says = match error {
+        Error::Api(status) if status.code == 403 => {
+            format!("the cluster does not let this gateway create {resource}").into()
+        }
+        Error::Api(status) if status.code == 401 => {
+            "the cluster's API does not know this gateway".into()
+        }
+        _ => "the cluster's API does not answer".into(),
+    };
+    let cause = match error {
+        Error::Api(status) => status.message.as_str().into(),
+        error => error.to_string().as_str().into(),
+    };
+    Unanswered { says, cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::api::authentication::v1::UserInfo;
+    use kube::core::Status;
+
+    fn said(authenticated: Option<bool>, audiences: &[&str]) -> TokenReviewStatus {
+        TokenReviewStatus {
+            authenticated,
+            audiences: Some(audiences.iter().map(|each| (*each).to_owned()).collect()),
+            user: Some(UserInfo {
+                username: Some("ann".to_owned()),
+                ..UserInfo::default()
+            }),
+            ..TokenReviewStatus::default()
+        }
+    }
+
+    #[test]
+    fn nothing_but_a_plain_yes_for_one_of_the_audiences_is_one() {
+        let ours = ["here".to_owned(), "there".to_owned()];
+        for (status, audiences, counts) in [
+            (said(Some(true), &["there", "x"]), &ours[..], true),
+            (said(Some(true), &[]), &[], true),
+            (said(Some(true), &["any"]), &[], true),
+            (said(Some(true), &["x"]), &ours, false),
+            (said(Some(true), &[]), &ours, false),
+            (said(Some(false), &["here"]), &ours, false),
+            (said(None, &["here"]), &ours, false),
+            (TokenReviewStatus::default(), &[], false),
+        ] {
+            let found = account(status.clone(), audiences);
+            assert_eq!(found.is_some(), counts, "{status:?}");
+        }
+        let status = |allowed, denied| SubjectAccessReviewStatus {
+            allowed,
+            denied,
+            ..SubjectAccessReviewStatus::default()
+        };
+        assert!(allows(&status(true, None)) && allows(&status(true, Some(false))));
+        assert!(!allows(&status(true, Some(true))) && !allows(&status(false, None)));
+    }
+
+    #[test]
+    fn rights_that_are_missing_are_named() {
+        let status = Status {
+            code: 403,
+            message: "User \"it\" cannot create resource".to_owned(),
+            ..Status::default()
+        };
+        let error = Error::Api(Box::new(status));
+        let why = unanswered(&error, "tokenreviews.authentication.k8s.io");
+        assert!(
+            why.says
+                .contains("create tokenreviews.authentication.k8s.io")
+        );
+        assert!(why.cause.contains("cannot create resource"));
+    }
+}
