@@ -1,18 +1,16 @@
 //! What Causeway knows of Kubernetes: one controller per file, each of which fills a table of the gateway.
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
-//! `client` says how to reach the cluster's API; `nodes` fills `state::nodes` from Node objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `egress` writes what
-//! kube-apiserver has to be told.
+//! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
+//! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `egress` writes
+//! what kube-apiserver has to be told.
 
 pub mod client;
-
-pub mod nodes;
-
-pub mod pods;
-
-pub mod reviews;
-
 pub mod egress;
+pub mod nodes;
+mod objects;
+pub mod pods;
+pub mod reviews;
 
 pub use client::{ClientError, client};
 pub use kube::Client;

@@ -6,7 +6,7 @@
 //!    address. Which of two nodes has an address is never guessed (`state::nodes`).
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
-use crate::client::SILENCE;
+use crate::{client::SILENCE, objects::Node};
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
@@ -16,7 +16,6 @@ use causeway_gateway::{
 };
 use futures_util::{StreamExt, TryStreamExt};
 use ipnet::IpNet;
-use k8s_openapi::api::core::v1;
 use kube::{
     Api, Client, ResourceExt,
     runtime::{
@@ -52,7 +51,7 @@ impl Informer {
     pub async fn run(self, hold: Hold) {
         let timeout = u32::try_from(SILENCE.as_secs()).unwrap_or(u32::MAX) - 10;
         let config = watcher::Config::default().page_size(PAGE).timeout(timeout);
-        let api = Api::<v1::Node>::all(self.client.clone());
+        let api = Api::<Node>::all(self.client.clone());
         // What is not kept is gone before the next page comes.
         let rules = &self.rules;
         let events = watcher(api, config)
@@ -110,7 +109,7 @@ enum Seen {
     Nameless,
 }
 
-fn seen(event: &Event<v1::Node>, rules: &Kubernetes) -> Seen {
+fn seen(event: &Event<Node>, rules: &Kubernetes) -> Seen {
     let node = match event {
         Event::Init => return Seen::Anew,
         Event::InitDone => return Seen::Whole,
@@ -131,7 +130,7 @@ fn seen(event: &Event<v1::Node>, rules: &Kubernetes) -> Seen {
 }
 
 /// What is believed of a Node object.
-fn member(node: &v1::Node, rules: &Kubernetes) -> Member {
+fn member(node: &Node, rules: &Kubernetes) -> Member {
     let labels = node.labels();
     let has = |label: &Label| {
         let value = labels.get(&label.key);
@@ -142,7 +141,7 @@ fn member(node: &v1::Node, rules: &Kubernetes) -> Member {
     let mut believed: Vec<IpAddr> = addresses
         .into_iter()
         .flatten()
-        .filter(|address| ["InternalIP", "ExternalIP"].contains(&address.type_.as_str()))
+        .filter(|address| ["InternalIP", "ExternalIP"].contains(&address.kind.as_str()))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
         .filter(|address| is_own(*address, &rules.address_networks))

@@ -3,11 +3,11 @@
 //! A pod never changes its node, but another may take its name: what was found is asked again after ten seconds. A refusal is
 //! kept for a second, which is long enough for a herd and short enough for a pod that is being started.
 
+use crate::objects::Pod;
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pods::Pods as Asked;
 use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
-use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client};
 use moka::{Expiry, future::Cache};
 use std::{

@@ -2,7 +2,7 @@ use super::*;
 use causeway_gateway::config::Kubernetes;
 use serde_json::{Value, json};
 
-fn object(name: &str, labels: &Value, addresses: &[(&str, &str)], pods: &[&str]) -> v1::Node {
+fn object(name: &str, labels: &Value, addresses: &[(&str, &str)], pods: &[&str]) -> Node {
     let addresses: Vec<_> = addresses
         .iter()
         .map(|(kind, address)| json!({ "type": kind, "address": address }))
