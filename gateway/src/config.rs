@@ -30,7 +30,7 @@ pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
-pub use kubernetes::{Kubernetes, Label};
+pub use kubernetes::{Hosts, HostsFormat, Kubernetes, Label};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.

@@ -106,6 +106,10 @@ declare! {
     cluster_nodes: Family<[Label; 1], Gauge>,
     /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
     cluster_lost_timestamp_seconds: Gauge,
+    /// Whether this gateway is the one that writes the cluster's hosts file.
+    cluster_hosts_leading: Gauge,
+    /// Writes of the cluster's hosts file, by outcome.
+    cluster_hosts_writes: Family<[Label; 1], Counter>,
     /// When the certificate of the tunnel port ends, in Unix time.
     certificate_expiry_timestamp_seconds: Gauge,
 }
@@ -267,6 +271,18 @@ impl Metrics {
     pub fn cluster_lost(&self, since: Option<u64>) {
         let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
         self.declared.cluster_lost_timestamp_seconds.set(since);
+    }
+
+    /// The hosts file is this gateway's to write, or another's.
+    pub fn hosts_leading(&self, leads: bool) {
+        self.declared.cluster_hosts_leading.set(leads.into());
+    }
+
+    /// Something of the hosts file was written or removed, or could not be.
+    pub fn hosts_written(&self, well: bool) {
+        let labels = [("outcome", if well { "ok" } else { "failed" })];
+        let writes = &self.declared.cluster_hosts_writes;
+        writes.get_or_create(&labels).inc();
     }
 
     /// The certificate of the tunnel port ends then, in Unix time.

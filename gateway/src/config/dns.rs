@@ -53,32 +53,8 @@ impl Dns {
                 "no name would be answered; give a zone, such as [nodes.example.internal]";
             faults.add("dns.zones", nothing);
         }
-        let mut earlier = Vec::new();
-        for (index, zone) in self.zones.iter().enumerate() {
-            let path = format!("dns.zones[{index}]");
-            let plain = plain(zone);
-            match (plain.as_str(), NodeName::parse(&plain)) {
-                ("", _) if zone == "." => {}
-                (_, Err(error)) => faults.add(&path, error.to_string()),
-                (name, Ok(_)) if name.len() > MAX_ZONE => {
-                    let message = format!(
-                        "is longer than {MAX_ZONE} characters, and leaves no room for names"
-                    );
-                    faults.add(&path, message);
-                }
-                (_, Ok(_)) => {}
-            }
-            if earlier.contains(&plain) {
-                faults.add(&path, "is the same zone as an earlier one; remove it");
-            }
-            earlier.push(plain);
-        }
-        for (index, address) in self.addresses.iter().enumerate() {
-            if address.is_unspecified() || address.is_multicast() {
-                let message = format!("{address} is no address that a caller can reach");
-                faults.add(format!("dns.addresses[{index}]"), message);
-            }
-        }
+        check_zones("dns.zones", &self.zones, faults);
+        check_addresses("dns.addresses", &self.addresses, faults);
         if self.addresses.is_empty() && fronts.is_empty() {
             let message = "what the name of an edge's node means is not known, since fronts listen on all addresses; \
                            give those at which callers reach them";
@@ -86,6 +62,39 @@ impl Dns {
         }
         if self.ttl.subsec_nanos() != 0 || self.ttl > MAX_TTL {
             faults.add("dns.ttl", "must be whole seconds, from 0s to 1day");
+        }
+    }
+}
+
+/// Each zone is one, and none is there twice.
+pub(super) fn check_zones(key: &str, zones: &[String], faults: &mut Faults) {
+    let mut earlier = Vec::new();
+    for (index, zone) in zones.iter().enumerate() {
+        let path = format!("{key}[{index}]");
+        let plain = plain(zone);
+        match (plain.as_str(), NodeName::parse(&plain)) {
+            ("", _) if zone == "." => {}
+            (_, Err(error)) => faults.add(&path, error.to_string()),
+            (name, Ok(_)) if name.len() > MAX_ZONE => {
+                let message =
+                    format!("is longer than {MAX_ZONE} characters, and leaves no room for names");
+                faults.add(&path, message);
+            }
+            (_, Ok(_)) => {}
+        }
+        if earlier.contains(&plain) {
+            faults.add(&path, "is the same zone as an earlier one; remove it");
+        }
+        earlier.push(plain);
+    }
+}
+
+/// Each can be that of a front.
+pub(super) fn check_addresses(key: &str, addresses: &[IpAddr], faults: &mut Faults) {
+    for (index, address) in addresses.iter().enumerate() {
+        if address.is_unspecified() || address.is_multicast() {
+            let message = format!("{address} is no address that a caller can reach");
+            faults.add(format!("{key}[{index}]"), message);
         }
     }
 }
@@ -123,7 +132,7 @@ impl Config {
 }
 
 /// Each address once, IPv4 as IPv4.
-fn canonical(addresses: impl Iterator<Item = IpAddr>) -> Vec<IpAddr> {
+pub(super) fn canonical(addresses: impl Iterator<Item = IpAddr>) -> Vec<IpAddr> {
     let mut all = Vec::new();
     for address in addresses.map(|address| address.to_canonical()) {
         if !all.contains(&address) {

@@ -3,6 +3,8 @@
 //! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
 //! allow, and an address that two nodes claim names neither.
 
+mod hosts;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,6 +12,8 @@ use causeway_config::{HumanDuration, HumanNetworks};
 use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+pub use hosts::{Hosts, HostsFormat};
 
 /// A cluster's API, from which the gateway learns the nodes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -31,6 +35,9 @@ pub struct Kubernetes {
     /// How long counts what one has refused.
     #[serde(with = "HumanDuration")]
     pub review_refused_for: Duration,
+    /// Keep a hosts file of all nodes in a `ConfigMap`, for `CoreDNS`' plugin `hosts`. Without this key: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<Hosts>,
 }
 
 impl Default for Kubernetes {
@@ -52,6 +59,7 @@ impl Default for Kubernetes {
             // As kubelet keeps them (authorization.webhook of its configuration).
             review_allowed_for: Duration::from_mins(5),
             review_refused_for: Duration::from_secs(30),
+            hosts: None,
         }
     }
 }

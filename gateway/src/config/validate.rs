@@ -27,6 +27,7 @@ impl Validate for Config {
         if let Some(dns) = &self.dns.0 {
             dns.validate(&self.front_addresses(), &mut faults);
         }
+        self.validate_hosts(&mut faults);
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
             let path = format!("fronts[{index}]");

@@ -59,8 +59,8 @@ pub enum Place {
 struct Table {
     /// Who has joined, as the records say.
     records: BTreeMap<NodeName, Node>,
-    /// All nodes of the cluster.
-    cluster: Arc<BTreeMap<NodeName, Member>>,
+    /// All nodes of the cluster, once it has named them.
+    cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
     /// Nodes at the edge, by both.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, Vec<NodeName>>,
@@ -120,7 +120,7 @@ impl NodesWriter {
     pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let records = self.nodes.0.load().records.clone();
-        self.publish(Table::of(records, Arc::new(members)));
+        self.publish(Table::of(records, Some(Arc::new(members))));
     }
 
     /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
@@ -190,11 +190,14 @@ impl NodesWriter {
 }
 
 impl Table {
-    fn of(records: BTreeMap<NodeName, Node>, cluster: Arc<BTreeMap<NodeName, Member>>) -> Self {
+    fn of(
+        records: BTreeMap<NodeName, Node>,
+        cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
+    ) -> Self {
         let mut nodes = records.clone();
         // An address that a node elsewhere has as well is not one edge's alone.
         let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
-        for (name, member) in cluster.iter() {
+        for (name, member) in cluster.iter().flat_map(|all| all.iter()) {
             if member.edge || records.contains_key(name) {
                 let node = nodes.entry(name.clone()).or_default();
                 node.addresses.clone_from(&member.addresses);
@@ -239,8 +242,21 @@ impl Nodes {
         }
         let name = NodeName::parse(name.strip_suffix('.').unwrap_or(name)).ok()?;
         let table = self.0.load();
-        let member = table.cluster.get(&name)?;
+        let member = table.cluster.as_ref()?.get(&name)?;
         Some(Place::Elsewhere(member.addresses.clone()))
+    }
+
+    /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.
+    pub fn places(&self) -> Option<BTreeMap<NodeName, Place>> {
+        let table = self.0.load();
+        let cluster = table.cluster.as_ref()?.iter();
+        let elsewhere = |(name, member): (&NodeName, &Member)| {
+            (name.clone(), Place::Elsewhere(member.addresses.clone()))
+        };
+        let mut all: BTreeMap<NodeName, Place> = cluster.map(elsewhere).collect();
+        let edges = table.nodes.keys();
+        all.extend(edges.map(|name| (name.clone(), Place::Edge(name.clone()))));
+        Some(all)
     }
 
     /// The node at the edge of this name, if it is known. Names compare without case, and the root's dot (RFC 3986 §3.2.2)
@@ -375,6 +391,7 @@ mod tests {
         joined.joined_at = 7;
         writer.put(name("edge-1"), joined);
         writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
+        assert_eq!(writer.reader().places(), None, "not known yet");
         writer.cluster(
             [
                 (
@@ -406,6 +423,11 @@ mod tests {
             (None, Named::Nobody)
         );
         assert_eq!(nodes.place("nobody"), None);
+        let places = nodes.places().unwrap();
+        assert_eq!(places.len(), 4);
+        for (name, place) in places {
+            assert_eq!(nodes.place(name.as_str()), Some(place), "{name}");
+        }
 
         // Whoever joins or goes later changes nothing of that, nor does the cluster change records.
         writer.put(name("edge-4"), Node::default());
