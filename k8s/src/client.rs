@@ -5,13 +5,47 @@
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
+    runtime::watcher,
 };
 use std::{path::Path, time::Duration};
 
 /// How long a connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(5);
 /// A watch that says nothing for so long is dead: the server ends it long before.
-pub(crate) const SILENCE: Duration = Duration::from_secs(130);
+const SILENCE: Duration = Duration::from_secs(130);
+
+/// The sentence that says what to do: what the API server says itself, where it says something.
+pub(crate) fn said(error: &kube::Error) -> String {
+    if let kube::Error::Api(status) = error {
+        return status.message.clone();
+    }
+    let mut text = error.to_string();
+    let mut next = std::error::Error::source(error);
+    while let Some(inner) = next {
+        let said = inner.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = inner.source();
+    }
+    text
+}
+
+/// As [`said`], of a watch.
+pub(crate) fn watch_said(error: &watcher::Error) -> String {
+    match error {
+        watcher::Error::InitialListFailed(cause)
+        | watcher::Error::WatchStartFailed(cause)
+        | watcher::Error::WatchFailed(cause) => said(cause),
+        watcher::Error::WatchError(status) => status.message.clone(),
+        watcher::Error::NoResourceVersion => error.to_string(),
+    }
+}
+
+/// How long a watch may take before it is asked for anew, in seconds.
+pub(crate) fn watch_timeout() -> u32 {
+    u32::try_from(SILENCE.as_secs()).unwrap_or(u32::MAX) - 10
+}
 
 /// What keeps a client from being made.
 #[derive(Debug, thiserror::Error)]

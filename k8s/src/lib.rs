@@ -2,17 +2,22 @@
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
-//! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `egress` writes
-//! what kube-apiserver has to be told.
+//! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
+//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `egress` writes what kube-apiserver has to
+//! be told.
 
 pub mod client;
 pub mod egress;
+pub mod hosts;
+mod lease;
 pub mod nodes;
 mod objects;
 pub mod pods;
 pub mod reviews;
+mod trouble;
 
 pub use client::{ClientError, client};
+pub use hosts::Hosts;
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;

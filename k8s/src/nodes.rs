@@ -6,7 +6,10 @@
 //!    address. Which of two nodes has an address is never guessed (`state::nodes`).
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
-use crate::{client::SILENCE, objects::Node};
+use crate::{
+    client::{watch_said, watch_timeout},
+    objects::Node,
+};
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
@@ -49,8 +52,8 @@ pub struct Informer {
 impl Informer {
     /// Never ends. Drops `hold` when the table is full for the first time.
     pub async fn run(self, hold: Hold) {
-        let timeout = u32::try_from(SILENCE.as_secs()).unwrap_or(u32::MAX) - 10;
-        let config = watcher::Config::default().page_size(PAGE).timeout(timeout);
+        let config = watcher::Config::default().page_size(PAGE);
+        let config = config.timeout(watch_timeout());
         let api = Api::<Node>::all(self.client.clone());
         // What is not kept is gone before the next page comes.
         let rules = &self.rules;
@@ -138,10 +141,13 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
     };
     let status = node.status.as_ref();
     let addresses = status.and_then(|status| status.addresses.as_ref());
-    let mut believed: Vec<IpAddr> = addresses
-        .into_iter()
-        .flatten()
-        .filter(|address| ["InternalIP", "ExternalIP"].contains(&address.kind.as_str()))
+    let of = |kind: &'static str| {
+        let all = addresses.into_iter().flatten();
+        all.filter(move |address| address.kind == kind)
+    };
+    // The first one counts most, in whatever order the object has them.
+    let mut believed: Vec<IpAddr> = of("InternalIP")
+        .chain(of("ExternalIP"))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
         .filter(|address| is_own(*address, &rules.address_networks))
@@ -238,7 +244,7 @@ impl Touch {
     }
 
     fn lost(&mut self, error: &watcher::Error) {
-        let why = reason(error);
+        let why = watch_said(error);
         let since = *self.lost.get_or_insert_with(|| {
             self.metrics.cluster_lost(Some(UnixTime::now().as_secs()));
             Instant::now()
@@ -272,30 +278,6 @@ impl Touch {
             tracing::debug!(nodes = members.len(), edge, "the cluster's nodes changed");
         }
     }
-}
-
-/// The sentence that says what to do: what the API server says itself, where it says something.
-fn reason(error: &watcher::Error) -> String {
-    let cause = match error {
-        watcher::Error::InitialListFailed(cause)
-        | watcher::Error::WatchStartFailed(cause)
-        | watcher::Error::WatchFailed(cause) => cause,
-        watcher::Error::WatchError(status) => return status.message.clone(),
-        watcher::Error::NoResourceVersion => return error.to_string(),
-    };
-    if let kube::Error::Api(status) = cause {
-        return status.message.clone();
-    }
-    let mut text = cause.to_string();
-    let mut next = std::error::Error::source(cause);
-    while let Some(inner) = next {
-        let said = inner.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
-        }
-        next = inner.source();
-    }
-    text
 }
 
 #[cfg(test)]

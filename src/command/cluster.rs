@@ -1,4 +1,5 @@
-//! The cluster beside a gateway: what keeps its table of nodes in step with the API, where a cluster is configured.
+//! The cluster beside a gateway: what keeps its table of nodes in step with the API, and a hosts file in step with the
+//! table, where these are configured.
 //!
 //! A build without the feature `k8s` refuses such a configuration: a gateway that silently knew no node would be worse.
 
@@ -6,33 +7,47 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 
+#[cfg(feature = "k8s")]
 use causeway_gateway::config::Kubernetes;
-use causeway_gateway::{Bound, Gateway};
+use causeway_gateway::{Bound, Config, Gateway};
+use tokio_util::sync::CancellationToken;
 
 /// Runs for as long as the gateway does.
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
 
 /// A cluster, if one is configured.
 #[cfg(feature = "k8s")]
-pub(super) struct Cluster(Option<(Kubernetes, causeway_k8s::Client)>);
+pub(super) struct Cluster(Option<Parts>);
+
+#[cfg(feature = "k8s")]
+struct Parts {
+    rules: Kubernetes,
+    client: causeway_k8s::Client,
+    /// What the hosts file says of edges' nodes.
+    addresses: Vec<std::net::IpAddr>,
+}
 
 #[cfg(feature = "k8s")]
 impl Cluster {
     /// Reads how its API is reached; nothing is dialled.
-    pub(super) async fn read(rules: Option<Kubernetes>) -> anyhow::Result<Self> {
-        let Some(rules) = rules else {
+    pub(super) async fn read(config: &Config) -> anyhow::Result<Self> {
+        let Some(rules) = config.kubernetes.clone() else {
             return Ok(Self(None));
         };
         let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
-        Ok(Self(Some((rules, client))))
+        Ok(Self(Some(Parts {
+            rules,
+            client,
+            addresses: config.hosted_addresses(),
+        })))
     }
 
     /// A gateway that asks it where pods are, and about callers.
     pub(super) fn beside(&self, gateway: Gateway) -> Gateway {
         match &self.0 {
-            Some((_, client)) => {
-                let pods = causeway_k8s::Pods::new(client.clone());
-                let reviews = causeway_k8s::Reviews::new(client.clone());
+            Some(parts) => {
+                let pods = causeway_k8s::Pods::new(parts.client.clone());
+                let reviews = causeway_k8s::Reviews::new(parts.client.clone());
                 let gateway = gateway.pods(std::sync::Arc::new(pods));
                 gateway.reviews(std::sync::Arc::new(reviews))
             }
@@ -40,21 +55,44 @@ impl Cluster {
         }
     }
 
-    /// What follows its nodes, once it is polled. The gateway is not ready (`/readyz`) before they are known.
-    pub(super) fn follow(self, bound: &Bound) -> Work {
-        let Some((rules, client)) = self.0 else {
+    /// What follows its nodes, once it is polled. The gateway is not ready (`/readyz`) before they are known. With `stop` it
+    /// gives up what others wait for.
+    pub(super) fn follow(self, bound: &Bound, stop: CancellationToken) -> Work {
+        let Some(parts) = self.0 else {
             return Box::pin(std::future::pending());
         };
+        let hosts = parts.hosts(bound);
         let informer = causeway_k8s::Informer {
-            client,
-            rules,
+            client: parts.client,
+            rules: parts.rules,
             nodes: bound.nodes(),
             metrics: bound.metrics(),
         };
         let hold = bound.hold("the nodes of the cluster are not known yet");
+        let hosts = async move {
+            if let Some(hosts) = hosts {
+                hosts.run(stop).await;
+            }
+        };
         Box::pin(async move {
-            informer.run(hold).await;
+            tokio::join!(informer.run(hold), hosts);
             std::future::pending().await
+        })
+    }
+}
+
+#[cfg(feature = "k8s")]
+impl Parts {
+    fn hosts(&self, bound: &Bound) -> Option<causeway_k8s::Hosts> {
+        let name = nix::unistd::gethostname().ok();
+        let name = name.and_then(|name| name.into_string().ok());
+        Some(causeway_k8s::Hosts {
+            client: self.client.clone(),
+            rules: self.rules.hosts.clone()?,
+            addresses: self.addresses.clone(),
+            nodes: bound.nodes(),
+            metrics: bound.metrics(),
+            gateway: name.unwrap_or_else(|| "gateway".to_owned()),
         })
     }
 }
@@ -70,8 +108,8 @@ pub(super) struct Cluster;
     reason = "as the other build has them"
 )]
 impl Cluster {
-    pub(super) async fn read(rules: Option<Kubernetes>) -> anyhow::Result<Self> {
-        if rules.is_some() {
+    pub(super) async fn read(config: &Config) -> anyhow::Result<Self> {
+        if config.kubernetes.is_some() {
             anyhow::bail!(
                 "kubernetes: this build knows no Kubernetes; build it with --features k8s"
             );
@@ -83,7 +121,7 @@ impl Cluster {
         gateway
     }
 
-    pub(super) fn follow(self, _: &Bound) -> Work {
+    pub(super) fn follow(self, _: &Bound, _: CancellationToken) -> Work {
         Box::pin(std::future::pending())
     }
 }

@@ -29,7 +29,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let rules = Rules::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
-    let cluster = Cluster::read(config.kubernetes.clone())
+    let cluster = Cluster::read(&config)
         .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let (reloads, asked) = causeway_config::reloads();
@@ -45,7 +45,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .beside(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
-    let cluster = cluster.follow(&bound);
+    let cluster = cluster.follow(&bound, stop.clone());
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let live = Live {

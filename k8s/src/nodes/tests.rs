@@ -50,9 +50,9 @@ fn a_node_is_at_the_edge_by_the_labels_of_ours_openyurts_and_superedges() {
 #[test]
 fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
     let claimed = [
+        ("ExternalIP", "2001:db8::1"),
         ("InternalIP", "10.0.0.1"),
         ("InternalIP", "::ffff:10.0.0.1"),
-        ("ExternalIP", "2001:db8::1"),
         ("Hostname", "10.0.0.9"),
         ("InternalIP", "127.0.0.1"),
         ("InternalIP", "0.0.0.0"),

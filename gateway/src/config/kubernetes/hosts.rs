@@ -1,4 +1,4 @@
-//! The section `kubernetes.hosts`: the file of nodes' names that CoreDNS' plugin `hosts` reads from a ConfigMap.
+//! The section `kubernetes.hosts`: the file of nodes' names that `CoreDNS` reads from a `ConfigMap`.
 //!
 //! What is not said follows from the format, whose names whoever comes from OpenYurt has already. What an edge's name means
 //! is never guessed, as for the gateway's own DNS server; loopback is no answer here, since other machines read this.

@@ -1,0 +1,227 @@
+//! The `ConfigMap`s of one hosts file: read, written and removed, with nothing of anybody else's.
+//!
+//! One is ours if it has our label, or was written by us before: any other of that name is left as it is, and said. Each
+//! write is of the version that was read, so that nobody's change is lost unseen.
+
+use crate::client::{said, watch_said, watch_timeout};
+use futures_util::{StreamExt, future::ready, stream::BoxStream};
+use k8s_openapi::{
+    api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
+};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ObjectMeta, PartialObjectMeta, PostParams, Preconditions},
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// How long one request may take; a file can be close to a megabyte.
+const BOUND: Duration = Duration::from_secs(10);
+/// By whom the API notes that something was written.
+const MANAGER: &str = "causeway-gateway";
+/// What says that an object is ours.
+const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "causeway");
+
+/// Where the files are.
+#[derive(Clone)]
+pub(super) struct Maps {
+    client: Client,
+    namespace: String,
+    name: String,
+    key: String,
+}
+
+type Seen = Result<Event<PartialObjectMeta<ConfigMap>>, watcher::Error>;
+
+/// A version of a `ConfigMap`, or that there is none; or why that is not known.
+pub(super) type Version = Result<Option<String>, String>;
+
+impl Maps {
+    pub(super) fn new(client: Client, namespace: &str, (name, key): (&str, &str)) -> Self {
+        Self {
+            client,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            key: key.to_owned(),
+        }
+    }
+
+    /// The name of the file with this number.
+    pub(super) fn name(&self, number: usize) -> String {
+        match number {
+            0 => self.name.clone(),
+            number => format!("{}-{number}", self.name),
+        }
+    }
+
+    fn api(&self) -> Api<ConfigMap> {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    pub(super) async fn read(&self, number: usize) -> Result<Option<ConfigMap>, Failure> {
+        let (api, name) = (self.api(), self.name(number));
+        timeout(BOUND, api.get_opt(&name))
+            .await?
+            .map_err(Into::into)
+    }
+
+    /// Writes this text in place of what was read.
+    pub(super) async fn write(
+        &self,
+        number: usize,
+        before: Option<&ConfigMap>,
+        text: &str,
+    ) -> Result<ConfigMap, Failure> {
+        let (api, name) = (self.api(), self.name(number));
+        let parameters = PostParams {
+            field_manager: Some(MANAGER.to_owned()),
+            ..PostParams::default()
+        };
+        let map = ConfigMap {
+            data: Some([(self.key.clone(), text.to_owned())].into()),
+            binary_data: None,
+            immutable: None,
+            metadata: metadata(&name, before),
+        };
+        let written = match before {
+            Some(_) => timeout(BOUND, api.replace(&name, &parameters, &map)).await?,
+            None => timeout(BOUND, api.create(&parameters, &map)).await?,
+        };
+        Ok(written?)
+    }
+
+    /// Removes what was read.
+    pub(super) async fn remove(&self, map: &ConfigMap) -> Result<(), Failure> {
+        let (api, name) = (self.api(), map.name_any());
+        let same = Preconditions {
+            resource_version: map.resource_version(),
+            uid: map.uid(),
+        };
+        let parameters = DeleteParams::default().preconditions(same);
+        timeout(BOUND, api.delete(&name, &parameters)).await??;
+        Ok(())
+    }
+
+    /// Whether it says this and nothing else.
+    pub(super) fn holds(&self, map: &ConfigMap, text: &str) -> bool {
+        let data = map.data.iter().flatten();
+        let binary = map.binary_data.iter().flatten();
+        data.eq([(&self.key, &text.to_owned())]) && binary.count() == 0
+    }
+
+    /// That the object is not ours, and what to do.
+    pub(super) fn foreign(&self, map: &ConfigMap) -> Failure {
+        let (key, value) = LABEL;
+        let (name, namespace) = (map.name_any(), &self.namespace);
+        let by = match others(map) {
+            Some(other) => format!(" but {other}'s"),
+            None => String::new(),
+        };
+        Failure::Foreign(format!(
+            "the ConfigMap {namespace}/{name} is not this gateway's{by}, and is left as it is: set \
+             kubernetes.hosts.name to another, delete it, or hand it over \
+             (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)"
+        ))
+    }
+
+    /// Each version of the file with this number, from now on.
+    pub(super) fn versions(&self, number: usize) -> BoxStream<'static, (usize, Version)> {
+        // Of what is there anyway only the version is asked for.
+        let api =
+            Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
+        let name = format!("metadata.name={}", self.name(number));
+        let config = watcher::Config::default().fields(&name);
+        let config = config.timeout(watch_timeout());
+        let mut listed = None;
+        let version = move |event: Seen| {
+            let version = match event {
+                Ok(Event::Init) => {
+                    listed = None;
+                    return ready(None);
+                }
+                Ok(Event::InitApply(map)) => {
+                    listed = map.resource_version();
+                    return ready(None);
+                }
+                Ok(Event::InitDone) => Ok(listed.take()),
+                Ok(Event::Apply(map)) => Ok(map.resource_version()),
+                Ok(Event::Delete(_)) => Ok(None),
+                Err(error) => Err(watch_said(&error)),
+            };
+            ready(Some((number, version)))
+        };
+        let events = watcher(api, config).default_backoff();
+        events.filter_map(version).boxed()
+    }
+}
+
+fn metadata(name: &str, before: Option<&ConfigMap>) -> ObjectMeta {
+    let (key, value) = LABEL;
+    let mut metadata = match before {
+        Some(map) => ObjectMeta {
+            // The API keeps these itself.
+            managed_fields: None,
+            ..map.metadata.clone()
+        },
+        None => ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        },
+    };
+    let labels = metadata.labels.get_or_insert_default();
+    labels.insert(key.to_owned(), value.to_owned());
+    metadata
+}
+
+/// Whether it has our label, or was written by us.
+pub(super) fn is_ours(map: &ConfigMap) -> bool {
+    let (key, value) = LABEL;
+    let labelled = map.labels().get(key).is_some_and(|found| found == value);
+    let by_us = |entry: &ManagedFieldsEntry| entry.manager.as_deref() == Some(MANAGER);
+    labelled || map.managed_fields().iter().any(by_us)
+}
+
+/// Who else wrote it last, by the name that one gave.
+pub(super) fn others(map: &ConfigMap) -> Option<&str> {
+    let fields = map.managed_fields().iter();
+    let others = fields.filter(|entry| entry.manager.as_deref() != Some(MANAGER));
+    let last = others.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
+    last.manager.as_deref()
+}
+
+/// What keeps a file from being as it should be.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    /// Somebody else's object has its name.
+    #[error("{0}")]
+    Foreign(String),
+    #[error("{}", said(.0))]
+    Asked(#[from] kube::Error),
+    #[error("the cluster's API does not answer in time")]
+    Silent(#[from] tokio::time::error::Elapsed),
+}
+
+impl Failure {
+    /// Whether trying again soon may do: somebody was faster, or nobody answered.
+    pub(super) fn passes(&self) -> bool {
+        match self {
+            Self::Foreign(_) => false,
+            Self::Asked(kube::Error::Api(status)) => {
+                status.is_conflict() || status.is_already_exists() || status.is_not_found()
+            }
+            Self::Asked(_) | Self::Silent(_) => true,
+        }
+    }
+
+    /// Whether somebody was faster: nobody's fault.
+    pub(super) fn is_conflict(&self) -> bool {
+        let Self::Asked(kube::Error::Api(status)) = self else {
+            return false;
+        };
+        status.is_conflict() || status.is_already_exists()
+    }
+}
