@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
 mod egress;
+mod hosts;
 mod nodes;
 mod reviews;
 mod stands;
@@ -43,6 +44,7 @@ fn trials() -> Vec<Trial> {
         .into_iter()
         .chain(nodes::trials())
         .chain(reviews::trials())
+        .chain(hosts::trials())
         .chain(egress::trials())
         .collect()
 }

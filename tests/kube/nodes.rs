@@ -128,7 +128,7 @@ impl Gateway {
     }
 }
 
-fn number(metrics: &str, name: &str) -> u64 {
+pub(crate) fn number(metrics: &str, name: &str) -> u64 {
     let line = metrics.lines().find_map(|line| line.strip_prefix(name));
     line.map_or(0, |value| value.parse().unwrap())
 }
@@ -137,7 +137,7 @@ fn soon(what: &str, holds: impl FnMut() -> bool) {
     assert!(within(SOON, holds), "not soon: {what}");
 }
 
-fn node(world: &World, name: &str, edge: bool, addresses: &[&str]) {
+pub(crate) fn node(world: &World, name: &str, edge: bool, addresses: &[&str]) {
     let labels = if edge {
         json!({ "causeway.io/edge": "true" })
     } else {
@@ -154,13 +154,13 @@ fn node(world: &World, name: &str, edge: bool, addresses: &[&str]) {
     patch.run().ok();
 }
 
-fn delete(world: &World, names: &str) {
+pub(crate) fn delete(world: &World, names: &str) {
     let line = format!("delete node {names} --wait=false");
     world.cluster.kubectl(&line).run().ok();
 }
 
 /// A Node object that goes with its test.
-struct Passing<'a>(&'a World, &'static str);
+pub(crate) struct Passing<'a>(pub(crate) &'a World, pub(crate) &'static str);
 
 impl Drop for Passing<'_> {
     fn drop(&mut self) {

@@ -1,0 +1,446 @@
+//! The hosts file of all nodes in a ConfigMap, with the rights of `examples/egress` and `examples/hosts` and no others.
+//!
+//! Gateways with no edge, only the cluster, on ports of their own; what they write is read by kubectl and by a real
+//! `CoreDNS`, which is configured as `examples/hosts` has it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use crate::{
+    nodes::{Passing, delete, node, number},
+    trial,
+    world::{
+        World,
+        causeway::BINARY,
+        net::{CLOUD, MACHINE},
+        process::{Process, Program, until, within},
+        world,
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "hosts::the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it",
+            the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it,
+        ),
+        trial(
+            "hosts::what_others_change_is_put_right_and_said",
+            what_others_change_is_put_right_and_said,
+        ),
+        trial(
+            "hosts::one_of_two_gateways_writes_and_the_other_takes_over",
+            one_of_two_gateways_writes_and_the_other_takes_over,
+        ),
+        trial(
+            "hosts::a_lease_that_is_lost_is_waited_for_and_ends_nothing",
+            a_lease_that_is_lost_is_waited_for_and_ends_nothing,
+        ),
+        trial(
+            "hosts::somebody_elses_configmap_is_not_touched_before_it_is_handed_over",
+            somebody_elses_configmap_is_not_touched_before_it_is_handed_over,
+        ),
+        trial(
+            "hosts::who_comes_from_openyurt_finds_its_names_and_format",
+            who_comes_from_openyurt_finds_its_names_and_format,
+        ),
+        trial(
+            "hosts::more_names_than_fit_into_one_object_are_in_several",
+            more_names_than_fit_into_one_object_are_in_several,
+        ),
+        trial(
+            "hosts::rights_that_are_missing_are_named",
+            rights_that_are_missing_are_named,
+        ),
+    ]
+}
+
+const NAME: &str = "causeway-nodes";
+const OPENYURT: &str = "yurt-tunnel-nodes";
+/// Shorter than by default, for tests that wait for its end.
+const LEASE: Duration = Duration::from_secs(6);
+/// Changes are gathered for a second; the rest is this machine's other work.
+const SOON: Duration = Duration::from_secs(8);
+
+/// The nodes that are always there, as the file has them.
+fn always() -> String {
+    format!("{MACHINE} cloud-1\n{CLOUD} edge-1\n{CLOUD} edge-2\n")
+}
+
+/// The rights of the examples, and what is written by them: gone with the test.
+struct Rights<'a> {
+    world: &'a World,
+    text: String,
+    name: &'static str,
+}
+
+impl<'a> Rights<'a> {
+    fn of(world: &'a World, name: &'static str) -> Self {
+        let text = fs::read_to_string(example("rbac.yaml")).unwrap();
+        let text = text.replace(NAME, name);
+        let apply = world.cluster.kubectl("apply -f -").input(text.clone());
+        apply.run().ok();
+        Self { world, text, name }
+    }
+}
+
+impl Drop for Rights<'_> {
+    fn drop(&mut self) {
+        let delete = "delete --ignore-not-found -f -";
+        let delete = self.world.cluster.kubectl(delete).input(self.text.clone());
+        delete.run();
+        let name = self.name;
+        let line = format!(
+            "-n kube-system delete --ignore-not-found configmap/{name} configmap/{name}-1 configmap/{name}-2 lease/{name}"
+        );
+        self.world.cluster.kubectl(&line).run();
+    }
+}
+
+fn example(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("examples/hosts")
+        .join(name)
+}
+
+/// A gateway that writes the file, if it may.
+struct Gateway {
+    process: Process,
+    admin: u16,
+}
+
+impl Gateway {
+    /// The one with this number, with these keys of `kubernetes.hosts` besides its address.
+    fn start(world: &World, number: u16, keys: &Value) -> Self {
+        let (tunnel, admin) = (11_300 + number, 11_400 + number);
+        let folder = world.path(format!("hosts-{number}"));
+        fs::create_dir_all(&folder).unwrap();
+        let data = folder.join("data");
+        let ca = Program::new(BINARY).words("ca init --data-dir");
+        if !data.exists() {
+            ca.args([&data]).run().ok();
+        }
+        let mut hosts = json!({ "addresses": [CLOUD], "lease_duration": format!("{LEASE:?}") });
+        let more = keys.as_object().unwrap().clone();
+        hosts.as_object_mut().unwrap().extend(more);
+        let config = json!({
+            "data_dir": data,
+            "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
+            "admin": { "listen": format!("127.0.0.1:{admin}") },
+            "kubernetes": { "kubeconfig": world.cluster.account(), "hosts": hosts },
+            "fronts": [{
+                "name": "it", "kind": "connect",
+                "listen": format!("unix:{}", folder.join("it.sock").display()),
+            }],
+        });
+        let file = folder.join("gateway.yaml");
+        fs::write(&file, config.to_string()).unwrap();
+        let mut process = Program::new(BINARY)
+            .words("gateway --config")
+            .args([&file])
+            .words("--log-filter info,causeway_k8s=debug")
+            .start(&folder.join("log"));
+        process.says("gateway ready");
+        Self { process, admin }
+    }
+
+    fn ask(&self, path: &str) -> String {
+        let url = format!("http://127.0.0.1:{}{path}", self.admin);
+        Program::new("curl").words("-sS").args([url]).run().text()
+    }
+
+    fn metric(&self, name: &str) -> u64 {
+        let all = self.ask("/metrics");
+        number(&all, &format!("causeway_gateway_cluster_hosts_{name} "))
+    }
+
+    fn leads(&self) -> bool {
+        self.metric("leading") == 1
+    }
+
+    fn writes(&self) -> u64 {
+        self.metric("writes_total{outcome=\"ok\"}")
+    }
+}
+
+/// What is in the file, if it is there.
+fn file(world: &World, name: &str, key: &str) -> Option<String> {
+    let map = world
+        .cluster
+        .get(&format!("configmap -n kube-system {name}"))?;
+    map["data"][key].as_str().map(str::to_owned)
+}
+
+fn hosts(world: &World) -> String {
+    file(world, NAME, "hosts").unwrap_or_default()
+}
+
+fn lease(world: &World) -> Value {
+    let lease = format!("lease -n kube-system {NAME}");
+    let lease = world.cluster.get(&lease).unwrap_or_default();
+    lease["spec"].clone()
+}
+
+/// Changes an object of the namespace as somebody with kubectl does.
+fn patch(world: &World, what: &str, change: &Value) {
+    let line = format!("-n kube-system patch {what} --type=merge -p");
+    let patch = world.cluster.kubectl(&line).args([change.to_string()]);
+    patch.run().ok();
+}
+
+fn soon(what: &str, holds: impl FnMut() -> bool) {
+    assert!(within(SOON, holds), "not soon: {what}");
+}
+
+/// `CoreDNS` as the example has it, with this file.
+fn coredns(world: &World, file: &Path) -> Process {
+    let folder = std::env::var_os("KUBEBUILDER_ASSETS").unwrap();
+    let text = fs::read_to_string(example("Corefile")).unwrap();
+    let text = text
+        .replace(".:53 {", ".:5353 {\n    bind 127.0.0.1")
+        .replace("/etc/causeway/hosts", &file.display().to_string())
+        .replace("/etc/resolv.conf", "127.0.0.1:9");
+    let corefile = world.path("Corefile");
+    fs::write(&corefile, text).unwrap();
+    Program::new(Path::new(&folder).join("coredns"))
+        .args(["-conf".as_ref(), corefile.as_os_str()])
+        .start(&world.path("coredns.log"))
+}
+
+fn dig(name: &str) -> String {
+    let dig = Program::new("dig").words("@127.0.0.1 -p 5353 +short +time=1 +tries=1");
+    dig.args([name]).run().text().trim_end().to_owned()
+}
+
+fn the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    let gateway = Gateway::start(&world, 1, &json!({}));
+    soon("the file is there", || hosts(&world) == always());
+    assert!(gateway.leads());
+    let mounted = world.path("hosts-mounted");
+    fs::write(&mounted, hosts(&world)).unwrap();
+    let _coredns = coredns(&world, &mounted);
+    until("an edge's name is the gateway's", || {
+        dig("edge-1") == CLOUD.to_string()
+    });
+    assert_eq!(dig("cloud-1"), MACHINE.to_string());
+    assert_eq!(dig("new-1"), "");
+
+    let new = Passing(&world, "new-1");
+    node(&world, "new-1", true, &["10.1.9.1", "fd01::9"]);
+    let with = |addresses: &[&str]| {
+        let lines = addresses.iter().map(|address| format!("{address} new-1\n"));
+        format!("{}{}", always(), lines.collect::<String>())
+    };
+    let edge = with(&[&CLOUD.to_string()]);
+    soon("a new node is in it", || hosts(&world) == edge);
+    fs::write(&mounted, hosts(&world)).unwrap();
+    until("CoreDNS has read it", || dig("new-1") == CLOUD.to_string());
+    let label = "label node new-1 causeway.io/edge-";
+    world.cluster.kubectl(label).run().ok();
+    let own = with(&["10.1.9.1", "fd01::9"]);
+    soon("by its own addresses", || hosts(&world) == own);
+
+    // Heartbeats, renewals of the lease and labels say nothing new.
+    let (writes, renewed) = (gateway.writes(), lease(&world)["renewTime"].clone());
+    let label = "label node new-1 else=nothing";
+    world.cluster.kubectl(label).run().ok();
+    until("the lease is renewed", || {
+        lease(&world)["renewTime"] != renewed
+    });
+    let _second = Passing(&world, "new-2");
+    node(&world, "new-2", false, &["10.1.9.2"]);
+    delete(&world, "new-1");
+    drop(new);
+    let both = format!("{}10.1.9.2 new-2\n", always());
+    soon("one came, the other went", || hosts(&world) == both);
+    let more = gateway.writes() - writes;
+    assert!((1..=3).contains(&more), "{more} writes for two nodes");
+}
+
+fn what_others_change_is_put_right_and_said() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    let mut gateway = Gateway::start(&world, 1, &json!({}));
+    soon("the file is there", || hosts(&world) == always());
+    let what = format!("configmap {NAME}");
+    let evil = json!({ "data": { "hosts": "10.9.9.9 edge-1\n", "more": "x" } });
+    patch(&world, &what, &evil);
+    soon("it is put right", || hosts(&world) == always());
+    assert_eq!(file(&world, NAME, "more"), None);
+    gateway.process.says("was changed, and is put right");
+    gateway.process.says("kubectl-patch");
+    // What is somebody else's and does no harm stays.
+    let mark = json!({ "metadata": { "annotations": { "team": "network" } } });
+    patch(&world, &what, &mark);
+    let writes = gateway.writes();
+    let line = format!("-n kube-system delete configmap {NAME}");
+    world.cluster.kubectl(&line).run().ok();
+    soon("it is there again", || hosts(&world) == always());
+    gateway.process.says("was deleted, and is put right");
+    assert_eq!(gateway.writes(), writes + 1, "an annotation is no reason");
+}
+
+fn one_of_two_gateways_writes_and_the_other_takes_over() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    let first = Gateway::start(&world, 1, &json!({}));
+    until("the first writes", || first.leads());
+    let second = Gateway::start(&world, 2, &json!({}));
+    let renewed = lease(&world)["renewTime"].clone();
+    until("it renews", || lease(&world)["renewTime"] != renewed);
+    assert_eq!((second.leads(), second.writes()), (false, 0));
+    assert!(first.leads());
+    let before = lease(&world);
+    // A power cut.
+    let killed = Instant::now();
+    drop(first);
+    until("the second writes", || second.leads());
+    let took = killed.elapsed();
+    assert!(took < LEASE + Duration::from_secs(3), "{took:?}");
+    let after = lease(&world);
+    assert_ne!(before["holderIdentity"], after["holderIdentity"]);
+    assert_eq!(after["leaseTransitions"], 1);
+    let new = Passing(&world, "new-1");
+    node(&world, "new-1", true, &["10.1.9.1"]);
+    soon("it follows", || hosts(&world).contains("new-1"));
+    drop(new);
+    soon("it follows again", || hosts(&world) == always());
+
+    // One that ends in order is not waited for.
+    let third = Gateway::start(&world, 1, &json!({}));
+    let stopped = Instant::now();
+    second.process.stop(Duration::from_secs(20));
+    until("the third writes", || third.leads());
+    let holder = lease(&world)["holderIdentity"].clone();
+    assert_ne!(holder, after["holderIdentity"]);
+    println!(
+        "taken over after {took:?}, and in order within {:?}",
+        stopped.elapsed()
+    );
+}
+
+fn a_lease_that_is_lost_is_waited_for_and_ends_nothing() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    let mut gateway = Gateway::start(&world, 1, &json!({}));
+    until("it writes", || gateway.leads());
+    let line = format!("-n kube-system delete lease {NAME}");
+    world.cluster.kubectl(&line).run().ok();
+    soon("it has the lease again", || {
+        lease(&world)["holderIdentity"].is_string() && gateway.leads()
+    });
+    let what = format!("lease {NAME}");
+    let taken = json!({ "spec": { "holderIdentity": "somebody" } });
+    patch(&world, &what, &taken);
+    gateway.process.says("somebody has it now");
+    until("it stands by", || !gateway.leads());
+    let new = Passing(&world, "new-1");
+    node(&world, "new-1", true, &["10.1.9.1"]);
+    // Renewed by hand, with a clock that is a day wrong.
+    let taken = json!({ "spec": { "renewTime": "2020-01-01T00:00:00.000000Z" } });
+    patch(&world, &what, &taken);
+    assert_eq!(
+        hosts(&world),
+        always(),
+        "what is not its own is not written"
+    );
+    until("it writes once more", || gateway.leads());
+    soon("what came meanwhile is there", || {
+        hosts(&world).contains("new-1")
+    });
+    drop(new);
+    soon("and goes", || hosts(&world) == always());
+    assert_eq!(gateway.ask("/readyz"), "ready\n");
+}
+
+fn somebody_elses_configmap_is_not_touched_before_it_is_handed_over() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    world.cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "data": { "hosts": "10.9.9.9 mine\n" },
+        "metadata": { "name": NAME, "namespace": "kube-system" },
+    }));
+    let mut gateway = Gateway::start(&world, 1, &json!({}));
+    gateway.process.says(&format!(
+        "the ConfigMap kube-system/{NAME} is not this gateway's but kubectl-client-side-apply's"
+    ));
+    assert_eq!(hosts(&world), "10.9.9.9 mine\n");
+    assert_eq!(gateway.writes(), 0);
+    assert_eq!(gateway.ask("/readyz"), "ready\n");
+    assert!(gateway.metric("writes_total{outcome=\"failed\"}") > 0);
+    // As the log says it.
+    let said = gateway.process.said();
+    let (_, rest) = said.split_once("hand it over (kubectl ").unwrap();
+    let (line, _) = rest.split_once(')').unwrap();
+    world.cluster.kubectl(line).run().ok();
+    soon("it is taken over", || hosts(&world) == always());
+}
+
+fn who_comes_from_openyurt_finds_its_names_and_format() {
+    let world = world();
+    let _rights = Rights::of(&world, OPENYURT);
+    let _gateway = Gateway::start(&world, 1, &json!({ "format": "openyurt" }));
+    let mut lines = [
+        format!("{MACHINE}\tcloud-1"),
+        format!("{CLOUD}\tedge-1"),
+        format!("{CLOUD}\tedge-2"),
+    ];
+    lines.sort();
+    soon("the file is there", || {
+        file(&world, OPENYURT, "tunnel-nodes") == Some(lines.join("\n"))
+    });
+}
+
+fn more_names_than_fit_into_one_object_are_in_several() {
+    let world = world();
+    let _rights = Rights::of(&world, NAME);
+    let label = "z".repeat(60);
+    let zones: Vec<String> = (0..850)
+        .map(|number| format!("{number}.{label}.{label}.{label}"))
+        .collect();
+    let passing = ["many-1", "many-2", "many-3"].map(|name| Passing(&world, name));
+    for name in &passing {
+        node(&world, name.1, true, &[]);
+    }
+    let gateway = Gateway::start(&world, 1, &json!({ "zones": zones }));
+    let second = format!("{NAME}-1");
+    until("there are several", || {
+        file(&world, &second, "hosts").is_some() && file(&world, NAME, "hosts").is_some()
+    });
+    let all = || -> Vec<String> {
+        let parts = [NAME, &second].map(|name| file(&world, name, "hosts").unwrap_or_default());
+        let firsts = parts.iter().flat_map(|part| part.lines());
+        let mut names: Vec<String> = firsts
+            .map(|line| line.split(' ').nth(1).unwrap().to_owned())
+            .collect();
+        names.sort();
+        names
+    };
+    let expected = ["cloud-1", "edge-1", "edge-2", "many-1", "many-2", "many-3"];
+    assert_eq!(all(), expected);
+    let writes = gateway.writes();
+    drop(passing);
+    until("one is enough", || {
+        file(&world, &second, "hosts").is_none() && all() == expected[..3]
+    });
+    assert!(gateway.writes() > writes);
+}
+
+fn rights_that_are_missing_are_named() {
+    let world = world();
+    let mut gateway = Gateway::start(&world, 1, &json!({}));
+    gateway.process.says(
+        "cannot get resource \\\"leases\\\" in API group \\\"coordination.k8s.io\\\" in the namespace \\\"kube-system\\\"",
+    );
+    assert!(!gateway.leads());
+    let _rights = Rights::of(&world, NAME);
+    until("the rights are there", || hosts(&world) == always());
+}
