@@ -1,14 +1,24 @@
 use super::*;
-use kube::Config;
+use http::{Request, Response};
+use kube::client::Body;
+use std::future::{Future, pending, ready};
 
-fn lease() -> Lease {
-    let nowhere = Config::new("http://127.0.0.1:9".parse().unwrap());
+/// By an API that answers like this.
+fn by<F>(answer: impl Fn() -> F + Clone + Send + 'static) -> Lease
+where
+    F: Future<Output = Result<Response<Body>, kube::Error>> + Send + 'static,
+{
+    let api = tower::service_fn(move |_: Request<Body>| answer());
     Lease::new(
-        Client::try_from(nowhere).unwrap(),
+        Client::new(api, "it"),
         ("it", "it"),
         "a".to_owned(),
         Duration::from_secs(15),
     )
+}
+
+fn lease() -> Lease {
+    by(pending)
 }
 
 fn of(holder: Option<&str>, seconds: Option<i32>, renewed: i64) -> v1::Lease {
@@ -70,4 +80,25 @@ async fn a_change_of_holders_is_counted_and_a_renewal_keeps_the_time_of_the_firs
     let first = lease.ours(None);
     assert_eq!(first.metadata.name.as_deref(), Some("it"));
     assert_eq!(first.spec.unwrap().lease_transitions, Some(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_cannot_be_renewed_is_lost_after_two_thirds_of_its_time() {
+    let broken = || {
+        let answer = Response::builder().status(500).body(Body::empty());
+        ready(Ok(answer.unwrap()))
+    };
+    for mut lease in [by(pending), by(broken)] {
+        lease.see(&of(Some("a"), Some(15), 0));
+        let begun = Instant::now();
+        lease.renewed = Some(begun);
+        lease.keep().await;
+        let lasted = begun.elapsed();
+        assert!(
+            (Duration::from_secs(10)..Duration::from_secs(12)).contains(&lasted),
+            "{lasted:?}"
+        );
+        // There is nothing to give up.
+        assert!(lease.renewed.is_none());
+    }
 }

@@ -35,7 +35,7 @@ pub struct Hosts {
     pub zones: Vec<String>,
     /// What the name of an edge's node means: the addresses at which callers reach the fronts. Without it as `dns.addresses`, or where the fronts listen.
     pub addresses: Vec<IpAddr>,
-    /// Name of the Lease by which one of several gateways writes; by default that of the `ConfigMap`. Not `tunnel-dns-controller` while OpenYurt's runs: it would end.
+    /// Name of the Lease by which one of several gateways writes; by default that of the `ConfigMap`.
     pub lease: Option<String>,
     /// How long the others wait for a gateway that has died, in whole seconds.
     #[serde(with = "HumanDuration")]
@@ -94,11 +94,11 @@ impl Hosts {
 
     fn validate(&self, named: &[IpAddr], faults: &mut Faults) {
         for (key, name) in [
-            ("namespace", self.namespace.as_str()),
-            ("name", self.name()),
-            ("lease", self.lease()),
+            ("namespace", Some(&self.namespace)),
+            ("name", self.name.as_ref()),
+            ("lease", self.lease.as_ref()),
         ] {
-            if !is_name(name) {
+            if let Some(name) = name.filter(|name| !is_name(name)) {
                 let message = format!(
                     "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
                 );
@@ -114,6 +114,10 @@ impl Hosts {
         if self.format == HostsFormat::OpenYurt && !self.zones.is_empty() {
             let message = "there is one name to a line in OpenYurt's format; use causeway's";
             faults.add("kubernetes.hosts.zones", message);
+        }
+        if let Some(index) = self.zones.iter().position(|zone| zone == ".") {
+            let path = format!("kubernetes.hosts.zones[{index}]");
+            faults.add(path, "bare names are there without it; remove it");
         }
         dns::check_zones("kubernetes.hosts.zones", &self.zones, faults);
         dns::check_addresses("kubernetes.hosts.addresses", &self.addresses, faults);
