@@ -198,14 +198,20 @@ fn soon(what: &str, holds: impl FnMut() -> bool) {
     assert!(within(SOON, holds), "not soon: {what}");
 }
 
-/// `CoreDNS` as the example has it, with this file.
-fn coredns(world: &World, file: &Path) -> Process {
+/// `CoreDNS` as the example has it, with these files: what is not in one is asked of a server block with the next.
+fn coredns(world: &World, files: &[PathBuf]) -> Process {
     let folder = std::env::var_os("KUBEBUILDER_ASSETS").unwrap();
-    let text = fs::read_to_string(example("Corefile")).unwrap();
-    let text = text
-        .replace(".:53 {", ".:5353 {\n    bind 127.0.0.1")
-        .replace("/etc/causeway/hosts", &file.display().to_string())
-        .replace("/etc/resolv.conf", "127.0.0.1:9");
+    let example = fs::read_to_string(example("Corefile")).unwrap();
+    let block = |(number, file): (usize, &PathBuf)| {
+        example
+            .replace(
+                ".:53 {",
+                &format!(".:{} {{\n    bind 127.0.0.1", 5353 + number),
+            )
+            .replace("/etc/causeway/hosts", &file.display().to_string())
+            .replace("/etc/resolv.conf", &format!("127.0.0.1:{}", 5354 + number))
+    };
+    let text: String = files.iter().enumerate().map(block).collect();
     let corefile = world.path("Corefile");
     fs::write(&corefile, text).unwrap();
     Program::new(Path::new(&folder).join("coredns"))
@@ -221,14 +227,18 @@ fn dig(name: &str) -> String {
 fn the_file_is_exact_as_nodes_come_and_go_and_coredns_answers_by_it() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
+    let text = fs::read_to_string(example("gateway.yaml")).unwrap();
+    let ca = world.cluster.pki.path("ca.pem");
+    let copy = world.path("hosts-example.yaml");
+    fs::write(&copy, text.replace("/etc/kubernetes/pki/ca.crt", &ca)).unwrap();
     let checked = Program::new(BINARY).words("gateway --check-config --config");
-    checked.args([example("gateway.yaml")]).run().ok();
+    checked.args([copy]).run().ok();
     let gateway = Gateway::start(&world, 1, &json!({}));
     soon("the file is there", || hosts(&world) == always());
     assert!(gateway.leads());
     let mounted = world.path("hosts-mounted");
     fs::write(&mounted, hosts(&world)).unwrap();
-    let _coredns = coredns(&world, &mounted);
+    let _coredns = coredns(&world, std::slice::from_ref(&mounted));
     until("an edge's name is the gateway's", || {
         dig("edge-1") == CLOUD.to_string()
     });
@@ -403,36 +413,53 @@ fn who_comes_from_openyurt_finds_its_names_and_format() {
 fn more_names_than_fit_into_one_object_are_in_several() {
     let world = world();
     let _rights = Rights::of(&world, NAME);
+    // Some 170 kB for each edge: five of them fit into one object, and six do not.
     let label = "z".repeat(60);
-    let zones: Vec<String> = (0..850)
-        .map(|number| format!("{number}.{label}.{label}.{label}"))
-        .collect();
-    let passing = ["many-1", "many-2", "many-3"].map(|name| Passing(&world, name));
+    let zone = |number| format!("{number}.{label}.{label}.{label}");
+    let zones: Vec<String> = (0..10).map(zone).collect();
+    let further = (1..90).map(|last| format!("192.0.2.{last}"));
+    let addresses: Vec<String> = [CLOUD.to_string()].into_iter().chain(further).collect();
+    let passing = ["many-1", "many-2", "many-3", "many-4"].map(|name| Passing(&world, name));
     for name in &passing {
         node(&world, name.1, true, &[]);
     }
-    let gateway = Gateway::start(&world, 1, &json!({ "zones": zones }));
-    let second = format!("{NAME}-1");
-    until("there are several", || {
-        file(&world, &second, "hosts").is_some() && file(&world, NAME, "hosts").is_some()
-    });
-    let all = || -> Vec<String> {
-        let parts = [NAME, &second].map(|name| file(&world, name, "hosts").unwrap_or_default());
-        let firsts = parts.iter().flat_map(|part| part.lines());
-        let mut names: Vec<String> = firsts
-            .map(|line| line.split(' ').nth(1).unwrap().to_owned())
-            .collect();
-        names.sort();
-        names
-    };
-    let expected = ["cloud-1", "edge-1", "edge-2", "many-1", "many-2", "many-3"];
-    assert_eq!(all(), expected);
-    let writes = gateway.writes();
+    let keys = json!({ "zones": zones, "addresses": addresses });
+    let gateway = Gateway::start(&world, 1, &keys);
+    let both = || [NAME, &format!("{NAME}-1")].map(|name| file(&world, name, "hosts"));
+    until("there are two", || both().iter().all(Option::is_some));
+    let files: Vec<PathBuf> = both()
+        .into_iter()
+        .zip(["first.hosts", "second.hosts"])
+        .map(|(text, name)| {
+            let file = world.path(name);
+            fs::write(&file, text.unwrap()).unwrap();
+            file
+        })
+        .collect();
+    let _coredns = coredns(&world, &files);
+    let edges = ["edge-1", "edge-2", "many-1", "many-2", "many-3", "many-4"];
+    for name in edges {
+        until("its name is in one of them", || {
+            dig(name).lines().count() == addresses.len()
+        });
+    }
+    assert_eq!(dig("cloud-1"), MACHINE.to_string());
+
+    let (before, writes) = (both(), gateway.writes());
+    let addressless = "label node many-1 causeway.io/edge-";
+    world.cluster.kubectl(addressless).run().ok();
+    soon("one has changed", || both() != before);
+    let changed = both()
+        .iter()
+        .zip(&before)
+        .filter(|(new, old)| new != old)
+        .count();
+    assert_eq!((changed, gateway.writes() - writes), (1, 1));
     drop(passing);
     until("one is enough", || {
-        file(&world, &second, "hosts").is_none() && all() == expected[..3]
+        let [first, second] = both();
+        second.is_none() && first.is_some_and(|text| text.lines().count() == 2 * 90 + 1)
     });
-    assert!(gateway.writes() > writes);
 }
 
 fn rights_that_are_missing_are_named() {
