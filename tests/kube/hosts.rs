@@ -1,4 +1,4 @@
-//! The hosts file of all nodes in a ConfigMap, with the rights of `examples/egress` and `examples/hosts` and no others.
+//! The hosts file of all nodes in a `ConfigMap`, with the rights of `examples/egress` and `examples/hosts` and no others.
 //!
 //! Gateways with no edge, only the cluster, on ports of their own; what they write is read by kubectl and by a real
 //! `CoreDNS`, which is configured as `examples/hosts` has it.
@@ -81,9 +81,15 @@ struct Rights<'a> {
 }
 
 impl<'a> Rights<'a> {
+    /// For objects of this name.
     fn of(world: &'a World, name: &'static str) -> Self {
+        Self::apply(world, name, |text| text)
+    }
+
+    /// As the example has it, but for what this changes.
+    fn apply(world: &'a World, name: &'static str, change: fn(String) -> String) -> Self {
         let text = fs::read_to_string(example("rbac.yaml")).unwrap();
-        let text = text.replace(NAME, name);
+        let text = change(text.replace(NAME, name));
         let apply = world.cluster.kubectl("apply -f -").input(text.clone());
         apply.run().ok();
         Self { world, text, name }
@@ -469,6 +475,19 @@ fn rights_that_are_missing_are_named() {
         "cannot get resource \\\"leases\\\" in API group \\\"coordination.k8s.io\\\" in the namespace \\\"kube-system\\\"",
     );
     assert!(!gateway.leads());
-    let _rights = Rights::of(&world, NAME);
-    until("the rights are there", || hosts(&world) == always());
+    let few = |text: String| {
+        let verbs = "[get, list, watch, update, delete]";
+        assert!(text.contains(verbs));
+        text.replace(verbs, "[get]")
+    };
+    let few = Rights::apply(&world, NAME, few);
+    until("it may create", || hosts(&world) == always());
+    let cannot = |verb| format!("cannot {verb} resource \\\"configmaps\\\" in API group");
+    gateway.process.says(&cannot("list"));
+    let new = Passing(&world, "new-1");
+    node(&world, "new-1", true, &["10.1.9.1"]);
+    gateway.process.says(&cannot("update"));
+    let _all = Rights::of(&world, NAME);
+    until("it may update", || hosts(&world).contains("new-1"));
+    drop((new, few));
 }
