@@ -43,6 +43,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             a_lease_that_is_lost_is_waited_for_and_ends_nothing,
         ),
         trial(
+            "hosts::an_outage_of_the_api_ends_nothing_and_is_made_up_for",
+            an_outage_of_the_api_ends_nothing_and_is_made_up_for,
+        ),
+        trial(
             "hosts::somebody_elses_configmap_is_not_touched_before_it_is_handed_over",
             somebody_elses_configmap_is_not_touched_before_it_is_handed_over,
         ),
@@ -380,6 +384,25 @@ fn a_lease_that_is_lost_is_waited_for_and_ends_nothing() {
     drop(new);
     soon("and goes", || hosts(&world) == always());
     assert_eq!(gateway.ask("/readyz"), "ready\n");
+}
+
+fn an_outage_of_the_api_ends_nothing_and_is_made_up_for() {
+    let mut world = world();
+    // They stay while the API is away.
+    std::mem::forget(Rights::of(&world, NAME));
+    let mut gateway = Gateway::start(&world, 1, &json!({}));
+    soon("the file is there", || hosts(&world) == always());
+    world.cluster.stop();
+    gateway.process.says("this gateway stands by");
+    assert!(!gateway.leads(), "another may have it by now");
+    assert_eq!(gateway.ask("/readyz"), "ready\n");
+    world.cluster.restart();
+    let _rights = Rights::of(&world, NAME);
+    let _new = Passing(&world, "new-1");
+    node(&world, "new-1", true, &["10.1.9.1"]);
+    until("it writes again", || {
+        gateway.leads() && hosts(&world).contains("new-1")
+    });
 }
 
 fn somebody_elses_configmap_is_not_touched_before_it_is_handed_over() {
