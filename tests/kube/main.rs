@@ -7,11 +7,14 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
+mod addresses;
 mod egress;
 mod hosts;
+mod names;
 mod nodes;
 mod reviews;
 mod stands;
+mod steps;
 mod world;
 
 use std::{env, process::ExitCode};
@@ -46,6 +49,8 @@ fn trials() -> Vec<Trial> {
         .chain(reviews::trials())
         .chain(hosts::trials())
         .chain(egress::trials())
+        .chain(names::trials())
+        .chain(addresses::trials())
         .collect()
 }
 

@@ -22,16 +22,20 @@ use causeway::Road;
 use cluster::{Cluster, Flags};
 use node::Node;
 
+use crate::steps::Quiet;
+
 /// The cluster and its nodes.
 pub(crate) struct World {
     pub(crate) folder: PathBuf,
     pub(crate) cluster: Cluster,
     pub(crate) nodes: [Node; 2],
     road: Option<Road>,
+    /// With the number of the API server that it goes through.
+    quiet: Option<(usize, Quiet)>,
 }
 
 /// By which way the API server reaches nodes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Way {
     /// An egress selector that dials a unix socket.
     Unix,
@@ -39,6 +43,17 @@ pub(crate) enum Way {
     Tcp,
     /// By a unix socket again, for addresses of nodes, pods and Services, as the README recommends it.
     Address,
+    /// It dials names, which DNS gives the gateway's address.
+    Names(Checks),
+    /// It dials the nodes' own addresses, which are redirected to the gateway.
+    Addresses(Checks),
+}
+
+/// Whether the API server checks who it is that says to be a kubelet.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Checks {
+    On,
+    Off,
 }
 
 /// The world, which is there after the first call, with the pods that tests use.
@@ -70,6 +85,7 @@ impl World {
             cluster,
             nodes,
             road: None,
+            quiet: None,
         };
         world.furnish();
         world
@@ -111,15 +127,42 @@ impl World {
         let road = self
             .road
             .get_or_insert_with(|| Road::start(&self.folder, &self.cluster, &self.nodes));
-        let egress = Some(road.egress(way));
-        self.cluster.with(Flags {
-            egress,
-            checks: true,
-            addresses: match way {
-                Way::Unix | Way::Tcp => "Hostname",
-                Way::Address => "InternalIP",
+        let flags = match way {
+            Way::Unix | Way::Tcp | Way::Address => Flags {
+                egress: Some(road.egress(way)),
+                authority: Some(self.cluster.pki.path("ca.pem").into()),
+                addresses: if way == Way::Address {
+                    "InternalIP"
+                } else {
+                    "Hostname"
+                },
+                resolver: None,
             },
-        });
+            Way::Names(checks) => Flags {
+                authority: road.authority(checks, &self.cluster),
+                addresses: "Hostname",
+                resolver: Some(road.resolver()),
+                egress: None,
+            },
+            Way::Addresses(checks) => Flags {
+                authority: road.authority(checks, &self.cluster),
+                addresses: "InternalIP",
+                ..Flags::default()
+            },
+        };
+        self.cluster.with(flags);
+        let begun = self.cluster.started;
+        if self.quiet.as_ref().is_none_or(|(then, _)| *then != begun) {
+            if way == Way::Names(Checks::Off) {
+                self.cluster.grant("dns");
+            }
+            self.quiet = Some((begun, Quiet::begin(self)));
+        }
+    }
+
+    /// The log that is followed since the API server was started for this way.
+    pub(crate) fn quiet(&mut self) -> Quiet {
+        self.quiet.take().expect("`by` comes first").1
     }
 
     /// The gateway and its edges.

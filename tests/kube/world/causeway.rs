@@ -1,26 +1,31 @@
 //! Causeway in the cluster: a gateway in the cloud, and an edge on each node, as processes of the built binary.
 //!
-//! Edges join with tokens, through the NAT, and serve the kubelet's port as bytes: kube-apiserver's TLS goes through to
-//! the kubelet. Data and configuration are files in the tests' folder.
+//! Edges join with tokens, through the NAT, and serve the kubelet's port as bytes: TLS of kube-apiserver, or of the
+//! gateway, goes through to the kubelet. Data and configuration are files in the tests' folder.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use data_encoding::BASE64;
 use serde_json::json;
 
 use super::{
-    Way,
+    Checks, Way,
     cluster::Cluster,
     net::CLOUD,
     node::Node,
-    process::{Process, Program, until},
+    process::{Process, Program},
 };
 
 /// A node port that edges allow, at which nothing listens.
 pub(crate) const CLOSED: u16 = 9998;
+
+/// Another, for requests, which anybody may make.
+pub(crate) const REFUSING: u16 = 9996;
+
+/// Where the nodes have names.
+const ZONE: &str = "nodes.example.internal";
 
 /// The binary that is tested.
 pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
@@ -29,6 +34,7 @@ pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 pub(crate) struct Road {
     folder: PathBuf,
     _gateway: Process,
+    _names: Process,
     edges: Vec<Option<Process>>,
 }
 
@@ -38,6 +44,8 @@ impl Road {
         let folder = folder.join("causeway");
         fs::create_dir_all(&folder).unwrap();
         causeway(&folder).words("ca init").run().ok();
+        asks_kubelets(cluster);
+        fs::write(folder.join("policy.yaml"), policy()).unwrap();
         let config = folder.join("gateway.yaml");
         fs::write(&config, gateway(&folder, cluster)).unwrap();
         let mut gateway = causeway(&folder)
@@ -45,6 +53,7 @@ impl Road {
             .start(&folder.join("gateway.log"));
         gateway.says("gateway ready");
         let mut road = Self {
+            _names: names(&folder, &cluster.assets),
             folder,
             _gateway: gateway,
             edges: nodes.iter().map(|_| None).collect(),
@@ -71,7 +80,7 @@ impl Road {
             "data_dir": node.path("edge"),
             "ports": {
                 "10250": { "scheme": "tcp" }, "8080": { "scheme": "tcp" },
-                CLOSED.to_string(): { "scheme": "tcp" },
+                CLOSED.to_string(): { "scheme": "tcp" }, REFUSING.to_string(): {},
             },
             "allow": { "hosts": ["127.0.0.0/8", "10.244.0.0/16"] },
         });
@@ -92,12 +101,28 @@ impl Road {
         drop(self.edges[number].take());
     }
 
+    /// The CAs by which kube-apiserver checks who says to be a kubelet: the cluster's, and this gateway's.
+    pub(crate) fn authority(&self, checks: Checks, cluster: &Cluster) -> Option<PathBuf> {
+        let file = self.folder.join("kubelets-ca.pem");
+        let pem = |path: &Path| fs::read_to_string(path).unwrap();
+        let ours = pem(&self.folder.join("gateway/ca.pem"));
+        let theirs = pem(cluster.pki.path("ca.pem").as_ref());
+        fs::write(&file, format!("{theirs}\n{ours}")).unwrap();
+        (checks == Checks::On).then_some(file)
+    }
+
+    /// The `resolv.conf` of who finds nodes by their names.
+    pub(crate) fn resolver(&self) -> PathBuf {
+        self.folder.join("resolv.conf")
+    }
+
     /// The configuration by which kube-apiserver comes this way, as the binary prints it.
     pub(crate) fn egress(&self, way: Way) -> PathBuf {
         let front = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| self.folder.with_file_name("pki").join(name);
         let words = Program::new(BINARY).words("k8s egress-config");
         let (name, words) = match way {
+            Way::Names(_) | Way::Addresses(_) => unreachable!("they have no egress selector"),
             Way::Unix => ("unix", words.args(["--socket", &front("connect.sock")])),
             Way::Address => ("address", words.args(["--socket", &front("address.sock")])),
             Way::Tcp => {
@@ -115,46 +140,51 @@ impl Road {
     }
 }
 
-/// An account of the cluster for the gateway, with the rights of the example and no others.
-fn account(folder: &Path, cluster: &Cluster) -> PathBuf {
-    let rights = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/egress/rbac.yaml");
-    let apply = cluster.kubectl("apply -f").args([rights]);
-    apply.run().ok();
-    let secret = "secret -n kube-system causeway-gateway";
-    let read = || {
-        cluster.get(secret)?["data"]["token"]
-            .as_str()
-            .map(str::to_owned)
-    };
-    until("the account has a token", || read().is_some());
-    let token = BASE64.decode(read().unwrap().as_bytes()).unwrap();
-    let config = json!({
-        "apiVersion": "v1", "kind": "Config", "current-context": "it",
-        "clusters": [{ "name": "it", "cluster": {
-            "server": format!("https://{CLOUD}:6443"),
-            "certificate-authority": cluster.pki.path("ca.pem"),
-        } }],
-        "users": [{ "name": "it", "user": { "token": String::from_utf8(token).unwrap() } }],
-        "contexts": [{ "name": "it", "context": { "cluster": "it", "user": "it" } }],
-    });
-    let file = folder.join("gateway.kubeconfig");
-    fs::write(&file, config.to_string()).unwrap();
-    file
-}
-
 fn causeway(folder: &Path) -> Program {
     Program::new(BINARY).env("CAUSEWAY_DATA_DIR", folder.join("gateway"))
 }
 
+/// A certificate by which the gateway asks kubelets itself, with the rights that kube-apiserver has there and no more.
+fn asks_kubelets(cluster: &Cluster) {
+    let (file, user) = ("gateway-kubelet", "causeway-gateway");
+    cluster.pki.client(file, user, None);
+    let bind = "create clusterrolebinding gateway-kubelet --clusterrole=system:kubelet-api-admin";
+    let bind = cluster.kubectl(bind).args([format!("--user={user}")]);
+    bind.run().ok();
+}
+
+/// A front takes certificates of the cluster's CA, and each kubelet has one: who may come in is said by name.
+fn policy() -> String {
+    json!({ "rules": [
+        {
+            "name": "kube-apiserver", "then": "allow",
+            "who": { "users": ["kube-apiserver-kubelet-client", "kube-apiserver", "uid:0"] },
+        },
+        {
+            "name": "anybody", "then": "allow",
+            "who": { "users": ["system:anonymous"] }, "what": { "ports": [REFUSING] },
+        },
+    ] })
+    .to_string()
+}
+
 fn gateway(folder: &Path, cluster: &Cluster) -> String {
     let socket = |name| format!("unix:{}", folder.join(name).display());
-    let account = account(folder, cluster);
+    let pki = |name| cluster.pki.path(name);
+    let callers = json!({ "own_ca": false, "client_ca": [pki("ca.pem")] });
     json!({
         "kubernetes": {
-            "kubeconfig": account, "pod_networks": ["10.244.0.0/16"],
+            "kubeconfig": cluster.account(), "pod_networks": ["10.244.0.0/16"],
             "address_networks": ["10.1.0.0/16", "10.97.0.0/24"],
         },
         "tunnel": { "advertise": [format!("{CLOUD}:10262")] },
+        "policy": folder.join("policy.yaml"),
+        "apps": { "10250": {
+            "ca": pki("ca.pem"),
+            "certificate": pki("gateway-kubelet.pem"), "key": pki("gateway-kubelet.key"),
+        } },
+        "dns": { "listen": format!("{CLOUD}:10253"), "zones": [ZONE], "addresses": [CLOUD] },
+        "redirect": { "fronts": ["addresses", "addresses-apps"] },
         "fronts": [
             {
                 "name": "egress-unix", "kind": "connect", "errors": "kubernetes",
@@ -167,10 +197,43 @@ fn gateway(folder: &Path, cluster: &Cluster) -> String {
             },
             {
                 "name": "egress-tcp", "kind": "connect", "errors": "kubernetes",
-                "listen": format!("{CLOUD}:10264"), "names": ["gateway"],
-                "callers": { "own_ca": false, "client_ca": [cluster.pki.path("ca.pem")] },
+                "listen": format!("{CLOUD}:10264"), "names": ["gateway"], "callers": callers,
+            },
+            {
+                "name": "names", "kind": "https", "errors": "kubernetes", "port": 10250,
+                "listen": format!("{CLOUD}:10250"), "callers": callers,
+            },
+            {
+                "name": "names-apps", "kind": "https", "errors": "kubernetes", "port": REFUSING,
+                "listen": format!("{CLOUD}:{REFUSING}"), "anonymous": true, "anonymous_ports": [REFUSING],
+            },
+            {
+                "name": "addresses", "kind": "https", "errors": "kubernetes", "port": 10250,
+                "listen": "0.0.0.0:10263", "callers": callers, "original_destination": true,
+            },
+            {
+                "name": "addresses-apps", "kind": "http", "errors": "kubernetes", "port": REFUSING,
+                "listen": "127.0.0.1:10255", "original_destination": true,
+                "anonymous": true, "anonymous_ports": [REFUSING],
             },
         ],
     })
     .to_string()
+}
+
+/// `CoreDNS` as a cluster has it, for names of nodes alone: it asks the gateway.
+fn names(folder: &Path, assets: &Path) -> Process {
+    let file = folder.join("Corefile");
+    let text = format!("{ZONE}:53 {{\n bind {CLOUD}\n forward . {CLOUD}:10253\n}}\n");
+    fs::write(&file, text).unwrap();
+    fs::write(
+        folder.join("resolv.conf"),
+        format!("nameserver {CLOUD}\nsearch {ZONE}\n"),
+    )
+    .unwrap();
+    let mut names = Program::new(assets.join("coredns"))
+        .args(["-conf".as_ref(), file.as_os_str()])
+        .start(&folder.join("coredns.log"));
+    names.says("CoreDNS-");
+    names
 }

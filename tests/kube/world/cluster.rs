@@ -24,20 +24,23 @@ use super::{
 pub(crate) struct Flags {
     /// The egress selector's configuration.
     pub(crate) egress: Option<PathBuf>,
-    /// Whether kubelets' certificates are checked.
-    pub(crate) checks: bool,
+    /// By which CAs kubelets' certificates are checked; nothing, and they are not.
+    pub(crate) authority: Option<PathBuf>,
     /// In which order a node's addresses are tried.
     pub(crate) addresses: &'static str,
+    /// A `resolv.conf` of its own, and no names of nodes in its `hosts`.
+    pub(crate) resolver: Option<PathBuf>,
 }
 
 /// A control plane that runs.
 pub(crate) struct Cluster {
     folder: PathBuf,
-    assets: PathBuf,
+    pub(crate) assets: PathBuf,
     pub(crate) pki: Pki,
     flags: Flags,
     api: Option<Process>,
-    started: usize,
+    /// How often the API server was.
+    pub(crate) started: usize,
     _etcd: Process,
     _controllers: Process,
 }
@@ -63,7 +66,7 @@ impl Cluster {
             .start(&folder.join("etcd.log"));
         let controllers = controllers(folder, assets, &pki);
         let flags = Flags {
-            checks: true,
+            authority: Some(pki.path("ca.pem").into()),
             addresses: "Hostname",
             ..Flags::default()
         };
@@ -128,10 +131,16 @@ impl Cluster {
             .kubeconfig(client, &format!("https://{CLOUD}:6443"))
     }
 
+    /// Gives a gateway the rights of an example, and no others.
+    pub(crate) fn grant(&self, example: &str) {
+        let file = format!("examples/{example}/rbac.yaml");
+        let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        self.kubectl("apply -f").args([rights]).run().ok();
+    }
+
     /// The account of `examples/egress/rbac.yaml`, as a kubeconfig.
     pub(crate) fn account(&self) -> String {
-        let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/egress/rbac.yaml");
-        self.kubectl("apply -f").args([rights]).run().ok();
+        self.grant("egress");
         let secret = "get -n kube-system secret causeway-gateway -o jsonpath={.data.token}";
         let mut token = String::new();
         until("the account has a token", || {
@@ -158,7 +167,8 @@ impl Cluster {
         self.stop();
         self.started += 1;
         let log = self.folder.join(format!("api-{}.log", self.started));
-        let mut command = Program::new(self.assets.join("kube-apiserver"))
+        let mut command = self
+            .program()
             .args(self.arguments())
             .words("--etcd-servers=http://127.0.0.1:2379 --secure-port=6443")
             .words("--authorization-mode=Node,RBAC --service-cluster-ip-range=10.96.0.0/16")
@@ -173,6 +183,22 @@ impl Cluster {
             asked.code == Some(0)
         });
         assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
+    }
+
+    /// The API server, which sees its own files of names where the flags say so.
+    fn program(&self) -> Program {
+        let api = self.assets.join("kube-apiserver");
+        let Some(resolver) = &self.flags.resolver else {
+            return Program::new(api);
+        };
+        let hosts = self.folder.join("hosts-without-nodes");
+        fs::write(&hosts, "127.0.0.1 localhost\n").unwrap();
+        let script = "mount --bind $0 /etc/resolv.conf && mount --bind $1 /etc/hosts && \
+             shift && exec \"$@\"";
+        let shell = Program::new("unshare")
+            .words("--mount sh -c")
+            .args([script]);
+        shell.args([resolver, &hosts, &api])
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -192,9 +218,9 @@ impl Cluster {
             format!("--kubelet-client-key={}", path("kubelet-client.key")),
             format!("--kubelet-preferred-address-types={}", self.flags.addresses),
         ];
-        if self.flags.checks {
-            let ca = path("ca.pem");
-            arguments.push(format!("--kubelet-certificate-authority={ca}"));
+        if let Some(authority) = &self.flags.authority {
+            let file = authority.display();
+            arguments.push(format!("--kubelet-certificate-authority={file}"));
         }
         arguments
     }

@@ -1,7 +1,7 @@
 //! The cloud's network and the edge's: sites behind routers that let nobody in.
 //!
 //! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
-//! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
+//! out through the router's NAT. Nobody shows the cloud a way to a node, and the routers forward nothing but answers.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -18,11 +18,12 @@ pub(crate) const HOSTS: &str =
 /// The address of the cloud's node.
 pub(crate) const MACHINE: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 50);
 
-/// Makes the cloud's bridge.
+/// Makes the cloud's bridge, and the way to everywhere else that any machine has, at whose end nobody is.
 pub(crate) fn cloud() {
     must("ip link add cloud type bridge");
     must(&format!("ip addr add {CLOUD}/24 dev cloud"));
     must("ip link set cloud up");
+    must("ip route add default via 10.97.0.254");
 }
 
 /// A node's place behind a router.
@@ -124,5 +125,15 @@ impl Machine {
     /// A program, to be run there.
     pub(crate) fn at(&self, program: &str) -> Program {
         Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.space), program])
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // A test that fails has more to say than this.
+        Program::new("ip")
+            .words("netns del")
+            .args([self.space])
+            .run();
     }
 }

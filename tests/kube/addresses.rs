@@ -1,0 +1,42 @@
+//! The way of addresses: kube-apiserver dials the nodes' own, and rules in its host's kernel lead it to the gateway.
+//!
+//! The gateway ends the API server's TLS, with a certificate for the address that was dialled, and asks kubelets itself.
+//! Nothing but that address says which node is meant: no name is in the handshake, checked or not.
+
+use libtest_mimic::Trial;
+
+use crate::{
+    steps::{self, Which, by, failures_tell},
+    world::{Checks, Way, World, causeway::REFUSING},
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let unchecked = Way::Addresses(Checks::Off);
+    let checked = Way::Addresses(Checks::On);
+    let new = [Which::New];
+    let mut trials = steps::trials("addresses_unchecked", unchecked, &steps::ALL, &new);
+    let both = [Which::New, Which::Old];
+    trials.extend(steps::trials("addresses", checked, &steps::ALL, &both));
+    trials.extend([
+        by(
+            "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),
+            checked,
+            steps::what_is_in_the_cloud_is_dialled_there,
+        ),
+        by(
+            "addresses::failures_tell_what_to_do".to_owned(),
+            checked,
+            failures_tell_what_to_do,
+        ),
+    ]);
+    trials
+}
+
+fn failures_tell_what_to_do(world: &mut World) {
+    let refused = format!("http:edge-1:{REFUSING}");
+    let failures = [(
+        refused.as_str(),
+        "edge-1 could not dial 127.0.0.1:9996: connection refused",
+    )];
+    failures_tell(world, &failures);
+}

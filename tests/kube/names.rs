@@ -1,0 +1,106 @@
+//! The way of names: kube-apiserver dials nodes by name, and DNS gives it the gateway's address.
+//!
+//! Its resolver asks a real `CoreDNS`, which asks the gateway. The gateway ends the API server's TLS and asks kubelets
+//! itself. Where kubelets' certificates are not checked, an upgrade names nobody, and the pod in its path decides.
+
+use libtest_mimic::Trial;
+
+use crate::{
+    steps::{self, Which, by, failures_tell},
+    world::{
+        Checks, Way, World,
+        causeway::REFUSING,
+        net::CLOUD,
+        process::{Program, Ran},
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let unchecked = Way::Names(Checks::Off);
+    let checked = Way::Names(Checks::On);
+    let new = [Which::New];
+    let mut trials = steps::trials("names_unchecked", unchecked, &steps::ALL, &new);
+    trials.push(by(
+        "names_unchecked::a_pod_that_is_gone_is_said_to_be".to_owned(),
+        unchecked,
+        a_pod_that_is_gone_is_said_to_be,
+    ));
+    let both = [Which::New, Which::Old];
+    trials.extend(steps::trials("names", checked, &steps::ALL, &both));
+    trials.extend([
+        by(
+            "names::what_is_in_the_cloud_is_dialled_there".to_owned(),
+            checked,
+            steps::what_is_in_the_cloud_is_dialled_there,
+        ),
+        by(
+            "names::failures_tell_what_to_do".to_owned(),
+            checked,
+            failures_tell_what_to_do,
+        ),
+        by(
+            "names::a_kubelet_gets_nothing_of_another".to_owned(),
+            checked,
+            a_kubelet_gets_nothing_of_another,
+        ),
+    ]);
+    trials
+}
+
+/// The API server knows the pod, asks at the gateway, and by then it is away.
+fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
+    let said = ask(
+        world,
+        "kubelet-client",
+        "gateway",
+        "/exec/a/nobody/it?command=true",
+    );
+    assert_eq!(said.0, "502", "{}", said.1);
+    let wanted = "the node of pod a/nobody is not known: pods \"nobody\" not found";
+    assert!(said.1.contains(wanted), "{}", said.1);
+}
+
+fn failures_tell_what_to_do(world: &mut World) {
+    let refused = format!("https:edge-1:{REFUSING}");
+    let failures = [
+        (
+            refused.as_str(),
+            "edge-1 could not dial 127.0.0.1:9996: connection refused",
+        ),
+        ("https:nobody-1:10250", "nobody-1"),
+    ];
+    failures_tell(world, &failures);
+}
+
+/// Kubelets' certificates are of the same CA as kube-apiserver's.
+fn a_kubelet_gets_nothing_of_another(world: &mut World) {
+    let path = "/exec/a/echo/it?command=true";
+    let (status, said) = ask(world, "edge-2", "edge-1", path);
+    assert_eq!(status, "502", "{said}");
+    let refused = said.contains("system:node:edge-2") && said.contains("policy");
+    assert!(refused, "{said}");
+    let (status, _) = ask(world, "kubelet-client", "edge-1", "/healthz");
+    assert_eq!(status, "200");
+}
+
+/// Status and words of the front's answer to a client of the cluster's CA.
+fn ask(world: &World, client: &str, name: &str, path: &str) -> (String, String) {
+    let pki = |end: &str| world.cluster.pki.path(&format!("{client}.{end}"));
+    let place = format!("{name}:10250:{CLOUD}");
+    let asked: Ran = Program::new("curl")
+        .words("-q -sS -k --max-time 10 -w")
+        .args(["\n%{http_code}", "--resolve"])
+        .args([
+            place,
+            "--cert".into(),
+            pki("pem"),
+            "--key".into(),
+            pki("key"),
+        ])
+        .args([format!("https://{name}:10250{path}")])
+        .run()
+        .ok();
+    let text = asked.text();
+    let (said, status) = text.rsplit_once('\n').unwrap();
+    (status.to_owned(), said.to_owned())
+}

@@ -1,0 +1,356 @@
+//! What every way owes whoever uses kubectl: steps that know nothing of how the API server reaches nodes.
+//!
+//! Each is a trial of its own for each way, with kubectl as it is today, which speaks websocket; those about bytes of
+//! sessions also with that of Debian 12, which speaks SPDY. A step leaves pods and edges as it has found them.
+
+use std::{
+    env, fs,
+    io::{Read, Write},
+    net::TcpStream,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::Trial;
+use sha2::{Digest, Sha256};
+
+use crate::world::{
+    Way, World, assets,
+    image::BUSYBOX,
+    net,
+    process::{Process, Program, until, within},
+    world,
+};
+
+/// Both nodes, by the namespace of their pods.
+pub(crate) const NODES: [(&str, &str); 2] = [("a", "edge-1"), ("b", "edge-2")];
+
+/// A step with the kubectl of the same version as the cluster.
+pub(crate) type Step = fn(&mut World);
+
+/// A step with either kubectl.
+pub(crate) type Session = fn(&World, Which);
+
+/// All that are owed, in an order in which the long silence passes while others work.
+pub(crate) const ALL: [(&str, Step); 6] = [
+    ("logs_and_exec", logs_and_exec),
+    ("exec_with_a_terminal", exec_with_a_terminal),
+    ("nodes_are_proxied_to", nodes_are_proxied_to),
+    (
+        "two_hundred_execs_are_open_at_once",
+        two_hundred_execs_are_open_at_once,
+    ),
+    (
+        "an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back",
+        an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back,
+    ),
+    ("logs_follow_across_silence", logs_follow_across_silence),
+];
+
+/// Those about the bytes of sessions.
+pub(crate) const SESSIONS: [(&str, Session); 4] = [
+    (
+        "exec_carries_streams_and_codes",
+        exec_carries_streams_and_codes,
+    ),
+    ("attach_talks_to_what_runs", attach_talks_to_what_runs),
+    ("cp_takes_100_mb_both_ways", cp_takes_100_mb_both_ways),
+    (
+        "port_forward_takes_50_at_once",
+        port_forward_takes_50_at_once,
+    ),
+];
+
+/// Trials of a way, named `way::step`: sessions first, with each of these kubectls.
+pub(crate) fn trials(name: &str, way: Way, steps: &[(&str, Step)], which: &[Which]) -> Vec<Trial> {
+    let sessions = which.iter().flat_map(|which| {
+        SESSIONS.map(|(step, run)| {
+            let which = *which;
+            let title = format!("{name}::{}_{step}", which.name());
+            by(title, way, move |world| {
+                if which.is_here() {
+                    run(world, which);
+                }
+            })
+        })
+    });
+    let steps = steps.iter().map(|(step, run)| {
+        let run = *run;
+        by(format!("{name}::{step}"), way, run)
+    });
+    sessions.chain(steps).collect()
+}
+
+/// A test by this way.
+pub(crate) fn by(title: String, way: Way, run: impl Fn(&mut World) + Send + 'static) -> Trial {
+    Trial::test(title, move || {
+        let mut world = world();
+        world.by(way);
+        run(&mut world);
+        Ok(())
+    })
+}
+
+/// Which kubectl.
+#[derive(Clone, Copy)]
+pub(crate) enum Which {
+    New,
+    Old,
+}
+
+impl Which {
+    fn name(self) -> &'static str {
+        match self {
+            Self::New => "kubectl",
+            Self::Old => "kubectl_1_20",
+        }
+    }
+
+    /// kubectl with these words.
+    fn run(self, world: &World, line: &str) -> Program {
+        match self {
+            Self::New => world.cluster.kubectl(line),
+            Self::Old => {
+                let program = assets::old_kubectl().expect("it was looked for");
+                world.cluster.kubectl_of(&program, line)
+            }
+        }
+    }
+
+    fn is_here(self) -> bool {
+        matches!(self, Self::New) || assets::old_kubectl().is_some() || {
+            crate::missing("kubectl 1.20 (run .ci/setup)");
+            false
+        }
+    }
+}
+
+/// From each node, what only its own pods say, whose names are the same on both.
+pub(crate) fn logs_and_exec(world: &mut World) {
+    for (namespace, node) in NODES {
+        let logs = format!("logs -n {namespace} ticker");
+        let said = world.cluster.kubectl(&logs).run().ok().text();
+        assert!(said.starts_with(&format!("ticker on {node}\n")), "{said}");
+        let exec = format!("exec -n {namespace} ticker -- cat /tmp/node");
+        let said = world.cluster.kubectl(&exec).run().ok().text();
+        assert_eq!(said, format!("{node}\n"));
+    }
+}
+
+fn silence() -> Duration {
+    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    Duration::from_secs(if full { 300 } else { 30 })
+}
+
+/// A log that nobody writes to, followed since the API server has come to know this way.
+pub(crate) struct Quiet {
+    logs: Process,
+    since: Instant,
+}
+
+impl Quiet {
+    /// Follows the log of a pod on `edge-2`, whose edge no step ends.
+    pub(crate) fn begin(world: &World) -> Self {
+        let follow = world.cluster.kubectl("logs -n b -f --tail=1 silent");
+        let mut logs = follow.start(&world.path("follow.log"));
+        logs.says("\n");
+        Self {
+            logs,
+            since: Instant::now(),
+        }
+    }
+}
+
+fn logs_follow_across_silence(world: &mut World) {
+    let mut quiet = world.quiet();
+    // The silence is what is tested, and most of it has passed while others were.
+    thread::sleep(silence().saturating_sub(quiet.since.elapsed()));
+    let line = format!("after {:?}", quiet.since.elapsed());
+    let say = world.cluster.kubectl("exec -n b silent -- sh -c");
+    let say = say.args([format!("echo '{line}' >/tmp/say")]);
+    say.run().ok();
+    quiet.logs.says(&line);
+}
+
+fn exec_carries_streams_and_codes(world: &World, which: Which) {
+    let ran = which
+        .run(world, "exec -n a echo -- sh -c")
+        .args(["echo out; echo err >&2; exit 7"])
+        .run();
+    assert_eq!(ran.code, Some(7), "{ran:?}");
+    assert_eq!(ran.text(), "out\n");
+    assert!(ran.stderr.starts_with("err\n"), "{}", ran.stderr);
+    let input = noise(1 << 20);
+    let echo = which.run(world, "exec -i -n b echo -- cat");
+    let ran = echo.input(input.clone()).run().ok();
+    assert!(ran.stdout == input, "{} bytes came back", ran.stdout.len());
+}
+
+fn exec_with_a_terminal(world: &mut World) {
+    let line = "exec -it -n a echo -- sh -c 'tty; read it; echo got $it'";
+    let line = world.cluster.kubectl_line(line);
+    let mut shell = Program::new("script")
+        .args(["-qec", &line, "/dev/null"])
+        .start(&world.path("terminal.log"));
+    shell.says("/dev/pts/");
+    shell.send(b"a-line\n");
+    shell.says("got a-line");
+    assert_eq!(shell.ended().0, Some(0), "{}", shell.said());
+}
+
+fn attach_talks_to_what_runs(world: &World, which: Which) {
+    let mut attached = which
+        .run(world, "attach -i -n b echo")
+        .start(&world.path("attach.log"));
+    // What is sent before the session stands is kept.
+    attached.send(b"hello from the cloud\n");
+    attached.says("hello from the cloud");
+}
+
+fn cp_takes_100_mb_both_ways(world: &World, which: Which) {
+    let (sent, back) = (world.path("sent"), world.path("back"));
+    let bytes = noise(100_000_000);
+    fs::write(&sent, &bytes).unwrap();
+    let copy = |from: &str, to: &str| {
+        let copy = which.run(world, "cp").args([from, to]);
+        copy.within(Duration::from_secs(90)).run().ok();
+    };
+    copy(&text(&sent), "a/echo:/tmp/big");
+    let sum = which.run(world, "exec -n a echo -- sha256sum /tmp/big");
+    let sum = sum.run().ok().text();
+    let wanted = data_encoding::HEXLOWER.encode(&Sha256::digest(&bytes));
+    assert!(sum.starts_with(&wanted), "{sum} is not {wanted}");
+    copy("a/echo:/tmp/big", &text(&back));
+    let same = fs::read(&back).unwrap() == bytes;
+    assert!(same, "what came back differs");
+    let tidy = which.run(world, "exec -n a echo -- rm /tmp/big");
+    tidy.run().ok();
+    for file in [sent, back] {
+        fs::remove_file(file).unwrap();
+    }
+}
+
+fn port_forward_takes_50_at_once(world: &World, which: Which) {
+    let mut forward = which
+        .run(world, "port-forward -n b pod/echo 18080:8080")
+        .start(&world.path("forward.log"));
+    forward.says("Forwarding from 127.0.0.1:18080");
+    let gets: Vec<_> = (0..50).map(|_| thread::spawn(get)).collect();
+    for get in gets {
+        let answer = get.join().unwrap();
+        assert!(answer.ends_with("\r\n\r\nedge-2\n"), "{answer}");
+    }
+}
+
+fn get() -> String {
+    let mut app = TcpStream::connect("127.0.0.1:18080").unwrap();
+    app.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    app.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    app.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+fn nodes_are_proxied_to(world: &mut World) {
+    for (_, node) in NODES {
+        let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
+        let said = world.cluster.kubectl(&raw).run().ok();
+        let stats: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+        assert_eq!(stats["node"]["nodeName"], node);
+    }
+}
+
+/// An app on the machine of `cloud-1`, which has no edge.
+pub(crate) fn what_is_in_the_cloud_is_dialled_there(world: &mut World) {
+    let machine = net::Machine::new();
+    let www = world.path("www");
+    fs::create_dir_all(&www).unwrap();
+    fs::write(www.join("index.html"), "from the cloud\n").unwrap();
+    let _app = machine
+        .at(BUSYBOX)
+        .words("httpd -f -p 8080 -h")
+        .args([&www])
+        .start(&world.path("app.log"));
+    let raw = "get --raw /api/v1/nodes/http:cloud-1:8080/proxy/";
+    until("the app in the cloud answers", || {
+        world.cluster.kubectl(raw).run().text() == "from the cloud\n"
+    });
+}
+
+/// All of them asked for at once.
+fn two_hundred_execs_are_open_at_once(world: &mut World) {
+    let pods = ["ticker", "echo", "silent"];
+    let mut open = Vec::new();
+    for number in 0..200 {
+        let (namespace, node) = NODES[number % 2];
+        let pod = pods[number / 2 % 3];
+        let exec = format!("exec -i -n {namespace} {pod} -- sh -c");
+        let exec = world.cluster.kubectl(&exec);
+        let exec = exec.args(["cat /tmp/node; exec cat"]);
+        let log = world.path(format!("exec-{number}.log"));
+        open.push((node, number, exec.start(&log)));
+    }
+    for (node, _, exec) in &mut open {
+        exec.says(&format!("{node}\n"));
+    }
+    for (node, number, exec) in &mut open {
+        exec.send(format!("this is {number}\n").as_bytes());
+        exec.says("this is");
+        exec.close_input();
+        assert_eq!(exec.ended().0, Some(0), "{}", exec.said());
+        assert_eq!(exec.said(), format!("{node}\nthis is {number}\n"));
+    }
+}
+
+fn an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back(world: &mut World) {
+    let mut exec = world
+        .cluster
+        .kubectl("exec -n a echo -- sh -c")
+        .args(["echo on; exec sleep 1000"])
+        .start(&world.path("exec.log"));
+    exec.says("on");
+    world.road().kill(0);
+    let (code, took) = exec.ended();
+    assert!(code.is_some_and(|code| code != 0), "{code:?}");
+    assert!(took < Duration::from_secs(5), "{took:?}: {}", exec.said());
+    for line in [
+        "logs -n a ticker",
+        "exec -n a ticker -- true",
+        "get --raw /api/v1/nodes/edge-1/proxy/healthz",
+    ] {
+        let ran = world.cluster.kubectl(line).run();
+        assert!(ran.took < Duration::from_secs(5), "{line}: {ran:?}");
+        let said = ran.failed();
+        assert!(said.contains("edge-1 is not connected"), "{line}: {said}");
+    }
+    let others = "exec -n b ticker -- true";
+    world.cluster.kubectl(others).run().ok();
+    world.rejoin(0);
+    let back = within(Duration::from_secs(10), || {
+        let exec = world.cluster.kubectl("exec -n a ticker -- true");
+        exec.run().code == Some(0)
+    });
+    assert!(back, "no exec after the edge is back");
+}
+
+/// What `get --raw` of these nodes' proxies fails with.
+pub(crate) fn failures_tell(world: &World, failures: &[(&str, &str)]) {
+    for (node, wanted) in failures {
+        let raw = format!("get --raw /api/v1/nodes/{node}/proxy/");
+        let said = world.cluster.kubectl(&raw).run().failed();
+        assert!(said.contains(wanted), "{node}: {said}");
+    }
+}
+
+/// Bytes that no compression makes smaller.
+fn noise(count: usize) -> Vec<u8> {
+    let mut bytes = vec![0; count];
+    let mut source = fs::File::open("/dev/urandom").unwrap();
+    source.read_exact(&mut bytes).unwrap();
+    bytes
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
