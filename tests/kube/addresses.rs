@@ -14,9 +14,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Addresses(Checks::Off);
     let checked = Way::Addresses(Checks::On);
     let new = [Which::New];
-    let mut trials = steps::trials("addresses_unchecked", unchecked, &steps::ALL, &new);
+    let mut trials = steps::trials("addresses_unchecked", unchecked, steps::BRIEF, &new);
     let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("addresses", checked, &steps::ALL, &both));
+    trials.extend(steps::trials("addresses", checked, steps::ALL, &both));
     trials.extend([
         by(
             "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),

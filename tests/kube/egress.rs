@@ -34,7 +34,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         ),
     ];
     let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("egress", Way::Unix, &steps::ALL, &both));
+    trials.extend(steps::trials("egress", Way::Unix, steps::ALL, &both));
     trials.extend([
         by(
             "egress::failures_tell_what_to_do".to_owned(),

@@ -11,7 +11,7 @@ use crate::{
         Checks, Way, World,
         causeway::REFUSING,
         net::CLOUD,
-        process::{Program, Ran},
+        process::{Program, Ran, until},
     },
 };
 
@@ -19,14 +19,19 @@ pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Names(Checks::Off);
     let checked = Way::Names(Checks::On);
     let new = [Which::New];
-    let mut trials = steps::trials("names_unchecked", unchecked, &steps::ALL, &new);
+    let mut trials = steps::trials("names_unchecked", unchecked, steps::BRIEF, &new);
     trials.push(by(
         "names_unchecked::a_pod_that_is_gone_is_said_to_be".to_owned(),
         unchecked,
         a_pod_that_is_gone_is_said_to_be,
     ));
+    trials.push(by(
+        "names_unchecked::rights_that_are_missing_are_named".to_owned(),
+        unchecked,
+        rights_that_are_missing_are_named,
+    ));
     let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("names", checked, &steps::ALL, &both));
+    trials.extend(steps::trials("names", checked, steps::ALL, &both));
     trials.extend([
         by(
             "names::what_is_in_the_cloud_is_dialled_there".to_owned(),
@@ -58,6 +63,19 @@ fn a_pod_that_is_gone_is_said_to_be(world: &mut World) {
     assert_eq!(said.0, "502", "{}", said.1);
     let wanted = "the node of pod a/nobody is not known: pods \"nobody\" not found";
     assert!(said.1.contains(wanted), "{}", said.1);
+}
+
+/// Nothing but the pod in the path says which node is meant, so an exec needs the right to look for it.
+fn rights_that_are_missing_are_named(world: &mut World) {
+    world.cluster.grant("egress");
+    let exec = || world.cluster.kubectl("exec -n a silent -- true").run();
+    let wanted = "cannot get resource \"pods\" in API group \"\" in the namespace \"a\"";
+    until("where the pod is has been forgotten", || {
+        let ran = exec();
+        ran.code != Some(0) && ran.stderr.contains(wanted)
+    });
+    world.cluster.grant("dns");
+    until("it is allowed again", || exec().code == Some(0));
 }
 
 fn failures_tell_what_to_do(world: &mut World) {

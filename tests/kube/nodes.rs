@@ -171,7 +171,7 @@ impl Drop for Passing<'_> {
 
 fn a_gateway_follows_node_objects() {
     let world = world();
-    let gateway = Gateway::start(&world, "follows", &world.cluster.account());
+    let gateway = Gateway::start(&world, "follows", &world.cluster.account("egress"));
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::nodes(), (2, 1), "edge-1, edge-2 and cloud-1");
 
@@ -193,7 +193,7 @@ fn a_gateway_follows_node_objects() {
 
 fn an_outage_of_the_api_is_survived_and_told() {
     let mut world = world();
-    let gateway = Gateway::start(&world, "outage", &world.cluster.account());
+    let gateway = Gateway::start(&world, "outage", &world.cluster.account("egress"));
     until("the nodes are known", Gateway::is_ready);
     assert_eq!(Gateway::lost(), 0);
     world.cluster.stop();
@@ -211,7 +211,7 @@ fn an_outage_of_the_api_is_survived_and_told() {
 
 fn an_api_server_that_is_away_at_the_start_is_waited_for() {
     let mut world = world();
-    let account = world.cluster.account();
+    let account = world.cluster.account("egress");
     world.cluster.stop();
     let gateway = Gateway::start(&world, "away", &account);
     until("it says what it waits for", || {
@@ -249,7 +249,7 @@ fn rights_that_are_missing_are_named() {
 fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
     let world = world();
     let address = world.nodes[0].site.address().to_string();
-    let gateway = Gateway::start(&world, "claims", &world.cluster.account());
+    let gateway = Gateway::start(&world, "claims", &world.cluster.account("egress"));
     until("the nodes are known", Gateway::is_ready);
     let target = format!("{address}:10250");
     let answer = gateway.connect(&target);
@@ -307,7 +307,7 @@ fn thousands_of_nodes_are_known_in_seconds() {
         .input(list.to_string())
         .within(Duration::from_mins(5));
     create.run().ok();
-    let gateway = Gateway::start(&world, "many", &world.cluster.account());
+    let gateway = Gateway::start(&world, "many", &world.cluster.account("egress"));
     let known = within(Duration::from_secs(30), || {
         Gateway::nodes() == (2 + count, 1)
     });

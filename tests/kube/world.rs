@@ -49,6 +49,17 @@ pub(crate) enum Way {
     Addresses(Checks),
 }
 
+impl Way {
+    /// The folder of its example.
+    pub(crate) fn example(self) -> &'static str {
+        match self {
+            Self::Unix | Self::Tcp | Self::Address => "egress",
+            Self::Names(_) => "dns",
+            Self::Addresses(_) => "addresses",
+        }
+    }
+}
+
 /// Whether the API server checks who it is that says to be a kubelet.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Checks {
@@ -124,12 +135,19 @@ impl World {
 
     /// Lets the API server reach nodes by this way: a gateway in the cloud, and an edge on each node.
     pub(crate) fn by(&mut self, way: Way) {
-        let road = self
-            .road
-            .get_or_insert_with(|| Road::start(&self.folder, &self.cluster, &self.nodes));
+        let road = match &mut self.road {
+            Some(road) => {
+                road.serves(way, &self.cluster);
+                road
+            }
+            None => self
+                .road
+                .insert(Road::start(&self.folder, &self.cluster, &self.nodes, way)),
+        };
+        let egress = road.egress(way);
         let flags = match way {
             Way::Unix | Way::Tcp | Way::Address => Flags {
-                egress: Some(road.egress(way)),
+                egress,
                 authority: Some(self.cluster.pki.path("ca.pem").into()),
                 addresses: if way == Way::Address {
                     "InternalIP"
@@ -139,23 +157,21 @@ impl World {
                 resolver: None,
             },
             Way::Names(checks) => Flags {
+                egress,
                 authority: road.authority(checks, &self.cluster),
                 addresses: "Hostname",
                 resolver: Some(road.resolver()),
-                egress: None,
             },
             Way::Addresses(checks) => Flags {
+                egress,
                 authority: road.authority(checks, &self.cluster),
                 addresses: "InternalIP",
-                ..Flags::default()
+                resolver: None,
             },
         };
         self.cluster.with(flags);
         let begun = self.cluster.started;
         if self.quiet.as_ref().is_none_or(|(then, _)| *then != begun) {
-            if way == Way::Names(Checks::Off) {
-                self.cluster.grant("dns");
-            }
             self.quiet = Some((begun, Quiet::begin(self)));
         }
     }

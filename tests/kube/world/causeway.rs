@@ -1,21 +1,23 @@
 //! Causeway in the cluster: a gateway in the cloud, and an edge on each node, as processes of the built binary.
 //!
-//! Edges join with tokens, through the NAT, and serve the kubelet's port as bytes: TLS of kube-apiserver, or of the
-//! gateway, goes through to the kubelet. Data and configuration are files in the tests' folder.
+//! The gateway has the configuration of the way's example, with this cloud's addresses and files in it, and fronts that
+//! tests want besides. Edges join once, with tokens, through the NAT, and serve the kubelet's port as bytes: TLS of
+//! kube-apiserver, or of the gateway, goes through to the kubelet.
 
 use std::{
+    fmt::Write,
     fs,
     path::{Path, PathBuf},
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{
     Checks, Way,
     cluster::Cluster,
     net::CLOUD,
     node::Node,
-    process::{Process, Program},
+    process::{Process, Program, until},
 };
 
 /// A node port that edges allow, at which nothing listens.
@@ -30,34 +32,31 @@ const ZONE: &str = "nodes.example.internal";
 /// The binary that is tested.
 pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 
+/// Where the examples are.
+const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
+
 /// A gateway with an edge for each node.
 pub(crate) struct Road {
     folder: PathBuf,
-    _gateway: Process,
+    gateway: Option<(&'static str, Process)>,
     _names: Process,
     edges: Vec<Option<Process>>,
 }
 
 impl Road {
-    /// Starts the gateway, and lets an edge of each node join.
-    pub(crate) fn start(folder: &Path, cluster: &Cluster, nodes: &[Node]) -> Self {
+    /// Makes the gateway's CA, starts it for this way, and lets an edge of each node join.
+    pub(crate) fn start(folder: &Path, cluster: &Cluster, nodes: &[Node], way: Way) -> Self {
         let folder = folder.join("causeway");
         fs::create_dir_all(&folder).unwrap();
         causeway(&folder).words("ca init").run().ok();
-        asks_kubelets(cluster);
-        fs::write(folder.join("policy.yaml"), policy()).unwrap();
-        let config = folder.join("gateway.yaml");
-        fs::write(&config, gateway(&folder, cluster)).unwrap();
-        let mut gateway = causeway(&folder)
-            .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
-            .start(&folder.join("gateway.log"));
-        gateway.says("gateway ready");
+        cluster.signs("gateway-kubelet", "causeway-gateway");
         let mut road = Self {
             _names: names(&folder, &cluster.assets),
             folder,
-            _gateway: gateway,
+            gateway: None,
             edges: nodes.iter().map(|_| None).collect(),
         };
+        road.serves(way, cluster);
         for number in 0..nodes.len() {
             let node = &nodes[number];
             let token = causeway(&road.folder)
@@ -69,6 +68,65 @@ impl Road {
             road.join(nodes, number, Some(token.trim()));
         }
         road
+    }
+
+    /// The gateway as this way's example has it, with the tunnels that there were.
+    pub(crate) fn serves(&mut self, way: Way, cluster: &Cluster) {
+        let example = way.example();
+        if self.gateway.as_ref().is_some_and(|(is, _)| *is == example) {
+            return;
+        }
+        // With it goes what it holds: sockets and the kernel's rules.
+        self.gateway = None;
+        let config = self.folder.join("gateway.yaml");
+        fs::write(&config, self.config(way, cluster)).unwrap();
+        let mut gateway = causeway(&self.folder)
+            .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
+            .start(&self.folder.join(format!("gateway-{example}.log")));
+        gateway.says("gateway ready");
+        self.gateway = Some((example, gateway));
+        let joined = self.edges.iter().flatten().count();
+        until("the edges are back", || {
+            let status = causeway(&self.folder).words("status").run();
+            status.text().matches(" connected ").count() == joined
+        });
+    }
+
+    /// The example's configuration, here.
+    fn config(&self, way: Way, cluster: &Cluster) -> String {
+        let example = way.example();
+        let read = |name: &str| fs::read_to_string(format!("{EXAMPLES}/{example}/{name}"));
+        let ours = |name: &str| self.folder.join(name).display().to_string();
+        let pki = |name: &str| cluster.pki.path(name);
+        if let Ok(policy) = read("policy.yaml") {
+            fs::write(ours("policy.yaml"), policy + ANYBODY).unwrap();
+        }
+        let mut fronts = "\nfronts:\n".to_owned();
+        for front in further(example, &self.folder, cluster) {
+            writeln!(fronts, "  - {front}").unwrap();
+        }
+        let mut text = read("gateway.yaml").unwrap();
+        for (theirs, here) in [
+            ("gw.example.com", CLOUD.to_string()),
+            ("10.0.0.20", CLOUD.to_string()),
+            ("/etc/causeway/gateway.kubeconfig", cluster.account(example)),
+            ("/etc/causeway/cluster-ca.crt", pki("ca.pem")),
+            (
+                "/etc/causeway/kubelet-client.crt",
+                pki("gateway-kubelet.pem"),
+            ),
+            (
+                "/etc/causeway/kubelet-client.key",
+                pki("gateway-kubelet.key"),
+            ),
+            ("/etc/causeway/policy.yaml", ours("policy.yaml")),
+            ("/run/causeway/kube-apiserver.sock", ours("address.sock")),
+            ("\nfronts:\n", fronts),
+            ("fronts: [kubelets]", "fronts: [kubelets, apps]".into()),
+        ] {
+            text = text.replace(theirs, &here);
+        }
+        text
     }
 
     /// Starts the edge of a node, and waits for its tunnel.
@@ -116,13 +174,13 @@ impl Road {
         self.folder.join("resolv.conf")
     }
 
-    /// The configuration by which kube-apiserver comes this way, as the binary prints it.
-    pub(crate) fn egress(&self, way: Way) -> PathBuf {
+    /// The configuration by which kube-apiserver comes this way, as the binary prints it; nothing for other ways.
+    pub(crate) fn egress(&self, way: Way) -> Option<PathBuf> {
         let front = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| self.folder.with_file_name("pki").join(name);
         let words = Program::new(BINARY).words("k8s egress-config");
         let (name, words) = match way {
-            Way::Names(_) | Way::Addresses(_) => unreachable!("they have no egress selector"),
+            Way::Names(_) | Way::Addresses(_) => return None,
             Way::Unix => ("unix", words.args(["--socket", &front("connect.sock")])),
             Way::Address => ("address", words.args(["--socket", &front("address.sock")])),
             Way::Tcp => {
@@ -136,7 +194,7 @@ impl Road {
         };
         let file = self.folder.join(format!("egress-{name}.yaml"));
         fs::write(&file, words.run().ok().stdout).unwrap();
-        file
+        Some(file)
     }
 }
 
@@ -144,81 +202,38 @@ fn causeway(folder: &Path) -> Program {
     Program::new(BINARY).env("CAUSEWAY_DATA_DIR", folder.join("gateway"))
 }
 
-/// A certificate by which the gateway asks kubelets itself, with the rights that kube-apiserver has there and no more.
-fn asks_kubelets(cluster: &Cluster) {
-    let (file, user) = ("gateway-kubelet", "causeway-gateway");
-    cluster.pki.client(file, user, None);
-    let bind = "create clusterrolebinding gateway-kubelet --clusterrole=system:kubelet-api-admin";
-    let bind = cluster.kubectl(bind).args([format!("--user={user}")]);
-    bind.run().ok();
-}
+/// What the examples' policies say besides here: `REFUSING` is for everybody.
+const ANYBODY: &str =
+    "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996] }, then: allow }\n";
 
-/// A front takes certificates of the cluster's CA, and each kubelet has one: who may come in is said by name.
-fn policy() -> String {
-    json!({ "rules": [
-        {
-            "name": "kube-apiserver", "then": "allow",
-            "who": { "users": ["kube-apiserver-kubelet-client", "kube-apiserver", "uid:0"] },
-        },
-        {
-            "name": "anybody", "then": "allow",
-            "who": { "users": ["system:anonymous"] }, "what": { "ports": [REFUSING] },
-        },
-    ] })
-    .to_string()
-}
-
-fn gateway(folder: &Path, cluster: &Cluster) -> String {
-    let socket = |name| format!("unix:{}", folder.join(name).display());
-    let pki = |name| cluster.pki.path(name);
-    let callers = json!({ "own_ca": false, "client_ca": [pki("ca.pem")] });
-    json!({
-        "kubernetes": {
-            "kubeconfig": cluster.account(), "pod_networks": ["10.244.0.0/16"],
-            "address_networks": ["10.1.0.0/16", "10.97.0.0/24"],
-        },
-        "tunnel": { "advertise": [format!("{CLOUD}:10262")] },
-        "policy": folder.join("policy.yaml"),
-        "apps": { "10250": {
-            "ca": pki("ca.pem"),
-            "certificate": pki("gateway-kubelet.pem"), "key": pki("gateway-kubelet.key"),
-        } },
-        "dns": { "listen": format!("{CLOUD}:10253"), "zones": [ZONE], "addresses": [CLOUD] },
-        "redirect": { "fronts": ["addresses", "addresses-apps"] },
-        "fronts": [
-            {
-                "name": "egress-unix", "kind": "connect", "errors": "kubernetes",
-                "listen": socket("connect.sock"),
-            },
-            {
-                "name": "egress-address", "kind": "connect", "errors": "kubernetes",
-                "listen": socket("address.sock"),
-                "direct": ["10.97.0.0/24", "10.244.0.0/16"],
-            },
-            {
-                "name": "egress-tcp", "kind": "connect", "errors": "kubernetes",
-                "listen": format!("{CLOUD}:10264"), "names": ["gateway"], "callers": callers,
-            },
-            {
-                "name": "names", "kind": "https", "errors": "kubernetes", "port": 10250,
-                "listen": format!("{CLOUD}:10250"), "callers": callers,
-            },
-            {
-                "name": "names-apps", "kind": "https", "errors": "kubernetes", "port": REFUSING,
-                "listen": format!("{CLOUD}:{REFUSING}"), "anonymous": true, "anonymous_ports": [REFUSING],
-            },
-            {
-                "name": "addresses", "kind": "https", "errors": "kubernetes", "port": 10250,
-                "listen": "0.0.0.0:10263", "callers": callers, "original_destination": true,
-            },
-            {
-                "name": "addresses-apps", "kind": "http", "errors": "kubernetes", "port": REFUSING,
-                "listen": "127.0.0.1:10255", "original_destination": true,
-                "anonymous": true, "anonymous_ports": [REFUSING],
-            },
+/// Fronts that stand beside those of an example.
+fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
+    let anybody = |name: &str, kind: &str, listen: String, original: bool| {
+        json!({
+            "name": name, "kind": kind, "listen": listen, "port": REFUSING, "errors": "kubernetes",
+            "original_destination": original, "anonymous": true, "anonymous_ports": [REFUSING],
+        })
+    };
+    match example {
+        "dns" => vec![anybody(
+            "apps",
+            "https",
+            format!("{CLOUD}:{REFUSING}"),
+            false,
+        )],
+        "addresses" => vec![anybody("apps", "http", "127.0.0.1:10255".into(), true)],
+        _ => vec![
+            json!({
+                "name": "unix", "kind": "connect", "errors": "kubernetes",
+                "listen": format!("unix:{}", folder.join("connect.sock").display()),
+            }),
+            json!({
+                "name": "tcp", "kind": "connect", "errors": "kubernetes",
+                "listen": format!("{CLOUD}:10264"), "names": ["gateway"],
+                "callers": { "own_ca": false, "client_ca": [cluster.pki.path("ca.pem")] },
+            }),
         ],
-    })
-    .to_string()
+    }
 }
 
 /// `CoreDNS` as a cluster has it, for names of nodes alone: it asks the gateway.
@@ -226,11 +241,8 @@ fn names(folder: &Path, assets: &Path) -> Process {
     let file = folder.join("Corefile");
     let text = format!("{ZONE}:53 {{\n bind {CLOUD}\n forward . {CLOUD}:10253\n}}\n");
     fs::write(&file, text).unwrap();
-    fs::write(
-        folder.join("resolv.conf"),
-        format!("nameserver {CLOUD}\nsearch {ZONE}\n"),
-    )
-    .unwrap();
+    let resolver = format!("nameserver {CLOUD}\nsearch {ZONE}\n");
+    fs::write(folder.join("resolv.conf"), resolver).unwrap();
     let mut names = Program::new(assets.join("coredns"))
         .args(["-conf".as_ref(), file.as_os_str()])
         .start(&folder.join("coredns.log"));

@@ -131,16 +131,16 @@ impl Cluster {
             .kubeconfig(client, &format!("https://{CLOUD}:6443"))
     }
 
-    /// Gives a gateway the rights of an example, and no others.
+    /// Gives the gateways' account the rights of an example, and no others.
     pub(crate) fn grant(&self, example: &str) {
         let file = format!("examples/{example}/rbac.yaml");
         let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
         self.kubectl("apply -f").args([rights]).run().ok();
     }
 
-    /// The account of `examples/egress/rbac.yaml`, as a kubeconfig.
-    pub(crate) fn account(&self) -> String {
-        self.grant("egress");
+    /// The gateways' account, with the rights of an example, as a kubeconfig.
+    pub(crate) fn account(&self, example: &str) -> String {
+        self.grant(example);
         let secret = "get -n kube-system secret causeway-gateway -o jsonpath={.data.token}";
         let mut token = String::new();
         until("the account has a token", || {
@@ -160,6 +160,29 @@ impl Cluster {
         let file = self.folder.join("gateway.kubeconfig");
         fs::write(&file, config.to_string()).unwrap();
         file.display().to_string()
+    }
+
+    /// A client's certificate, `FILE.pem`, which the cluster has signed since an administrator has said so.
+    pub(crate) fn signs(&self, file: &str, user: &str) {
+        let request = self.pki.request(file, user);
+        self.apply(&json!({
+            "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
+            "metadata": { "name": user },
+            "spec": {
+                "signerName": "kubernetes.io/kube-apiserver-client", "usages": ["client auth"],
+                "request": data_encoding::BASE64.encode(request.as_bytes()),
+            },
+        }));
+        let approve = format!("certificate approve {user}");
+        self.kubectl(&approve).run().ok();
+        let mut signed = String::new();
+        until("it is signed", || {
+            let line = format!("get csr {user} -o jsonpath={{.status.certificate}}");
+            signed = self.kubectl(&line).run().text();
+            !signed.is_empty()
+        });
+        let signed = data_encoding::BASE64.decode(signed.as_bytes()).unwrap();
+        fs::write(self.pki.path(&format!("{file}.pem")), signed).unwrap();
     }
 
     /// Starts the API server anew.
@@ -312,12 +335,15 @@ fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {
         "root-ca-certificate-publisher-controller",
         "endpoints-controller",
         "namespace-controller",
+        "certificatesigningrequest-signing-controller",
     ];
     Program::new(assets.join("kube-controller-manager"))
         .args([
             format!("--kubeconfig={}", path("admin.kubeconfig")),
             format!("--service-account-private-key-file={}", path("sa.key")),
             format!("--root-ca-file={}", path("ca.pem")),
+            format!("--cluster-signing-cert-file={}", path("ca.pem")),
+            format!("--cluster-signing-key-file={}", path("ca.key")),
             format!("--controllers={}", which.join(",")),
         ])
         .words("--leader-elect=false --use-service-account-credentials --secure-port=0")

@@ -71,6 +71,15 @@ impl Pki {
         self.sign(file, &params);
     }
 
+    /// A new key for a client, and the request for its certificate.
+    pub(crate) fn request(&self, file: &str, user: &str) -> String {
+        let key = KeyPair::generate().unwrap();
+        fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, user);
+        params.serialize_request(&key).unwrap().pem().unwrap()
+    }
+
     fn sign(&self, file: &str, params: &CertificateParams) {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
