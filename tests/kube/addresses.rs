@@ -6,17 +6,15 @@
 use libtest_mimic::Trial;
 
 use crate::{
-    steps::{self, Which, by, failures_tell},
+    steps::{self, by, failures_tell},
     world::{Checks, Way, World, causeway::REFUSING},
 };
 
 pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Addresses(Checks::Off);
     let checked = Way::Addresses(Checks::On);
-    let new = [Which::New];
-    let mut trials = steps::trials("addresses_unchecked", unchecked, steps::BRIEF, &new);
-    let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("addresses", checked, steps::ALL, &both));
+    let mut trials = steps::some("addresses_unchecked", unchecked);
+    trials.extend(steps::most("addresses", checked));
     trials.extend([
         by(
             "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),

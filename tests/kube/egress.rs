@@ -6,7 +6,7 @@
 use libtest_mimic::Trial;
 
 use crate::{
-    steps::{self, NODES, Which, by, failures_tell},
+    steps::{self, NODES, by, failures_tell},
     world::{Way, World, causeway::CLOSED, process::until},
 };
 
@@ -33,8 +33,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
     ];
-    let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("egress", Way::Unix, steps::ALL, &both));
+    trials.extend(steps::all("egress", Way::Unix));
     trials.extend([
         by(
             "egress::failures_tell_what_to_do".to_owned(),

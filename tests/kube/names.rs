@@ -6,7 +6,7 @@
 use libtest_mimic::Trial;
 
 use crate::{
-    steps::{self, Which, by, failures_tell},
+    steps::{self, by, failures_tell},
     world::{
         Checks, Way, World,
         causeway::REFUSING,
@@ -18,8 +18,7 @@ use crate::{
 pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Names(Checks::Off);
     let checked = Way::Names(Checks::On);
-    let new = [Which::New];
-    let mut trials = steps::trials("names_unchecked", unchecked, steps::BRIEF, &new);
+    let mut trials = steps::some("names_unchecked", unchecked);
     trials.push(by(
         "names_unchecked::a_pod_that_is_gone_is_said_to_be".to_owned(),
         unchecked,
@@ -30,8 +29,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         unchecked,
         rights_that_are_missing_are_named,
     ));
-    let both = [Which::New, Which::Old];
-    trials.extend(steps::trials("names", checked, steps::ALL, &both));
+    trials.extend(steps::most("names", checked));
     trials.extend([
         by(
             "names::what_is_in_the_cloud_is_dialled_there".to_owned(),

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::{
     Checks, Way,
     cluster::Cluster,
-    net::CLOUD,
+    net::{self, CLOUD},
     node::Node,
     process::{Process, Program, until},
 };
@@ -78,8 +78,15 @@ impl Road {
         }
         // With it goes what it holds: sockets and the kernel's rules.
         self.gateway = None;
+        if example == "addresses" {
+            net::leads_on();
+        }
         let config = self.folder.join("gateway.yaml");
         fs::write(&config, self.config(way, cluster)).unwrap();
+        // Edges stay as they are on all ways; they could be as this example has them.
+        let edges = format!("{EXAMPLES}/{example}/edge.yaml");
+        let check = Program::new(BINARY).words("edge --check-config --config");
+        check.args([edges]).run().ok();
         let mut gateway = causeway(&self.folder)
             .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
             .start(&self.folder.join(format!("gateway-{example}.log")));
@@ -133,16 +140,16 @@ impl Road {
     pub(crate) fn join(&mut self, nodes: &[Node], number: usize, token: Option<&str>) {
         let node = &nodes[number];
         let config = node.path("edge.yaml");
-        let text = json!({
-            "node": node.name, "gateways": [format!("{CLOUD}:10262")],
-            "data_dir": node.path("edge"),
-            "ports": {
-                "10250": { "scheme": "tcp" }, "8080": { "scheme": "tcp" },
-                CLOSED.to_string(): { "scheme": "tcp" }, REFUSING.to_string(): {},
-            },
-            "allow": { "hosts": ["127.0.0.0/8", "10.244.0.0/16"] },
-        });
-        fs::write(&config, text.to_string()).unwrap();
+        let text = fs::read_to_string(format!("{EXAMPLES}/egress/edge.yaml")).unwrap();
+        let (name, data) = (&node.name, node.path("edge"));
+        let further = format!(
+            "\nports:\n  8080: {{ scheme: tcp }}\n  {CLOSED}: {{ scheme: tcp }}\n  {REFUSING}: {{}}\n"
+        );
+        let text = text
+            .replace("gw.example.com", &CLOUD.to_string())
+            .replace("\nports:\n", &further);
+        let own = format!("node: {name}\ndata_dir: {}\n", data.display());
+        fs::write(&config, text + &own).unwrap();
         let mut edge =
             node.at(BINARY)
                 .args(["edge".as_ref(), "--config".as_ref(), config.as_os_str()]);

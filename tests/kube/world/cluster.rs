@@ -175,12 +175,10 @@ impl Cluster {
         }));
         let approve = format!("certificate approve {user}");
         self.kubectl(&approve).run().ok();
-        let mut signed = String::new();
-        until("it is signed", || {
-            let line = format!("get csr {user} -o jsonpath={{.status.certificate}}");
-            signed = self.kubectl(&line).run().text();
-            !signed.is_empty()
-        });
+        let wait = format!("wait csr/{user} --for=jsonpath={{.status.certificate}}");
+        self.kubectl(&wait).run().ok();
+        let line = format!("get csr {user} -o jsonpath={{.status.certificate}}");
+        let signed = self.kubectl(&line).run().ok().text();
         let signed = data_encoding::BASE64.decode(signed.as_bytes()).unwrap();
         fs::write(self.pki.path(&format!("{file}.pem")), signed).unwrap();
     }

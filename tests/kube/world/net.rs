@@ -1,7 +1,7 @@
 //! The cloud's network and the edge's: sites behind routers that let nobody in.
 //!
 //! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
-//! out through the router's NAT. Nobody shows the cloud a way to a node, and the routers forward nothing but answers.
+//! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -18,12 +18,17 @@ pub(crate) const HOSTS: &str =
 /// The address of the cloud's node.
 pub(crate) const MACHINE: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 50);
 
-/// Makes the cloud's bridge, and the way to everywhere else that any machine has, at whose end nobody is.
+/// Makes the cloud's bridge.
 pub(crate) fn cloud() {
     must("ip link add cloud type bridge");
     must(&format!("ip addr add {CLOUD}/24 dev cloud"));
     must("ip link set cloud up");
-    must("ip route add default via 10.97.0.254");
+}
+
+/// Gives the cloud a way to everywhere else, as any machine has one, at whose end nobody is: the kernel asks for a way
+/// before it looks at rules that lead elsewhere.
+pub(crate) fn leads_on() {
+    must("ip route replace default via 10.97.0.254");
 }
 
 /// A node's place behind a router.
