@@ -51,8 +51,6 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 fn pods_and_services_are_proxied_to(world: &mut World) {
     for (namespace, node) in NODES {
-        let expose = format!("expose -n {namespace} pod echo --port=80 --target-port=8080");
-        world.cluster.kubectl(&expose).run().ok();
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
         let said = world.cluster.kubectl(&raw).run().ok().text();
         assert!(

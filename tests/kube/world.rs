@@ -127,6 +127,9 @@ impl World {
             cluster.pod(namespace, "silent", name, &silent);
         }
         for namespace in ["a", "b"] {
+            // Early: what finds its endpoints waits longer after each restart of the API server.
+            let expose = format!("expose -n {namespace} pod echo --port=80 --target-port=8080");
+            self.cluster.kubectl(&expose).run().ok();
             for pod in ["ticker", "echo", "silent"] {
                 self.cluster.wait(namespace, &format!("pod/{pod}"), "Ready");
             }
