@@ -42,6 +42,11 @@ pub(crate) fn trials() -> Vec<Trial> {
             failures_tell_what_to_do,
         ),
         by(
+            "names::a_policy_without_shells_is_told".to_owned(),
+            checked,
+            a_policy_without_shells_is_told,
+        ),
+        by(
             "names::a_kubelet_gets_nothing_of_another".to_owned(),
             checked,
             a_kubelet_gets_nothing_of_another,
@@ -86,6 +91,23 @@ fn failures_tell_what_to_do(world: &mut World) {
         ("https:nobody-1:10250", "nobody-1"),
     ];
     failures_tell(world, &failures);
+}
+
+fn a_policy_without_shells_is_told(world: &mut World) {
+    let way = Way::Names(Checks::On);
+    let deny = "  - { name: no shells, where: { nodes: [edge-1] }, what: { paths: [/exec] }, then: deny }\n";
+    world.road().rules_anew(way, deny);
+    let exec = |world: &World, namespace: &str| {
+        let line = format!("exec -n {namespace} ticker -- true");
+        world.cluster.kubectl(&line).run()
+    };
+    let said = exec(world, "a").failed();
+    exec(world, "b").ok();
+    world.cluster.kubectl("logs -n a ticker").run().ok();
+    world.road().rules_anew(way, "");
+    exec(world, "a").ok();
+    let wanted = "the policy does not let kube-apiserver-kubelet-client";
+    assert!(said.contains(wanted), "{said}");
 }
 
 /// Kubelets' certificates are of the same CA as kube-apiserver's.

@@ -105,8 +105,8 @@ impl Road {
         let read = |name: &str| fs::read_to_string(format!("{EXAMPLES}/{example}/{name}"));
         let ours = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| cluster.pki.path(name);
-        if let Ok(policy) = read("policy.yaml") {
-            fs::write(ours("policy.yaml"), policy + ANYBODY).unwrap();
+        if way.example() != "egress" {
+            self.rules(way, "");
         }
         let mut fronts = "\nfronts:\n".to_owned();
         for front in further(example, &self.folder, cluster) {
@@ -134,6 +134,20 @@ impl Road {
             text = text.replace(theirs, &here);
         }
         text
+    }
+
+    /// The policy of this way's example, with this line before its rules.
+    fn rules(&self, way: Way, first: &str) {
+        let file = format!("{EXAMPLES}/{}/policy.yaml", way.example());
+        let policy = fs::read_to_string(file).unwrap();
+        let policy = policy.replace("\nrules:\n", &format!("\nrules:\n{first}"));
+        fs::write(self.folder.join("policy.yaml"), policy + ANYBODY).unwrap();
+    }
+
+    /// Puts that policy into force.
+    pub(crate) fn rules_anew(&self, way: Way, first: &str) {
+        self.rules(way, first);
+        causeway(&self.folder).words("reload").run().ok();
     }
 
     /// Starts the edge of a node, and waits for its tunnel.
