@@ -143,7 +143,7 @@ impl Gateway {
             "data_dir": data,
             "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
             "admin": { "listen": format!("127.0.0.1:{admin}") },
-            "kubernetes": { "kubeconfig": world.cluster.account(), "hosts": hosts },
+            "kubernetes": { "kubeconfig": world.cluster.account("egress"), "hosts": hosts },
             "fronts": [{
                 "name": "it", "kind": "connect",
                 "listen": format!("unix:{}", folder.join("it.sock").display()),

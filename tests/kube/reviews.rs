@@ -70,7 +70,7 @@ impl Site {
         let config = json!({
             "tunnel": { "listen": format!("{CLOUD}:11262") }, "admin": { "listen": "127.0.0.1:11265" },
             "kubernetes": {
-                "kubeconfig": world.cluster.account(),
+                "kubeconfig": world.cluster.account("egress"),
                 "review_allowed_for": format!("{}s", KEPT.as_secs()), "review_refused_for": "1s",
             },
             "apps": { "10250": {
