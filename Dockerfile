@@ -33,7 +33,7 @@ RUN set -eu; \
     for each in config tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
     echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages RUSTFLAGS='-C target-feature=+crt-static \
-        -C link-arg=-Wl,-z,pack-relative-relocs' \
+        -C strip=symbols -C link-arg=-Wl,-z,pack-relative-relocs,--icf=safe' \
         cargo build --release --locked --features own-resolver \
         --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
     sh /build.sh; \
