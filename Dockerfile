@@ -17,7 +17,6 @@ ARG NFT_BASE_IMAGE=debian:12-slim
 
 FROM ${BUILDER_IMAGE} AS build
 WORKDIR /src
-ENV CARGO_PROFILE_RELEASE_STRIP=symbols
 COPY Cargo.toml Cargo.lock ./
 COPY .cargo .cargo
 COPY config/Cargo.toml config/
@@ -27,13 +26,14 @@ COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
-# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has.
+# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has; and Rust's
+# own linker, which folds equal functions, is not the default there.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
-    case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
+    case $(uname -m) in aarch64) pages=16 fold= ;; *) pages=12 fold=,--icf=safe ;; esac; \
     echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages RUSTFLAGS='-C target-feature=+crt-static \
-        -C strip=symbols -C link-arg=-Wl,-z,pack-relative-relocs,--icf=safe' \
+        -C strip=symbols -C link-arg=-Wl,-z,pack-relative-relocs$fold' \
         cargo build --release --locked --features own-resolver \
         --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
     sh /build.sh; \

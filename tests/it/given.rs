@@ -489,7 +489,7 @@ async fn what_cannot_serve_anybody_is_refused_with_what_it_lacks() {
         .replace("] } }]", "] }]");
     refused(
         given.clone() + &nobody,
-        &["lacks callers", "client_ca, tokens or jwt"],
+        &["lacks callers", "client_ca, tokens, jwt or token_review"],
     )
     .await;
     let edges = given.replace("gateway.", "edge-1.");
