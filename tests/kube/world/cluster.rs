@@ -175,8 +175,10 @@ impl Cluster {
         }));
         let approve = format!("certificate approve {user}");
         self.kubectl(&approve).run().ok();
-        let wait = format!("wait csr/{user} --for=jsonpath={{.status.certificate}}");
-        self.kubectl(&wait).run().ok();
+        // A controller manager that has lost its API server in a test before looks again after up to a minute.
+        let wait = "--for=jsonpath={.status.certificate} --timeout=110s";
+        let wait = self.kubectl(&format!("wait csr/{user} {wait}"));
+        wait.within(2 * PATIENCE).run().ok();
         let line = format!("get csr {user} -o jsonpath={{.status.certificate}}");
         let signed = self.kubectl(&line).run().ok().text();
         let signed = data_encoding::BASE64.decode(signed.as_bytes()).unwrap();
