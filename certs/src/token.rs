@@ -68,9 +68,11 @@ pub struct JoinToken {
 impl JoinToken {
     /// A new token for a gateway with this root.
     pub(crate) fn generate(root: Fingerprint) -> Self {
-        let id = secret::base64url(&secret::random::<ID_BYTES>());
+        let mut id = secret::random::<ID_BYTES>();
+        // It begins with a letter: what begins with `-` is no argument of `token revoke`.
+        id[0] &= 0x7f;
         Self {
-            id,
+            id: secret::base64url(&id),
             secret: Secret::random(),
             root,
         }

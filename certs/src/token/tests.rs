@@ -60,6 +60,18 @@ fn a_token_reads_as_it_was_written() {
 }
 
 #[test]
+fn an_id_can_be_written_on_a_command_line() {
+    let root = Fingerprint::digest(b"root");
+    for _ in 0..1000 {
+        let id = JoinToken::generate(root).id;
+        assert!(
+            id.starts_with(|first: char| first.is_ascii_alphabetic()),
+            "{id}"
+        );
+    }
+}
+
+#[test]
 fn a_bad_token_says_what_is_wrong() {
     let text = sample();
     let parts: Vec<_> = text.split('.').collect();
