@@ -37,27 +37,6 @@ pub(crate) struct NodeAddress {
     pub(crate) address: String,
 }
 
-impl Resource for Node {
-    const API_VERSION: &'static str = "v1";
-    const GROUP: &'static str = "";
-    const KIND: &'static str = "Node";
-    const VERSION: &'static str = "v1";
-    const URL_PATH_SEGMENT: &'static str = "nodes";
-    type Scope = ClusterResourceScope;
-}
-
-impl Metadata for Node {
-    type Ty = ObjectMeta;
-
-    fn metadata(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn metadata_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
-}
-
 /// Of a Pod: its node.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct Pod {
@@ -71,23 +50,33 @@ pub(crate) struct PodSpec {
     pub(crate) node_name: Option<String>,
 }
 
-impl Resource for Pod {
-    const API_VERSION: &'static str = "v1";
-    const GROUP: &'static str = "";
-    const KIND: &'static str = "Pod";
-    const VERSION: &'static str = "v1";
-    const URL_PATH_SEGMENT: &'static str = "pods";
-    type Scope = NamespaceResourceScope;
+/// What an API of v1 wants to know of a kind to ask for it.
+macro_rules! kinds {
+    ($($kind:ident at $path:literal in $scope:ty;)*) => {$(
+        impl Resource for $kind {
+            const API_VERSION: &'static str = "v1";
+            const GROUP: &'static str = "";
+            const KIND: &'static str = stringify!($kind);
+            const VERSION: &'static str = "v1";
+            const URL_PATH_SEGMENT: &'static str = $path;
+            type Scope = $scope;
+        }
+
+        impl Metadata for $kind {
+            type Ty = ObjectMeta;
+
+            fn metadata(&self) -> &ObjectMeta {
+                &self.metadata
+            }
+
+            fn metadata_mut(&mut self) -> &mut ObjectMeta {
+                &mut self.metadata
+            }
+        }
+    )*};
 }
 
-impl Metadata for Pod {
-    type Ty = ObjectMeta;
-
-    fn metadata(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn metadata_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
+kinds! {
+    Node at "nodes" in ClusterResourceScope;
+    Pod at "pods" in NamespaceResourceScope;
 }

@@ -13,7 +13,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use crate::{
-    nodes::{Passing, delete, node, number},
+    nodes::{Passing, delete, node, number, watching},
     trial,
     world::{
         World,
@@ -131,32 +131,11 @@ impl Gateway {
         let (tunnel, admin) = (11_300 + number, 11_400 + number);
         let folder = world.path(format!("hosts-{number}"));
         fs::create_dir_all(&folder).unwrap();
-        let data = folder.join("data");
-        let ca = Program::new(BINARY).words("ca init --data-dir");
-        if !data.exists() {
-            ca.args([&data]).run().ok();
-        }
         let mut hosts = json!({ "addresses": [CLOUD], "lease_duration": format!("{LEASE:?}") });
         let more = keys.as_object().unwrap().clone();
         hosts.as_object_mut().unwrap().extend(more);
-        let config = json!({
-            "data_dir": data,
-            "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
-            "admin": { "listen": format!("127.0.0.1:{admin}") },
-            "kubernetes": { "kubeconfig": world.cluster.account("egress"), "hosts": hosts },
-            "fronts": [{
-                "name": "it", "kind": "connect",
-                "listen": format!("unix:{}", folder.join("it.sock").display()),
-            }],
-        });
-        let file = folder.join("gateway.yaml");
-        fs::write(&file, config.to_string()).unwrap();
-        let mut process = Program::new(BINARY)
-            .words("gateway --config")
-            .args([&file])
-            .words("--log-filter info,causeway_k8s=debug")
-            .start(&folder.join("log"));
-        process.says("gateway ready");
+        let rules = json!({ "kubeconfig": world.cluster.account("egress"), "hosts": hosts });
+        let process = watching(&folder, (tunnel, admin), &rules);
         Self { process, admin }
     }
 

@@ -6,7 +6,7 @@ use std::{
     env, fs,
     io::{Read, Write},
     os::unix::net::UnixStream,
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -62,32 +62,40 @@ struct Gateway {
     folder: PathBuf,
 }
 
+/// Starts a gateway that looks at the cluster by these rules, and where nobody else needs to reach it.
+pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value) -> Process {
+    let data = folder.join("data");
+    if !data.exists() {
+        let ca = Program::new(BINARY).words("ca init --data-dir");
+        ca.args([&data]).run().ok();
+    }
+    let config = json!({
+        "data_dir": data,
+        "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
+        "admin": { "listen": format!("127.0.0.1:{admin}") },
+        "kubernetes": rules,
+        "fronts": [{
+            "name": "it", "kind": "connect",
+            "listen": format!("unix:{}", folder.join("it.sock").display()),
+        }],
+    });
+    let file = folder.join("gateway.yaml");
+    fs::write(&file, config.to_string()).unwrap();
+    let mut process = Program::new(BINARY)
+        .words("gateway --config")
+        .args([&file])
+        .words("--log-filter info,causeway_k8s=debug")
+        .start(&folder.join("log"));
+    process.says("gateway ready");
+    process
+}
+
 impl Gateway {
     fn start(world: &World, name: &str, kubeconfig: &str) -> Self {
         let folder = world.path(name);
         fs::create_dir_all(&folder).unwrap();
-        let data = folder.join("data");
-        let ca = Program::new(BINARY)
-            .words("ca init --data-dir")
-            .args([&data]);
-        ca.run().ok();
-        let config = json!({
-            "data_dir": data,
-            "tunnel": { "listen": "127.0.0.1:11262" }, "admin": { "listen": "127.0.0.1:11265" },
-            "kubernetes": { "kubeconfig": kubeconfig, "pod_networks": ["10.244.0.0/16"] },
-            "fronts": [{
-                "name": "it", "kind": "connect",
-                "listen": format!("unix:{}", folder.join("it.sock").display()),
-            }],
-        });
-        let file = folder.join("gateway.yaml");
-        fs::write(&file, config.to_string()).unwrap();
-        let mut process = Program::new(BINARY)
-            .words("gateway --config")
-            .args([&file])
-            .words("--log-filter info,causeway_k8s=debug")
-            .start(&folder.join("log"));
-        process.says("gateway ready");
+        let rules = json!({ "kubeconfig": kubeconfig, "pod_networks": ["10.244.0.0/16"] });
+        let process = watching(&folder, (11262, 11265), &rules);
         Self { process, folder }
     }
 
