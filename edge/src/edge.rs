@@ -30,6 +30,7 @@ use causeway_certs::{
     Claim, EdgeIdentity, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
 };
 use causeway_tunnel::{listener, task::Tasks};
+use futures_util::future::BoxFuture;
 use joining::{own, warn_of_expiry};
 use reload::{Parts, serving, sweep};
 use std::{io, net::SocketAddr, sync::Arc};
@@ -154,15 +155,23 @@ impl Edge {
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
-        Self::open_telling(config, stop, &|_| {}).await
+    pub fn open(config: Config, stop: &CancellationToken) -> BoxFuture<'_, Result<Self, Error>> {
+        Self::open_telling(config, stop, &|_| {})
     }
 
     /// Does what [`Edge::open`] does, and tells why whenever an attempt to join came to nothing and is tried again.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub async fn open_telling(
+    pub fn open_telling<'a>(
+        config: Config,
+        stop: &'a CancellationToken,
+        tell: &'a (dyn Fn(&str) + Send + Sync),
+    ) -> BoxFuture<'a, Result<Self, Error>> {
+        Box::pin(Self::opened(config, stop, tell))
+    }
+
+    async fn opened(
         config: Config,
         stop: &CancellationToken,
         tell: &(dyn Fn(&str) + Send + Sync),
@@ -170,8 +179,7 @@ impl Edge {
         let store = Store::open(&config.data_dir, Access::Create)?;
         let identity = match &config.identity {
             Some(files) => brought::open(files, &store)?,
-            // Joining is once in a node's life: whoever opens an edge need not carry what it takes.
-            None => Box::pin(own(&config, &store, (stop, tell))).await?,
+            None => own(&config, &store, (stop, tell)).await?,
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -292,7 +300,12 @@ impl Bound {
     ///
     /// # Errors
     /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
-    pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
+    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), Error>> {
+        // It is this crate in which all of it is compiled, whoever runs it, and however small that is to be.
+        Box::pin(self.serve(stop))
+    }
+
+    async fn serve(self, stop: CancellationToken) -> Result<(), Error> {
         let Self {
             config,
             store,

@@ -31,6 +31,7 @@ use crate::{
 };
 use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
+use futures_util::future::BoxFuture;
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
@@ -308,7 +309,14 @@ impl Bound {
     }
 
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
-    pub async fn run(self, stop: CancellationToken) {
+    ///
+    /// Boxed here, so that it is this crate in which all of it is compiled, whoever runs it, and however small that is
+    /// to be.
+    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, ()> {
+        Box::pin(self.serve(stop))
+    }
+
+    async fn serve(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
         // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.

@@ -40,7 +40,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
             tracing::warn!(%error, "the admin address could not be noted");
         }
         let (reader, grace) = (bound.reader(), (stop.clone(), drain));
-        let running = Box::pin(bound.run(stop.clone()));
+        let running = bound.run(stop.clone());
         let reasons = Reasons {
             hangup,
             asked,

@@ -59,7 +59,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         done.inspect_err(|_| live.reloader.refused())
     });
     let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
-    let running = Box::pin(bound.run(stop));
+    let running = bound.run(stop);
     let live = notify.gateway(pulse, grace, running);
     let live = Box::pin(reload::beside(live, reasons, again));
     let live = Box::pin(cluster::beside(live, cluster));
