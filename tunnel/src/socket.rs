@@ -237,6 +237,7 @@ pub struct Traffic {
     began: Instant,
     read_at: AtomicU64,
     written_at: AtomicU64,
+    read: AtomicU64,
 }
 
 impl Default for Traffic {
@@ -245,6 +246,7 @@ impl Default for Traffic {
             began: Instant::now(),
             read_at: AtomicU64::new(0),
             written_at: AtomicU64::new(0),
+            read: AtomicU64::new(0),
         }
     }
 }
@@ -258,6 +260,11 @@ impl Traffic {
     /// When a byte was last written (at first: when the connection began).
     pub fn last_written(&self) -> Instant {
         self.began + Duration::from_micros(self.written_at.load(Relaxed))
+    }
+
+    /// Bytes read so far.
+    pub fn read(&self) -> u64 {
+        self.read.load(Relaxed)
     }
 
     fn mark(&self, place: &AtomicU64) {
@@ -318,8 +325,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Counted<S> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let polled = Pin::new(this.io()?).poll_read(cx, buf);
-        if buf.filled().len() > before {
+        let read = buf.filled().len() - before;
+        if read > 0 {
             this.traffic.mark(&this.traffic.read_at);
+            this.traffic.read.fetch_add(read as u64, Relaxed);
         }
         polled
     }
