@@ -33,6 +33,8 @@ pub enum Reason {
     TunnelLost,
     /// The target or the edge was too slow.
     TargetTimeout,
+    /// Whoever has to say who calls, who may, or where a pod is, does not answer.
+    Undecided,
     /// A limit is reached.
     LimitReached,
     /// The gateway or the edge drains.
@@ -47,7 +49,7 @@ pub enum Reason {
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -58,6 +60,7 @@ impl Reason {
         Self::TargetBroken,
         Self::TunnelLost,
         Self::TargetTimeout,
+        Self::Undecided,
         Self::LimitReached,
         Self::Draining,
         Self::HeaderTooLarge,
@@ -69,7 +72,9 @@ impl Reason {
     pub fn status(self) -> StatusCode {
         match self {
             Self::NodeUnknown => StatusCode::NOT_FOUND,
-            Self::NodeAway | Self::LimitReached | Self::Draining => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NodeAway | Self::Undecided | Self::LimitReached | Self::Draining => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::Misdirected => StatusCode::MISDIRECTED_REQUEST,
             Self::Unauthenticated => StatusCode::UNAUTHORIZED,
             Self::Forbidden | Self::EdgePolicy => StatusCode::FORBIDDEN,
@@ -85,7 +90,11 @@ impl Reason {
     pub fn is_refusal(self) -> bool {
         matches!(
             self,
-            Self::Unauthenticated | Self::Forbidden | Self::EdgePolicy | Self::Misdirected
+            Self::Unauthenticated
+                | Self::Undecided
+                | Self::Forbidden
+                | Self::EdgePolicy
+                | Self::Misdirected
         )
     }
 
@@ -102,6 +111,7 @@ impl Reason {
             Self::TargetBroken => "target_broken",
             Self::TunnelLost => "tunnel_lost",
             Self::TargetTimeout => "target_timeout",
+            Self::Undecided => "undecided",
             Self::LimitReached => "limit_reached",
             Self::Draining => "draining",
             Self::HeaderTooLarge => "header_too_large",
@@ -120,6 +130,7 @@ impl Reason {
             Self::TargetBroken => "http_protocol_error",
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
+            Self::Undecided => "proxy_internal_error",
             Self::LimitReached => "connection_limit_reached",
             Self::Unauthenticated
             | Self::Misdirected
@@ -132,7 +143,7 @@ impl Reason {
     /// How long a caller should wait before it tries again, where that helps.
     pub fn retry_after(self) -> Option<Duration> {
         match self {
-            Self::NodeAway => Some(Duration::from_secs(2)),
+            Self::NodeAway | Self::Undecided => Some(Duration::from_secs(2)),
             Self::LimitReached | Self::Draining => Some(Duration::from_secs(1)),
             Self::NodeUnknown
             | Self::Misdirected
@@ -162,6 +173,7 @@ impl Reason {
             Self::TargetBroken => "Target broke the protocol",
             Self::TunnelLost => "Tunnel lost in flight",
             Self::TargetTimeout => "Target too slow",
+            Self::Undecided => "Nobody to decide",
             Self::LimitReached => "Limit reached",
             Self::Draining => "Draining",
             Self::HeaderTooLarge => "Request head too large",

@@ -312,12 +312,12 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
     let _edge = kubelet(&world, &app).await;
     let answer = get(&world, "slow-token", "/metrics").await;
     let says = "who you are was not decided: the cluster's API did not answer within 300ms";
-    assert_problem(&answer, 504, "target_timeout", says);
+    assert_problem(&answer, 503, "undecided", says);
     assert_eq!(get(&world, "prom-token", "/metrics").await.status, 200);
     cluster.away.store(true, SeqCst);
     let answer = get(&world, "root-token", "/metrics").await;
     let says = "who you are was not decided: the cluster's API does not answer";
-    assert_problem(&answer, 504, "target_timeout", says);
+    assert_problem(&answer, 503, "undecided", says);
     assert_eq!(
         get(&world, "prom-token", "/metrics").await.status,
         200,
@@ -325,7 +325,7 @@ async fn while_the_api_is_away_or_silent_nobody_new_is_let_in_and_it_is_told() {
     );
     let answer = get(&world, "prom-token", "/exec/a/b/c").await;
     let says = "whether you may do this was not decided";
-    assert_problem(&answer, 504, "target_timeout", says);
+    assert_problem(&answer, 503, "undecided", says);
     let log = world.log().text();
     assert!(log.contains("callers cannot be reviewed"), "{log}");
     assert!(log.contains("connection refused"), "{log}");

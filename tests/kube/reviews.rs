@@ -182,7 +182,7 @@ fn callers_may_at_a_kubelet_what_the_cluster_says() {
 fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
     let (status, text) = site.get(API, prom, "/metrics");
     let says = "the cluster does not let this gateway create tokenreviews.authentication.k8s.io";
-    assert!(status == 504 && text.contains(says), "{status} {text}");
+    assert!(status == 503 && text.contains(says), "{status} {text}");
     let log = fs::read_to_string(world.path("reviews/log")).unwrap();
     let cause = "cannot create resource \\\"tokenreviews\\\"";
     let plain = cause.replace('\\', "");

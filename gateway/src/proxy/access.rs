@@ -58,13 +58,6 @@ struct Filled {
     _open: Option<StreamGuard>,
 }
 
-impl Filled {
-    /// Whether nobody said in time that they may.
-    fn is_undecided(&self) -> bool {
-        self.reason == Some(Reason::TargetTimeout) && self.tunnel.is_none()
-    }
-}
-
 impl Record {
     /// Begins the record of an HTTP request.
     pub fn begin<B>(proxy: &Proxy, connection: &Connection, request: &Request<B>) -> Arc<Self> {
@@ -199,7 +192,7 @@ impl Drop for Record {
         }
         if filled.session {
             self.audit("closed", &filled, (duration, up, down));
-        } else if filled.reason.is_some_and(Reason::is_refusal) || filled.is_undecided() {
+        } else if filled.reason.is_some_and(Reason::is_refusal) {
             self.audit("refused", &filled, (duration, up, down));
         }
     }

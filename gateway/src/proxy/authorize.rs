@@ -104,7 +104,7 @@ impl Authorize for ByPolicy {
 /// Asks, and waits for no longer than `bound`. Also says by which rule it was decided, if by one.
 ///
 /// # Errors
-/// [`Reason::Forbidden`], or [`Reason::TargetTimeout`] if no decision came in time.
+/// [`Reason::Forbidden`], or [`Reason::Undecided`] if no decision came in time.
 pub async fn check(
     authorizer: &dyn Authorize,
     ask: &Ask<'_>,
@@ -123,7 +123,7 @@ pub async fn check(
                 Err(_) => {
                     let detail =
                         format!("whether you may do this was not decided within {bound:?}");
-                    Err(Reason::TargetTimeout.says(detail))
+                    Err(Reason::Undecided.says(detail))
                 }
             };
             (None, decided)
@@ -183,7 +183,7 @@ mod tests {
         };
         let bound = Duration::from_secs(3);
         let (_, decided) = check(&Slow, &ask, bound).await;
-        assert_eq!(decided.unwrap_err().reason, Reason::TargetTimeout);
+        assert_eq!(decided.unwrap_err().reason, Reason::Undecided);
         assert!(check(&AnyCaller, &ask, bound).await.1.is_ok());
     }
 }

@@ -72,7 +72,7 @@ async fn route(
         Err(_) => {
             let detail =
                 format!("the node of pod {namespace}/{name} was not found within {bound:?}");
-            return Err(Reason::TargetTimeout.says(detail));
+            return Err(Reason::Undecided.says(detail));
         }
     };
     // One in the cloud has no tunnel, and never will.

@@ -71,14 +71,14 @@ impl Unanswered {
     /// The error of a stream for which `what` was to be known.
     pub(super) fn of(self, what: &str) -> Error {
         let detail = format!("{what} was not decided: {}", self.says);
-        Reason::TargetTimeout.because(detail, &*self.cause)
+        Reason::Undecided.because(detail, &*self.cause)
     }
 }
 
 /// Asks for what is at a kubelet's port of this front, whether they may.
 ///
 /// # Errors
-/// [`Reason::Forbidden`], or [`Reason::TargetTimeout`] if there is no answer.
+/// [`Reason::Forbidden`], or [`Reason::Undecided`] if there is no answer.
 pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
     let port = ask.route.target.port;
     // Whatever host of the node is meant: a kubelet listens on all of its addresses, those towards pods too.
@@ -87,7 +87,7 @@ pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
     }
     let what = "whether you may do this";
     let Some(answers) = &proxy.shared.reviews else {
-        return Err(Reason::TargetTimeout.says(format!("{what} can be asked of nobody")));
+        return Err(Reason::Undecided.says(format!("{what} can be asked of nobody")));
     };
     let account = account(ask.caller);
     let (verb, subresources) = (kubelet::verb(ask), kubelet::subresources(ask));

@@ -28,11 +28,11 @@ impl TokenReview {
     /// Whose token this is.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`], or [`Reason::TargetTimeout`] if there is no answer.
+    /// [`Reason::Unauthenticated`], or [`Reason::Undecided`] if there is no answer.
     pub(super) async fn identify(&self, token: &str, shared: &Shared) -> Result<Caller, Error> {
         let what = "who you are";
         let Some(answers) = &shared.reviews else {
-            return Err(Reason::TargetTimeout.says(format!("{what} can be asked of nobody")));
+            return Err(Reason::Undecided.says(format!("{what} can be asked of nobody")));
         };
         if token.is_empty() || token.len() > jwt::LARGEST {
             return Err(refuse("token_review: the token is empty or too large"));
