@@ -4,6 +4,7 @@
 //! the path of the value in the form `fronts[1].listen`, which the binary turns into a
 //! file, a line and a column.
 
+use std::fmt;
 use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
@@ -17,6 +18,12 @@ pub struct Fault {
     pub message: String,
     /// The other value that the fault rests on: without it there may be none.
     pub rests_on: Option<String>,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path, self.message)
+    }
 }
 
 /// A configuration that knows when its values make no sense together.

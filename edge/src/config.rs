@@ -5,6 +5,7 @@
 //! does that); `validate` finds what no type can express, all of it at once.
 
 mod allow;
+mod ranges;
 mod validate;
 
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use allow::{Allow, AllowedHost, Port, Scheme};
 pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
+pub use ranges::PortRange;
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -45,6 +47,8 @@ pub struct Config {
     pub allow: Allow,
     /// The node's ports that are served, and where each leads. No other port is.
     pub ports: BTreeMap<u16, Port>,
+    /// Node ports (`9100`, `9000-9999`) that are served as well, over loopback, as soon as the gateway's cluster lists them; `ports` wins. Empty is none.
+    pub listed_ports: Vec<PortRange>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,
     /// The node's addresses told to the gateway, which confirms them before it routes by them.
@@ -75,6 +79,7 @@ impl Default for Config {
             admin: Admin::default(),
             allow: Allow::default(),
             ports: BTreeMap::new(),
+            listed_ports: Vec::new(),
             labels: BTreeMap::new(),
             addresses: Vec::new(),
             pool: None,

@@ -32,7 +32,7 @@ use causeway_certs::{
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use joining::{own, warn_of_expiry};
-use reload::{Parts, serving, sweep};
+use reload::{Allowed, Parts, listing, serving, sweep};
 use std::{io, net::SocketAddr, sync::Arc};
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
@@ -228,7 +228,7 @@ impl Edge {
         } = self;
         let ports = policy.ports();
         let way = Way::new(
-            policy,
+            policy.clone(),
             config.timeouts.clone(),
             metrics.clone(),
             tasks.clone(),
@@ -244,6 +244,7 @@ impl Edge {
                 began: config.clone(),
                 now: Arc::new(ArcSwap::from_pointee(way)),
                 ports: Arc::new(ArcSwap::from_pointee(ports)),
+                allowed: Allowed::begin(policy),
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
@@ -301,7 +302,7 @@ impl Bound {
     /// # Errors
     /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
     pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), Error>> {
-        // It is this crate in which all of it is compiled, whoever runs it, and however small that is to be.
+        // Boxed here, all of it is compiled in this crate.
         Box::pin(self.serve(stop))
     }
 
@@ -335,7 +336,7 @@ impl Bound {
         } = reloader.parts();
         let made = given.subscribe();
         let node = identity.node.as_str().to_owned();
-        warn_of_no_port(&ports.load());
+        warn_of_no_port(&config, &ports.load());
         info!(node, admin = %address, ports = ?ports.load(), "edge runs");
         let held = Held::new(identity, store);
         let links = Arc::new(Links {
@@ -345,6 +346,7 @@ impl Bound {
             dialler: Dialler::new(tls, &config),
             gateways: Gateways::new(config.gateways.clone(), held.clone(), writer.clone()),
             serve: serving(now),
+            list: listing(&reloader),
             metrics: metrics.clone(),
             state: writer,
             bulk: Bulk::default(),
@@ -367,8 +369,8 @@ impl Bound {
     }
 }
 
-fn warn_of_no_port(ports: &[u16]) {
-    if ports.is_empty() {
+fn warn_of_no_port(config: &Config, ports: &[u16]) {
+    if ports.is_empty() && config.listed_ports.is_empty() {
         warn!(
             "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
         );

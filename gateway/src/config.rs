@@ -24,13 +24,14 @@ use serde::{Deserialize, Serialize};
 
 pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
+use causeway_tunnel::hello::Listed;
 
 pub use app::App;
 pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
-pub use kubernetes::{Hosts, HostsFormat, Kubernetes, Label};
+pub use kubernetes::{Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.
@@ -72,6 +73,9 @@ pub struct Config {
     pub audit_log: Given<PathBuf>,
     /// The log.
     pub log: Log,
+    /// What edges are told of the node ports that the cluster lists: by [`Config::listing`], and by no file.
+    #[serde(skip)]
+    pub listed: Option<Listed>,
 }
 
 impl Default for Config {
@@ -93,6 +97,7 @@ impl Default for Config {
             access_log: AccessLog::All,
             audit_log: Given::default(),
             log: Log::default(),
+            listed: None,
         }
     }
 }

@@ -110,6 +110,8 @@ declare! {
     cluster_hosts_leading: Gauge,
     /// Writes of the cluster's hosts file, by outcome.
     cluster_hosts_writes: Family<[Label; 1], Counter>,
+    /// Whether the list of ports in the cluster is refused as it is.
+    cluster_ports_refused: Gauge,
     /// When the certificate of the tunnel port ends, in Unix time.
     certificate_expiry_timestamp_seconds: Gauge,
 }
@@ -283,6 +285,11 @@ impl Metrics {
         let labels = [("outcome", if well { "ok" } else { "failed" })];
         let writes = &self.declared.cluster_hosts_writes;
         writes.get_or_create(&labels).inc();
+    }
+
+    /// The list of ports in the cluster is taken up as it is, or not.
+    pub fn ports_refused(&self, refused: bool) {
+        self.declared.cluster_ports_refused.set(refused.into());
     }
 
     /// The certificate of the tunnel port ends then, in Unix time.

@@ -6,7 +6,7 @@ pub mod nodes;
 pub mod policy;
 pub mod registry;
 
-pub use advertised::Advertised;
+pub use advertised::{Advertised, ListedPorts};
 pub use keys::{KeySet, Keys, KeysWriter};
 pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
 pub use policy::{Policy, PolicyReader, PolicyWriter};

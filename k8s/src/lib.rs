@@ -3,16 +3,19 @@
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
-//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `egress` writes what kube-apiserver has to
+//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
+//! lists; `follow` watches one object; `egress` writes what kube-apiserver has to
 //! be told.
 
 pub mod client;
 pub mod egress;
+mod follow;
 pub mod hosts;
 mod lease;
 pub mod nodes;
 mod objects;
 pub mod pods;
+pub mod ports;
 pub mod reviews;
 mod trouble;
 
@@ -21,4 +24,5 @@ pub use hosts::Hosts;
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;
+pub use ports::Ports;
 pub use reviews::Reviews;

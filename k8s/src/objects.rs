@@ -50,6 +50,12 @@ pub(crate) struct PodSpec {
     pub(crate) node_name: Option<String>,
 }
 
+/// Of a Service: its version.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub(crate) struct Service {
+    pub(crate) metadata: ObjectMeta,
+}
+
 /// What an API of v1 wants to know of a kind to ask for it.
 macro_rules! kinds {
     ($($kind:ident at $path:literal in $scope:ty;)*) => {$(
@@ -79,4 +85,5 @@ macro_rules! kinds {
 kinds! {
     Node at "nodes" in ClusterResourceScope;
     Pod at "pods" in NamespaceResourceScope;
+    Service at "services" in NamespaceResourceScope;
 }

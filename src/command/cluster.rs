@@ -9,11 +9,19 @@ use std::pin::Pin;
 
 #[cfg(feature = "k8s")]
 use causeway_gateway::config::Kubernetes;
+use causeway_gateway::config::{NodePorts, Reloads};
 use causeway_gateway::{Bound, Config, Gateway};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Runs for as long as the gateway does.
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
+
+/// Where the ports go that a cluster lists, and by which they are taken up.
+pub(super) struct Listing {
+    pub(super) ports: watch::Sender<Option<NodePorts>>,
+    pub(super) reloads: Reloads,
+}
 
 /// A cluster, if one is configured.
 #[cfg(feature = "k8s")]
@@ -57,11 +65,11 @@ impl Cluster {
 
     /// What follows its nodes, once it is polled. The gateway is not ready (`/readyz`) before they are known. With `stop` it
     /// gives up what others wait for.
-    pub(super) fn follow(self, bound: &Bound, stop: CancellationToken) -> Work {
+    pub(super) fn follow(self, bound: &Bound, listing: Listing, stop: CancellationToken) -> Work {
         let Some(parts) = self.0 else {
             return Box::pin(std::future::pending());
         };
-        let hosts = parts.hosts(bound);
+        let (hosts, listed) = (parts.hosts(bound), parts.listed(bound, listing));
         let informer = causeway_k8s::Informer {
             client: parts.client,
             rules: parts.rules,
@@ -75,26 +83,49 @@ impl Cluster {
             }
         };
         Box::pin(async move {
-            tokio::join!(informer.run(hold), hosts);
-            std::future::pending().await
+            let listed = async {
+                match listed {
+                    Some(listed) => listed.run().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let ((), (), never) = tokio::join!(informer.run(hold), hosts, listed);
+            never
         })
     }
 }
 
 #[cfg(feature = "k8s")]
 impl Parts {
+    fn listed(&self, bound: &Bound, listing: Listing) -> Option<causeway_k8s::Ports> {
+        Some(causeway_k8s::Ports {
+            client: self.client.clone(),
+            rules: self.rules.ports.clone()?,
+            listed: listing.ports,
+            reloads: listing.reloads,
+            metrics: bound.metrics(),
+            gateway: this_gateway(),
+        })
+    }
+
     fn hosts(&self, bound: &Bound) -> Option<causeway_k8s::Hosts> {
-        let name = nix::unistd::gethostname().ok();
-        let name = name.and_then(|name| name.into_string().ok());
         Some(causeway_k8s::Hosts {
             client: self.client.clone(),
             rules: self.rules.hosts.clone()?,
             addresses: self.addresses.clone(),
             nodes: bound.nodes(),
             metrics: bound.metrics(),
-            gateway: name.unwrap_or_else(|| "gateway".to_owned()),
+            gateway: this_gateway(),
         })
     }
+}
+
+/// Its name to others: the host's.
+#[cfg(feature = "k8s")]
+fn this_gateway() -> String {
+    let name = nix::unistd::gethostname().ok();
+    let name = name.and_then(|name| name.into_string().ok());
+    name.unwrap_or_else(|| "gateway".to_owned())
 }
 
 /// As above, in a build that knows no cluster.
@@ -121,7 +152,7 @@ impl Cluster {
         gateway
     }
 
-    pub(super) fn follow(self, _: &Bound, _: CancellationToken) -> Work {
+    pub(super) fn follow(self, _: &Bound, _: Listing, _: CancellationToken) -> Work {
         Box::pin(std::future::pending())
     }
 }

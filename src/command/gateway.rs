@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, fs};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
+use causeway_gateway::config::NodePorts;
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tokio::sync::watch;
 
-use super::cluster::{self, Cluster};
+use super::cluster::{self, Cluster, Listing};
 use super::{admin, policy};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
@@ -40,18 +42,21 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     };
     let gateway = Gateway::new(within_files(config))
         .policy(policy.reader())
-        .reloads(reloads);
+        .reloads(reloads.clone());
     let bound = cluster
         .beside(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
-    let cluster = cluster.follow(&bound, stop.clone());
+    let (ports, listed) = watch::channel(None);
+    let listing = Listing { ports, reloads };
+    let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let live = Live {
         sources,
         reloader: bound.reloader(),
         policy,
+        listed,
         text: Mutex::new(rules.text),
     };
     let again = Arc::new(move |noted: &mut Noted| {
@@ -76,6 +81,8 @@ struct Live {
     sources: Sources,
     reloader: Reloader,
     policy: PolicyWriter,
+    /// The ports that the cluster lists; until they are known edges keep those that they know.
+    listed: watch::Receiver<Option<NodePorts>>,
     /// The text of the rules that are in force.
     text: Mutex<Option<String>>,
 }
@@ -87,6 +94,7 @@ impl Live {
         let config: Config = settings::load_anew(&self.sources)?;
         noted.files(config.files());
         let rules = Rules::read(&config)?;
+        let config = listing(config, self.listed.borrow().as_ref())?;
         let prepared = self.reloader.prepare(&within_files(config))?;
         let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
         if *text == rules.text {
@@ -100,6 +108,17 @@ impl Live {
         let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));
         Ok(format!("{said}; {changed}"))
     }
+}
+
+/// A configuration with the ports that the cluster lists.
+fn listing(config: Config, listed: Option<&NodePorts>) -> anyhow::Result<Config> {
+    let Some(listed) = listed else {
+        return Ok(config);
+    };
+    config.listing(listed).map_err(|faults| {
+        let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
+        anyhow!("with the ports that the cluster lists: {}", said.join("; "))
+    })
 }
 
 /// Who may do what.

@@ -12,6 +12,7 @@ mod egress;
 mod hosts;
 mod names;
 mod nodes;
+mod ports;
 mod reviews;
 mod stands;
 mod steps;
@@ -48,6 +49,7 @@ fn trials() -> Vec<Trial> {
         .chain(nodes::trials())
         .chain(reviews::trials())
         .chain(hosts::trials())
+        .chain(ports::trials())
         .chain(egress::trials())
         .chain(names::trials())
         .chain(addresses::trials())

@@ -64,13 +64,8 @@ struct Gateway {
 
 /// Starts a gateway that looks at the cluster by these rules, and where nobody else needs to reach it.
 pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value) -> Process {
-    let data = folder.join("data");
-    if !data.exists() {
-        let ca = Program::new(BINARY).words("ca init --data-dir");
-        ca.args([&data]).run().ok();
-    }
     let config = json!({
-        "data_dir": data,
+        "data_dir": folder.join("data"),
         "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
         "admin": { "listen": format!("127.0.0.1:{admin}") },
         "kubernetes": rules,
@@ -79,8 +74,18 @@ pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value
             "listen": format!("unix:{}", folder.join("it.sock").display()),
         }],
     });
+    started(folder, &config.to_string())
+}
+
+/// Starts a gateway of this configuration, whose data is in `data` of the folder.
+pub(crate) fn started(folder: &Path, config: &str) -> Process {
+    let data = folder.join("data");
+    if !data.exists() {
+        let ca = Program::new(BINARY).words("ca init --data-dir");
+        ca.args([&data]).run().ok();
+    }
     let file = folder.join("gateway.yaml");
-    fs::write(&file, config.to_string()).unwrap();
+    fs::write(&file, config).unwrap();
     let mut process = Program::new(BINARY)
         .words("gateway --config")
         .args([&file])

@@ -31,6 +31,10 @@ pub struct Hello {
 
 /// What an edge says of itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each says something of its own"
+)]
 pub struct Welcome {
     /// [`crate::wire::VERSION`] of the edge.
     pub protocol: u32,
@@ -60,6 +64,9 @@ pub struct Welcome {
     /// Whether the edge has other gateways to go to (a drain then waits for less).
     #[serde(default)]
     pub elsewhere: bool,
+    /// Whether the edge takes [`ToEdge::Ports`].
+    #[serde(default)]
+    pub listed: bool,
     /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
     #[serde(default)]
     pub takes_over: bool,
@@ -67,6 +74,15 @@ pub struct Welcome {
     /// [`ToEdge::Renew`]; one that does not would hear nothing more behind them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roots: Option<Vec<String>>,
+}
+
+/// The node ports that a gateway's cluster lists.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listed {
+    /// Apps that speak HTTP in the clear.
+    pub http: Vec<u16>,
+    /// For bytes alone: the gateway itself speaks TLS with the app.
+    pub tcp: Vec<u16>,
 }
 
 /// Why a gateway sends a tunnel away.
@@ -113,6 +129,8 @@ pub enum ToEdge {
         /// To this many bytes at most.
         bytes: u32,
     },
+    /// The node ports that the gateway's cluster lists, all of them: an edge serves those that its owner lets be listed.
+    Ports(Listed),
     /// Believe these roots from now on, and no others. The edge answers with [`ToGateway::Roots`].
     Roots {
         /// All of them, as PEM.

@@ -24,7 +24,7 @@ use super::{
 use crate::{config::Config, metrics::Metrics, state::Writer};
 use arc_swap::ArcSwap;
 pub(crate) use bulk::Bulk;
-use causeway_tunnel::{backoff::Backoff, server::Asked, task::Tasks};
+use causeway_tunnel::{backoff::Backoff, hello::Listed, server::Asked, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls_pki_types::CertificateDer;
 use session::{Finish, Session};
@@ -39,6 +39,9 @@ const LEAVING: Duration = Duration::from_secs(2);
 /// What a stream is handed to: the way, of which nothing is known here.
 pub(crate) type Serve = Arc<dyn Fn(Asked) -> BoxFuture<'static, ()> + Send + Sync>;
 
+/// Takes up which node ports a gateway lists.
+pub(crate) type List = Arc<dyn Fn(Listed) + Send + Sync>;
+
 /// What all tunnels of an edge share.
 pub(crate) struct Links {
     pub(crate) config: Config,
@@ -49,6 +52,7 @@ pub(crate) struct Links {
     pub(crate) dialler: Dialler,
     pub(crate) gateways: Gateways,
     pub(crate) serve: Serve,
+    pub(crate) list: List,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<Writer>,
     pub(crate) bulk: Bulk,

@@ -6,22 +6,23 @@
 use super::{Error, brought};
 use crate::{
     config::Config,
-    control::link::Serve,
+    control::link::{List, Serve},
     metrics::Metrics,
     proxy::{Policy, Way},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{EdgeIdentity, TrustDomain};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{hello::Listed, task::Tasks};
 use std::{
     fmt,
-    sync::{Arc, Weak},
+    sync::{Arc, Mutex, PoisonError, Weak},
     time::Duration,
 };
 use tokio::{
     sync::watch,
     time::{MissedTickBehavior, interval},
 };
+use tracing::info;
 
 /// How often kept connections to apps are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -36,6 +37,12 @@ pub(super) fn serving(now: &Now) -> Serve {
         let way = now.load_full();
         Box::pin(async move { way.serve(asked).await })
     })
+}
+
+/// The list of ports as a session of a tunnel knows it.
+pub(super) fn listing(reloader: &Reloader) -> List {
+    let reloader = reloader.clone();
+    Arc::new(move |listed| reloader.parts().list(listed))
 }
 
 /// Closes what apps keep idle for too long.
@@ -66,10 +73,60 @@ pub(super) struct Parts {
     pub(super) began: Config,
     pub(super) now: Now,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(super) allowed: Mutex<Allowed>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+}
+
+/// What the way of now has been made of.
+pub(super) struct Allowed {
+    /// As the owner configured it.
+    policy: Policy,
+    /// What the gateway lists.
+    listed: Listed,
+}
+
+impl Allowed {
+    /// Before any gateway has listed anything.
+    pub(super) fn begin(policy: Policy) -> Mutex<Self> {
+        Mutex::new(Self {
+            policy,
+            listed: Listed::default(),
+        })
+    }
+}
+
+impl Parts {
+    /// Takes this up, for each stream that begins from now on. Returns the node's ports that are served then.
+    fn allow(&self, change: impl FnOnce(&mut Allowed)) -> Vec<u16> {
+        // Whoever changes something else meanwhile must find what this has changed.
+        let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut allowed);
+        let policy = allowed.policy.clone().listing(&allowed.listed);
+        let ports = policy.ports();
+        let way = Way::new(
+            policy,
+            self.began.timeouts.clone(),
+            self.metrics.clone(),
+            self.tasks.clone(),
+        );
+        self.now.store(Arc::new(way));
+        self.ports.store(Arc::new(ports.clone()));
+        ports
+    }
+
+    /// A gateway has told which node ports its cluster lists.
+    pub(super) fn list(&self, listed: Listed) {
+        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = allowed.listed == listed;
+        drop(allowed);
+        if !same {
+            let ports = self.allow(|allowed| allowed.listed = listed);
+            info!(?ports, "the gateway listed ports");
+        }
+    }
 }
 
 /// A configuration of which all is built and nothing is in force. Dropped, it leaves everything as it was.
@@ -149,15 +206,7 @@ impl Prepared<'_> {
         if given.is_some() {
             edge.given.send_replace(given);
         }
-        let ports = policy.ports();
-        let way = Way::new(
-            policy,
-            edge.began.timeouts.clone(),
-            edge.metrics.clone(),
-            edge.tasks.clone(),
-        );
-        edge.now.store(Arc::new(way));
-        edge.ports.store(Arc::new(ports.clone()));
+        let ports = edge.allow(|allowed| allowed.policy = policy);
         edge.metrics.reloaded(true);
         Changed { ports, at_restart }
     }

@@ -10,8 +10,8 @@ use super::{
     app::{App, AppId},
     tls::{self, TlsError},
 };
-use crate::config::{Allow, Config, Scheme};
-use causeway_tunnel::{Refusal, Target, error::Refused, server::Kind};
+use crate::config::{Allow, Config, PortRange, Scheme};
+use causeway_tunnel::{Refusal, Target, error::Refused, hello::Listed, server::Kind};
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
@@ -19,11 +19,15 @@ use std::{
 };
 
 /// The compiled allow-list.
+#[derive(Clone)]
 pub(crate) struct Policy {
     node: Arc<str>,
     addresses: Vec<IpAddr>,
     allow: Allow,
     ports: BTreeMap<u16, Arc<App>>,
+    /// Which ports a gateway may list, and those of them that it lists.
+    listable: Vec<PortRange>,
+    listed: BTreeMap<u16, Arc<App>>,
 }
 
 impl Policy {
@@ -50,13 +54,40 @@ impl Policy {
             addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
             allow: config.allow.clone(),
             ports,
+            listable: config.listed_ports.clone(),
+            listed: BTreeMap::new(),
         })
+    }
+
+    /// The same, with these ports listed. What the configuration says of a port wins.
+    pub(crate) fn listing(self, listed: &Listed) -> Self {
+        let with = |scheme| move |port: &u16| (*port, scheme);
+        let all = listed.http.iter().map(with(Scheme::Http));
+        let all = all.chain(listed.tcp.iter().map(with(Scheme::Tcp)));
+        let may = |port: u16| self.listable.iter().any(|range| range.contains(port));
+        let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
+        let app = |port: u16, scheme| App {
+            id: AppId::Port(port),
+            node: self.node.clone(),
+            target: Target::new("127.0.0.1", port),
+            scheme,
+            tls: None,
+        };
+        let listed = all
+            .map(|(port, scheme)| (port, Arc::new(app(port, scheme))))
+            .collect();
+        Self { listed, ..self }
+    }
+
+    /// A node port's app.
+    fn port(&self, port: u16) -> Option<&Arc<App>> {
+        self.ports.get(&port).or_else(|| self.listed.get(&port))
     }
 
     /// The app that a stream asks for, if this edge serves it that way.
     pub(crate) fn decide(&self, target: &Target, kind: &Kind) -> Result<Arc<App>, Refused> {
         let app = if self.is_self(target) {
-            self.ports.get(&target.port).cloned().ok_or_else(|| {
+            self.port(target.port).cloned().ok_or_else(|| {
                 let detail = format!("{} does not serve port {}", self.node, target.port);
                 Refusal::Policy.because(detail)
             })?
@@ -88,7 +119,10 @@ impl Policy {
 
     /// The node ports that are served.
     pub(crate) fn ports(&self) -> Vec<u16> {
-        self.ports.keys().copied().collect()
+        let all = self.ports.keys().chain(self.listed.keys());
+        let mut all: Vec<_> = all.copied().collect();
+        all.sort_unstable();
+        all
     }
 
     /// The refusal of a target none of whose addresses may be dialled.
@@ -118,7 +152,12 @@ impl Policy {
             };
             same_host && app.target.port == target.port
         };
-        if let Some(app) = self.ports.values().find(leads_there) {
+        if let Some(app) = self
+            .ports
+            .values()
+            .chain(self.listed.values())
+            .find(leads_there)
+        {
             return Ok(app.clone());
         }
         let app = App {
@@ -177,6 +216,29 @@ mod tests {
             .decide(&"edge-1:22".parse().unwrap(), &Kind::Tcp)
             .err();
         assert_eq!(refused.unwrap().detail, "edge-1 does not serve port 22");
+    }
+
+    #[test]
+    fn a_gateway_lists_what_the_owner_lets_it_and_no_more() {
+        let policy = policy(json!({
+            "ports": { "9100": { "target": "127.0.0.1:45123" } },
+            "listed_ports": ["9000-9999", "10250"],
+        }));
+        let listed = Listed {
+            http: vec![9051, 9100, 22],
+            tcp: vec![10250, 10255],
+        };
+        let with = policy.clone().listing(&listed);
+        assert_eq!(with.ports(), [9051, 9100, 10250]);
+        assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
+        assert_eq!(decide(&with, "edge-1:9100").unwrap(), "127.0.0.1:45123");
+        assert_eq!(decide(&with, "127.0.0.1:9051").unwrap(), "127.0.0.1:9051");
+        assert!(decide_as(&with, "edge-1:10250", &Kind::Tcp).is_ok());
+        for target in ["edge-1:22", "edge-1:10255", "edge-1:10250", "127.0.0.1:22"] {
+            assert_eq!(decide(&with, target), Err(Refusal::Policy), "{target}");
+        }
+        let without = with.listing(&Listed::default());
+        assert_eq!(without.ports(), [9100]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! allow, and an address that two nodes claim names neither.
 
 mod hosts;
+mod ports;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use hosts::{Hosts, HostsFormat};
+pub use ports::{NodePorts, Ports};
 
 /// A cluster's API, from which the gateway learns the nodes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -38,6 +40,9 @@ pub struct Kubernetes {
     /// Keep a hosts file of all nodes in a `ConfigMap`, for `CoreDNS`' plugin `hosts`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hosts: Option<Hosts>,
+    /// Serve the node ports that a `ConfigMap` lists, as it lists them. Without this key: none but those of `fronts`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ports: Option<Ports>,
 }
 
 impl Default for Kubernetes {
@@ -60,6 +65,7 @@ impl Default for Kubernetes {
             review_allowed_for: Duration::from_mins(5),
             review_refused_for: Duration::from_secs(30),
             hosts: None,
+            ports: None,
         }
     }
 }

@@ -28,6 +28,7 @@ impl Validate for Config {
             dns.validate(&self.front_addresses(), &mut faults);
         }
         self.validate_hosts(&mut faults);
+        self.validate_ports(&mut faults);
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
             let path = format!("fronts[{index}]");

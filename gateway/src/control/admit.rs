@@ -21,7 +21,7 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
-    state::{Advertised, Nodes, Registry, registry::Shown},
+    state::{Advertised, ListedPorts, Nodes, Registry, registry::Shown},
 };
 use axum::Router;
 use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused, Purpose, verify::Proven};
@@ -31,6 +31,7 @@ use causeway_tunnel::{
     task::Tasks,
     unread::Pressure,
 };
+pub(crate) use conversation::listing;
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tls::Way;
 pub use tls::{LiveTls, Tls};
@@ -78,6 +79,8 @@ pub struct Admission {
     pub drain: Duration,
     /// Where gateways are to be had; the first is this one's name, for people.
     pub advertised: Advertised,
+    /// The node ports that the cluster lists.
+    pub listed: ListedPorts,
     /// Serves edges' own requests.
     pub enrol: Router,
 }

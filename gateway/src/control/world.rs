@@ -11,7 +11,7 @@ use crate::{
     config,
     core::Cores,
     metrics::Metrics,
-    state::{Advertised, Node, Nodes, NodesWriter, Registry},
+    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -128,6 +128,7 @@ impl World {
             pressure: Arc::default(),
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
+            listed: ListedPorts::default(),
             enrol: enrol::router(enrolment),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();

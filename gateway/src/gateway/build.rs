@@ -35,7 +35,7 @@ use crate::{
         pods::Pods,
         reviews::{Answers, Reviews},
     },
-    state::{Advertised, NodesWriter, Registry},
+    state::{Advertised, ListedPorts, NodesWriter, Registry},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{Access, Ca, LiveCa, Store, StoreError};
@@ -116,8 +116,8 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
     let address = tunnel.local_addr();
-    let advertised = Advertised::new(advertised(&config.tunnel, address));
-    let admission = admission(&config, &base, &shared, (&cores, &identity), &advertised)?;
+    let to_edges = to_edges(&config, address);
+    let admission = admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
     let (ports, nat) = redirected(&config, &base, &fronts)?;
     let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
     let reloader = Reloader::new(Parts {
@@ -126,7 +126,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         tunnel: address,
         fronts,
         identity,
-        advertised,
+        to_edges,
         names,
         ports,
         shared: shared.clone(),
@@ -324,12 +324,18 @@ fn dns(config: &Config, shared: &Shared) -> Result<(Option<dns::Bound>, Names), 
     Ok((bound.transpose()?, names))
 }
 
+/// What edges are told.
+fn to_edges(config: &Config, address: Option<SocketAddr>) -> (Advertised, ListedPorts) {
+    let advertised = Advertised::new(advertised(&config.tunnel, address));
+    (advertised, ListedPorts::new(config.listed.clone()))
+}
+
 fn admission(
     config: &Config,
     base: &Base,
     shared: &Shared,
     (cores, identity): (&Cores, &Identity),
-    advertised: &Advertised,
+    (advertised, listed): &(Advertised, ListedPorts),
 ) -> Result<Admission, BindError> {
     let settings = config.tunnel.clone();
     let ledger = Ledger::new(&base.store, &base.nodes);
@@ -359,6 +365,7 @@ fn admission(
         pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),
+        listed: listed.clone(),
         enrol,
     })
 }

@@ -13,13 +13,14 @@ use super::{
 use crate::{
     config::{self, Config, Redirect},
     control::{
+        admit::listing,
         dns::{Names, Zones},
         nat::Ports,
     },
     proxy::{Shared, app::ByPort},
-    state::{Advertised, Registry},
+    state::{Advertised, ListedPorts, Registry, registry::Admitted},
 };
-use causeway_tunnel::hello::ToEdge;
+use causeway_tunnel::hello::{Listed, ToEdge};
 use std::{fmt, net::SocketAddr, sync::Arc};
 use tokio::sync::watch;
 
@@ -37,7 +38,8 @@ pub(super) struct Parts {
     pub(super) tunnel: Option<SocketAddr>,
     pub(super) fronts: Arc<Fronts>,
     pub(super) identity: Identity,
-    pub(super) advertised: Advertised,
+    /// What edges are told.
+    pub(super) to_edges: (Advertised, ListedPorts),
     pub(super) names: Names,
     /// What is redirected where.
     pub(super) ports: watch::Sender<Ports>,
@@ -53,6 +55,7 @@ pub struct Prepared<'a> {
     identity: Next,
     apps: ByPort,
     advertised: Vec<String>,
+    listed: Option<Listed>,
     zones: Option<Zones>,
     at_restart: Vec<&'static str>,
 }
@@ -105,6 +108,7 @@ impl Reloader {
             })?,
             apps: app::read_all(&config.apps, &parts.shared.nodes, Some(&parts.shared.apps))?,
             advertised: advertised(&config.tunnel, parts.tunnel),
+            listed: config.listed.clone(),
             zones: zones(&parts.began, config)?,
             at_restart: at_restart(&parts.began, config),
             parts,
@@ -141,9 +145,12 @@ impl Prepared<'_> {
         if let Some(tls) = tls {
             parts.authority.turn(tls);
         }
-        let advertised = parts.advertised.replace(self.advertised);
+        let (all, listed) = &parts.to_edges;
+        let advertised = all.replace(self.advertised);
         if advertised {
-            tell(&parts.shared.registry, &parts.advertised);
+            let gateways = all.all();
+            let line = ToEdge::Gateways { gateways };
+            tell(&parts.shared.registry, |_| Some(line.clone()));
         }
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.apps.replace(self.apps);
@@ -151,6 +158,10 @@ impl Prepared<'_> {
         if let Some((redirect, configured)) = self.redirect {
             let redirected = Ports::new(&redirect, &configured, &parts.fronts.addresses());
             parts.ports.send_replace(redirected);
+        }
+        // Behind the fronts, but for what is taken away: an edge refuses what is on its way here.
+        if listed.replace(self.listed) {
+            tell(&parts.shared.registry, |edge| listing(edge, listed));
         }
         parts.shared.metrics.reloaded(true);
         Changed {
@@ -164,11 +175,11 @@ impl Prepared<'_> {
     }
 }
 
-/// Tells each edge that is here where gateways are to be had.
-fn tell(registry: &Registry, advertised: &Advertised) {
+/// Tells each edge that is here something that has changed.
+fn tell(registry: &Registry, line: impl Fn(&Admitted) -> Option<ToEdge>) {
     for (_, edge) in registry.all() {
-        let line = ToEdge::Gateways {
-            gateways: advertised.all(),
+        let Some(line) = line(&edge.admitted) else {
+            continue;
         };
         // One that does not take it is about to end, and hears it when it comes back.
         let _ = edge.admitted.control.try_send(Box::new(line));

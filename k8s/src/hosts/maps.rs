@@ -3,18 +3,14 @@
 //! One is ours if it has our label, or was written by us before: any other of that name is left as it is, and said. Each
 //! write is of the version that was read, so that nobody's change is lost unseen.
 
-use crate::client::{said, watch_said, watch_timeout};
-use futures_util::{StreamExt, future::ready, stream::BoxStream};
+use crate::{client::said, follow::follow};
+use futures_util::{StreamExt, stream::BoxStream};
 use k8s_openapi::{
     api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
 };
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, ObjectMeta, PartialObjectMeta, PostParams, Preconditions},
-    runtime::{
-        WatchStreamExt,
-        watcher::{self, Event, watcher},
-    },
 };
 use std::time::Duration;
 use tokio::time::timeout;
@@ -34,8 +30,6 @@ pub(super) struct Maps {
     name: String,
     key: String,
 }
-
-type Seen = Result<Event<PartialObjectMeta<ConfigMap>>, watcher::Error>;
 
 /// A version of a `ConfigMap`, or that there is none; or why that is not known.
 pub(super) type Version = Result<Option<String>, String>;
@@ -133,29 +127,11 @@ impl Maps {
         // Of what is there anyway only the version is asked for.
         let api =
             Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
-        let name = format!("metadata.name={}", self.name(number));
-        let config = watcher::Config::default().fields(&name);
-        let config = config.timeout(watch_timeout());
-        let mut listed = None;
-        let version = move |event: Seen| {
-            let version = match event {
-                Ok(Event::Init) => {
-                    listed = None;
-                    return ready(None);
-                }
-                Ok(Event::InitApply(map)) => {
-                    listed = map.resource_version();
-                    return ready(None);
-                }
-                Ok(Event::InitDone) => Ok(listed.take()),
-                Ok(Event::Apply(map)) => Ok(map.resource_version()),
-                Ok(Event::Delete(_)) => Ok(None),
-                Err(error) => Err(watch_said(&error)),
-            };
-            ready(Some((number, version)))
-        };
-        let events = watcher(api, config).default_backoff();
-        events.filter_map(version).boxed()
+        let states = follow(api, &self.name(number));
+        let version = |map: PartialObjectMeta<ConfigMap>| map.resource_version();
+        states
+            .map(move |state| (number, state.map(|map| map.and_then(version))))
+            .boxed()
     }
 }
 

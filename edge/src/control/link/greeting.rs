@@ -140,6 +140,7 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         ports: links.ports.load().to_vec(),
         turns: true,
         elsewhere: known.len() > 1,
+        listed: true,
         takes_over: false,
         roots: Some(roots::told(&links.held)),
     }

@@ -248,6 +248,7 @@ impl Session {
                 }
             }
             Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
+            Ok(ToEdge::Ports(listed)) => (self.links.list)(listed),
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
             Ok(ToEdge::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);

@@ -16,7 +16,7 @@ use crate::control::{
     rotation,
 };
 use crate::state::{
-    Admitted,
+    Admitted, ListedPorts,
     registry::{Fate, Replaced, Shown},
 };
 use arc_swap::ArcSwapOption;
@@ -311,6 +311,9 @@ impl Admission {
         for line in rotation::missing(&self.ca.get(), &admitted, || self.registry.connected()) {
             link.tell(&mut control, &line).await?;
         }
+        if let Some(line) = listing(&admitted, &self.listed) {
+            link.tell(&mut control, &line).await?;
+        }
         self.metrics.registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
         Ok(Conversation {
@@ -322,6 +325,12 @@ impl Admission {
             _registered: registered,
         })
     }
+}
+
+/// What an edge is told of the ports that the cluster lists, if it takes that.
+pub(crate) fn listing(admitted: &Admitted, listed: &ListedPorts) -> Option<ToEdge> {
+    let takes = admitted.welcome.listed;
+    listed.all().filter(|_| takes).map(ToEdge::Ports)
 }
 
 /// Takes the tunnels that a newer one replaced out of use.

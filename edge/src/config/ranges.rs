@@ -1,0 +1,87 @@
+//! Ports that a gateway may open by its list, as single ones and ranges.
+
+use std::{fmt, ops::RangeInclusive, str::FromStr};
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// Some ports in a row, `FIRST-LAST`, or one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortRange(RangeInclusive<u16>);
+
+impl PortRange {
+    /// Whether this port is one of them.
+    pub fn contains(&self, port: u16) -> bool {
+        self.0.contains(&port)
+    }
+}
+
+impl FromStr for PortRange {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+        match (port(first), port(last)) {
+            (Some(first), Some(last)) if first <= last => Ok(Self(first..=last)),
+            _ => Err(format!(
+                "\"{text}\" is neither a port nor a range of them; write 9100 or 9000-9999, of 1 to 65535"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for PortRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, last) = (self.0.start(), self.0.end());
+        if first == last {
+            return first.fmt(f);
+        }
+        write!(f, "{first}-{last}")
+    }
+}
+
+impl Serialize for PortRange {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for PortRange {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?
+            .parse()
+            .map_err(de::Error::custom)
+    }
+}
+
+impl JsonSchema for PortRange {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "PortRange".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "string" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_or_a_range_reads_as_it_was_written() {
+        for (text, inside, outside) in [
+            ("9100", 9100, 9101),
+            ("9000-9999", 9999, 8999),
+            ("1-65535", 65535, 0),
+        ] {
+            let range: PortRange = text.parse().unwrap();
+            assert_eq!(range.to_string(), text);
+            assert!(range.contains(inside) && !range.contains(outside), "{text}");
+        }
+        for text in ["", "0", "0-5", "9-1", "65536", "a", "1-2-3", "-"] {
+            assert!(text.parse::<PortRange>().is_err(), "{text}");
+        }
+    }
+}

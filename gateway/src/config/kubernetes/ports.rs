@@ -1,0 +1,320 @@
+//! The section `kubernetes.ports`: node ports that a `ConfigMap` lists, while the gateway runs.
+//!
+//! A listed port is as the front that is named for its kind, but for a listener of its own: a pod sees no original
+//! destination. Where that front does see one, the port is redirected to it instead. What is configured by hand wins.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use causeway_config::{Fault, Faults, Listen, Validate};
+use causeway_tunnel::hello::Listed;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::hosts::is_name;
+use crate::config::{Config, Front, Kind};
+
+/// Node ports that a `ConfigMap` of the cluster lists.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Ports {
+    /// Namespace of the `ConfigMap` and of the Service.
+    pub namespace: String,
+    /// Name of the `ConfigMap`, with the keys of OpenYurt's `yurt-tunnel-server-cfg`: `http-proxy-ports`, `https-proxy-ports`, `localhost-proxy-ports`.
+    pub name: String,
+    /// The `https` front as which `https-proxy-ports` are; `apps` says of its own port by which files apps are asked.
+    pub https: Option<String>,
+    /// The `http` front as which `http-proxy-ports` are.
+    pub http: Option<String>,
+    /// Service that gets a port for each of these. Without it none is touched.
+    pub service: Option<String>,
+}
+
+impl Default for Ports {
+    fn default() -> Self {
+        Self {
+            namespace: "kube-system".to_owned(),
+            name: "causeway-ports".to_owned(),
+            https: None,
+            http: None,
+            service: None,
+        }
+    }
+}
+
+/// What a `ConfigMap` lists.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodePorts {
+    /// Apps that speak HTTP in the clear.
+    pub http: BTreeSet<u16>,
+    /// Apps that speak TLS.
+    pub https: BTreeSet<u16>,
+    /// Apps that edges are to reach on loopback, for whom there is no listener.
+    pub loopback: BTreeSet<u16>,
+}
+
+impl NodePorts {
+    /// Those with a listener.
+    pub fn served(&self) -> impl Iterator<Item = u16> {
+        self.http.iter().chain(&self.https).copied()
+    }
+}
+
+impl Ports {
+    /// The fronts that are named here, by key.
+    fn fronts(&self) -> impl Iterator<Item = (&'static str, Kind, &str)> {
+        let named = [
+            ("https", Kind::Https, self.https.as_deref()),
+            ("http", Kind::Http, self.http.as_deref()),
+        ];
+        named
+            .into_iter()
+            .filter_map(|(key, kind, name)| Some((key, kind, name?)))
+    }
+
+    fn validate(&self, fronts: &[Front], faults: &mut Faults) {
+        for (key, name) in [
+            ("namespace", Some(&self.namespace)),
+            ("name", Some(&self.name)),
+            ("service", self.service.as_ref()),
+        ] {
+            if let Some(name) = name.filter(|name| !is_name(name)) {
+                let message = format!(
+                    "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
+                );
+                faults.add(format!("kubernetes.ports.{key}"), message);
+            }
+        }
+        if self.fronts().next().is_none() {
+            let message =
+                "lists for no front; name one as \"http\" or \"https\" here, or remove this key";
+            faults.add("kubernetes.ports", message);
+        }
+        for (key, kind, name) in self.fronts() {
+            let path = format!("kubernetes.ports.{key}");
+            match fronts.iter().find(|front| front.name == name) {
+                None => faults.add(path, format!("there is no front \"{name}\"")),
+                Some(front) if front.kind != kind => {
+                    let message = format!("front \"{name}\" is not of kind {}", kind.as_str());
+                    faults.add(path, message);
+                }
+                Some(front) if matches!(front.listen, Listen::Unix(_)) => {
+                    let message = format!("front \"{name}\" listens on no port of an address");
+                    faults.add(path, message);
+                }
+                Some(front) if front.node.is_some() => {
+                    let message = format!("front \"{name}\" is for one node");
+                    faults.add(path, message);
+                }
+                Some(_) => {}
+            }
+        }
+    }
+}
+
+impl Config {
+    /// This configuration with these node ports listed.
+    ///
+    /// # Errors
+    /// Whatever then does not fit together.
+    pub fn listing(mut self, listed: &NodePorts) -> Result<Self, Vec<Fault>> {
+        let rules = self.kubernetes.as_ref();
+        let Some(rules) = rules.and_then(|rules| rules.ports.clone()) else {
+            return Ok(self);
+        };
+        let mut faults = Faults::default();
+        let each = listed.http.intersection(&listed.https);
+        for port in each {
+            faults.add(port.to_string(), "is listed as http and as https");
+        }
+        for (key, kind, ports) in [
+            ("https", Kind::Https, &listed.https),
+            ("http", Kind::Http, &listed.http),
+        ] {
+            let mut named = rules.fronts();
+            let named = named.find(|(_, each, _)| *each == kind);
+            let front = named.and_then(|(_, _, name)| {
+                let mut fronts = self.fronts.iter();
+                fronts.find(|front| front.name == name).cloned()
+            });
+            match front {
+                Some(front) => self.serve(&front, ports, &mut faults),
+                None if ports.is_empty() => {}
+                None => faults.add(
+                    format!("{key}-proxy-ports"),
+                    format!(
+                        "this gateway has no front for them; name one in kubernetes.ports.{key}"
+                    ),
+                ),
+            }
+        }
+        let http = listed.http.union(&listed.loopback).copied();
+        self.listed = Some(Listed {
+            http: http.collect(),
+            tcp: listed
+                .https
+                .iter()
+                .chain(self.apps.keys())
+                .copied()
+                .collect(),
+        });
+        let mut faults = faults.into_vec();
+        if faults.is_empty() {
+            faults = self.validate();
+        }
+        if faults.is_empty() {
+            Ok(self)
+        } else {
+            Err(faults)
+        }
+    }
+
+    /// Serves these ports as `front` is.
+    fn serve(&mut self, front: &Front, ports: &BTreeSet<u16>, faults: &mut Faults) {
+        let by_hand: BTreeMap<u16, &Front> = match &self.redirect {
+            Some(redirect) if front.original_destination => redirect.by_port(&self.fronts),
+            _ => {
+                let all = self.fronts.iter().filter(|each| !each.original_destination);
+                all.filter_map(|each| Some((each.node_port()?, each)))
+                    .collect()
+            }
+        };
+        let new: Vec<u16> = ports
+            .iter()
+            .filter(|port| !by_hand.contains_key(port))
+            .copied()
+            .collect();
+        let app = front
+            .node_port()
+            .and_then(|port| self.apps.get(&port))
+            .cloned();
+        for port in new {
+            if front.kind == Kind::Https && !self.apps.contains_key(&port) {
+                let Some(app) = &app else {
+                    let message = format!(
+                        "apps does not say how the apps of front \"{}\" are asked; add its port there",
+                        front.name
+                    );
+                    faults.add(format!("https-proxy-ports {port}"), message);
+                    continue;
+                };
+                self.apps.insert(port, app.clone());
+            }
+            if let (true, Some(redirect)) = (front.original_destination, &mut self.redirect) {
+                redirect.ports.insert(port, front.name.clone());
+                continue;
+            }
+            let mut own = front.clone();
+            own.name = format!("{}-{port}", front.name);
+            own.port = Some(port);
+            own.original_destination = false;
+            if let Listen::Tcp(address) = &mut own.listen {
+                address.set_port(port);
+            }
+            // Whoever opened this front to anybody named ports: those that are listed are meant as well.
+            if !own.anonymous_ports.is_empty() {
+                own.anonymous_ports = vec![port];
+            }
+            self.fronts.push(own);
+        }
+    }
+
+    pub(in crate::config) fn validate_ports(&self, faults: &mut Faults) {
+        let rules = self.kubernetes.as_ref();
+        if let Some(ports) = rules.and_then(|rules| rules.ports.as_ref()) {
+            ports.validate(&self.fronts, faults);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn config(more: &serde_json::Value) -> Config {
+        let mut config = json!({
+            "kubernetes": { "ports": { "http": "plain", "https": "kubelets" } },
+            "apps": { "10250": { "verify": false } },
+            "fronts": [
+                { "name": "plain", "kind": "http", "listen": "127.0.0.1:10264", "port": 10255,
+                  "anonymous": true, "anonymous_ports": [10255] },
+                { "name": "kubelets", "kind": "https", "listen": "0.0.0.0:10263" },
+            ],
+        });
+        let more = more.as_object().unwrap().clone();
+        config.as_object_mut().unwrap().extend(more);
+        serde_json::from_value(config).unwrap()
+    }
+
+    fn listed(http: &[u16], https: &[u16]) -> NodePorts {
+        NodePorts {
+            http: http.iter().copied().collect(),
+            https: https.iter().copied().collect(),
+            loopback: [10267].into(),
+        }
+    }
+
+    fn said(faults: &[Fault]) -> String {
+        let said: Vec<_> = faults.iter().map(ToString::to_string).collect();
+        said.join("\n")
+    }
+
+    #[test]
+    fn a_listed_port_is_as_its_front_with_a_listener_of_its_own() {
+        let config = config(&json!({}))
+            .listing(&listed(&[9051, 10255], &[9443]))
+            .unwrap();
+        let front = |name: &str| config.fronts.iter().find(|front| front.name == name);
+        let plain = front("plain-9051").unwrap();
+        assert_eq!(plain.listen.to_string(), "127.0.0.1:9051");
+        assert_eq!(
+            (plain.port, &plain.anonymous_ports),
+            (Some(9051), &vec![9051])
+        );
+        let tls = front("kubelets-9443").unwrap();
+        assert_eq!(tls.listen.to_string(), "0.0.0.0:9443");
+        assert_eq!(config.apps[&9443], config.apps[&10250]);
+        assert_eq!(config.fronts.len(), 4, "10255 is there by hand");
+        let told = config.listed.unwrap();
+        assert_eq!(
+            (told.http, told.tcp),
+            (vec![9051, 10255, 10267], vec![9443, 9443, 10250])
+        );
+    }
+
+    #[test]
+    fn where_the_front_sees_original_destinations_the_port_is_redirected_to_it() {
+        let config = config(&json!({
+            "redirect": { "fronts": ["kubelets"] },
+            "fronts": [{ "name": "kubelets", "kind": "https", "listen": "0.0.0.0:10263", "original_destination": true }],
+            "kubernetes": { "ports": { "https": "kubelets" } },
+        }));
+        let config = config.listing(&listed(&[], &[9443])).unwrap();
+        assert_eq!(config.fronts.len(), 1);
+        assert_eq!(config.redirect.unwrap().ports[&9443], "kubelets");
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_named() {
+        let both = config(&json!({})).listing(&listed(&[9443], &[9443]));
+        assert!(said(&both.unwrap_err()).contains("9443: is listed as http and as https"));
+        let alone = json!({ "kubernetes": { "ports": { "https": "kubelets" } } });
+        let alone = config(&alone).listing(&listed(&[9051], &[]));
+        assert!(said(&alone.unwrap_err()).contains("kubernetes.ports.http"));
+        let bare = config(&json!({ "apps": {} })).listing(&listed(&[], &[9443]));
+        assert!(said(&bare.unwrap_err()).contains("apps does not say"));
+        for (ports, says) in [
+            (json!({}), "lists for no front"),
+            (json!({ "http": "kubelets" }), "not of kind http"),
+            (json!({ "http": "nobody" }), "there is no front"),
+            (
+                json!({ "http": "plain", "service": "A b" }),
+                "no name of an object",
+            ),
+        ] {
+            let config = config(&json!({ "kubernetes": { "ports": ports } }));
+            let said = said(&config.validate());
+            assert!(said.contains(says), "{said}");
+        }
+    }
+}

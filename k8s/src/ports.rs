@@ -1,0 +1,263 @@
+//! Node ports that a `ConfigMap` lists: served by the gateway, and by a Service of its own, as they are listed.
+//!
+//! 1. `list` reads what is listed. What does not read, or cannot be served, leaves everything as it was, with an event on
+//!    the `ConfigMap` that says why; it is tried again when that changes, and now and then.
+//! 2. The gateway takes it up as it takes up another configuration: listeners first, then what edges are told.
+//! 3. The Service gets a port for each by a server-side apply of these ports alone: what others have put there stays,
+//!    and what somebody takes away comes back.
+//!
+//! Never ends the process.
+
+mod list;
+
+use crate::{
+    client::said,
+    follow::{Now, follow},
+    objects::Service,
+    trouble::Trouble,
+};
+use causeway_gateway::{
+    config::{self, NodePorts, Reloads},
+    metrics::Metrics,
+};
+use causeway_tunnel::backoff::Backoff;
+use futures_util::{StreamExt, stream};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{Patch, PatchParams},
+    runtime::events::{Event, EventType, Recorder, Reporter},
+};
+use serde_json::json;
+use std::{convert::Infallible, sync::Arc, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
+
+/// How long one request may take.
+const BOUND: Duration = Duration::from_secs(10);
+/// By whom the API notes that ports of the Service are listed here: all of them are this one's, whichever gateway wrote.
+const MANAGER: &str = "causeway-ports";
+/// The longest pauses between tries.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+/// As much of a reason as fits into an event, in bytes.
+const NOTE: usize = 1000;
+
+/// Keeps the ports of a gateway in step with a `ConfigMap`.
+pub struct Ports {
+    /// The cluster's API.
+    pub client: Client,
+    /// Where they are listed, and as what they are served.
+    pub rules: config::Ports,
+    /// Where the gateway's configuration finds them; none as long as they are not known.
+    pub listed: watch::Sender<Option<NodePorts>>,
+    /// By which it takes them up.
+    pub reloads: Reloads,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Who this gateway is, in events.
+    pub gateway: String,
+}
+
+impl Ports {
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let (client, namespace) = (self.client.clone(), &self.rules.namespace);
+        let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+        let mut maps = follow(maps, &self.rules.name);
+        let services = Api::<Service>::namespaced(client, namespace);
+        let mut service = match &self.rules.service {
+            Some(name) => follow(services, name),
+            None => stream::pending().boxed(),
+        };
+        let mut keeper = Keeper::new(&self);
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        loop {
+            let pause = if keeper.settle().await {
+                backoff.reset();
+                None
+            } else {
+                Some(backoff.refused(None, rand::random()))
+            };
+            let again = async {
+                match pause {
+                    Some(pause) => sleep(pause).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                Some(map) = maps.next() => keeper.heard(map),
+                Some(service) = service.next() => keeper.stirred(service),
+                () = again => {}
+            }
+        }
+    }
+}
+
+/// What is to be done yet.
+struct Keeper<'a> {
+    ports: &'a Ports,
+    /// What was told last on the list, and by whom: who tells the same again counts it, whatever its note says.
+    told: Option<(String, Recorder)>,
+    map: Option<ConfigMap>,
+    /// The list has not been taken up, or the Service not been written, as far as is known.
+    list: bool,
+    service: bool,
+    /// The version of the Service that is as it should be.
+    right: Option<String>,
+    watching: Trouble,
+    refused: Trouble,
+    writing: Trouble,
+}
+
+impl<'a> Keeper<'a> {
+    fn new(ports: &'a Ports) -> Self {
+        Self {
+            ports,
+            told: None,
+            map: None,
+            list: false,
+            service: false,
+            right: None,
+            watching: Trouble::new("watching the list of ports"),
+            refused: Trouble::new("taking up the list of ports"),
+            writing: Trouble::new("writing the ports of the Service"),
+        }
+    }
+
+    /// The list may be another.
+    fn heard(&mut self, map: Now<ConfigMap>) {
+        match map {
+            Ok(map) => {
+                self.watching.over();
+                self.map = map;
+                self.list = true;
+            }
+            Err(why) => self.watching.say(&why),
+        }
+    }
+
+    /// The Service is another.
+    fn stirred(&mut self, service: Now<Service>) {
+        match service {
+            Ok(service) => {
+                self.watching.over();
+                let version = service.and_then(|service| service.resource_version());
+                // Before the list is known nothing is taken away.
+                self.service |= self.right.is_some() && version != self.right;
+            }
+            Err(why) => self.watching.say(&why),
+        }
+    }
+
+    /// Does what is to be done. False if it is to be tried again.
+    async fn settle(&mut self) -> bool {
+        if self.list {
+            match self.take_up().await {
+                Ok(changed) => {
+                    self.list = false;
+                    self.service |= changed || self.right.is_none();
+                    self.refused.over();
+                    self.ports.metrics.ports_refused(false);
+                }
+                Err(why) => {
+                    self.refused.say(&why);
+                    self.ports.metrics.ports_refused(true);
+                    self.tell(why).await;
+                }
+            }
+        }
+        if self.service && !self.list {
+            match self.write().await {
+                Ok(()) => {
+                    self.service = false;
+                    self.writing.over();
+                }
+                Err(why) => self.writing.say(&why),
+            }
+        }
+        !self.list && !self.service
+    }
+
+    /// Has the gateway serve what is listed. Whether that is a change.
+    async fn take_up(&self) -> Result<bool, String> {
+        let data = self.map.as_ref().and_then(|map| map.data.as_ref());
+        let next = data.map(list::read).transpose()?.unwrap_or_default();
+        let before = self.ports.listed.send_replace(Some(next.clone()));
+        if before.as_ref() == Some(&next) {
+            return Ok(false);
+        }
+        match self.ports.reloads.ask().await {
+            Some(Ok(done)) => {
+                tracing::info!(http = ?next.http, https = ?next.https, done, "the cluster lists these ports");
+                Ok(true)
+            }
+            refused => {
+                self.ports.listed.send_replace(before);
+                let nobody = || "nobody takes up ports here".to_owned();
+                Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+            }
+        }
+    }
+
+    /// Writes a port of the Service for each that is listed.
+    async fn write(&mut self) -> Result<(), String> {
+        let rules = &self.ports.rules;
+        let Some(name) = &rules.service else {
+            return Ok(());
+        };
+        let listed = self.ports.listed.borrow().clone().unwrap_or_default();
+        let served: Vec<u16> = listed.served().collect();
+        let ports: Vec<_> = served
+            .iter()
+            .map(|port| json!({ "name": format!("causeway-{port}"), "port": port, "targetPort": port, "protocol": "TCP" }))
+            .collect();
+        let apply = json!({
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": { "name": name, "namespace": rules.namespace },
+            "spec": { "ports": ports },
+        });
+        let api = Api::<Service>::namespaced(self.ports.client.clone(), &rules.namespace);
+        let (parameters, patch) = (PatchParams::apply(MANAGER), Patch::Apply(&apply));
+        let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
+        let written =
+            written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;
+        let written = written.map_err(|error| said(&error))?;
+        self.right = written.resource_version();
+        tracing::debug!(service = name, ports = ?served, "the Service has these ports");
+        Ok(())
+    }
+
+    /// Tells whoever wrote the list.
+    async fn tell(&mut self, mut note: String) {
+        let Some(about) = self.map.as_ref().map(|map| map.object_ref(&())) else {
+            return;
+        };
+        let end = (0..=NOTE).rev().find(|end| note.is_char_boundary(*end));
+        note.truncate(end.unwrap_or_default());
+        let new = || {
+            let reporter = Reporter {
+                controller: "causeway-gateway".to_owned(),
+                instance: Some(self.ports.gateway.clone()),
+            };
+            let recorder = Recorder::new(self.ports.client.clone(), reporter);
+            (note.clone(), recorder)
+        };
+        let same = self.told.take().filter(|(told, _)| *told == note);
+        let (_, recorder) = self.told.insert(same.unwrap_or_else(new));
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "PortsRefused".to_owned(),
+            note: Some(note),
+            action: "Serving".to_owned(),
+            secondary: None,
+        };
+        match timeout(BOUND, recorder.publish(&event, &about)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(why = said(&error), "no event could be written"),
+            Err(_) => tracing::debug!("no event could be written in time"),
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! What a `ConfigMap` says of ports: comma-separated, by the keys of OpenYurt's `yurt-tunnel-server-cfg`.
+
+use causeway_gateway::config::NodePorts;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// As OpenYurt's tunnel server has them: these have listeners of their own there, and are no matter of the list.
+const FIXED: [u16; 2] = [10250, 10255];
+/// Its port for HTTP, to which the older key has ports led.
+const INSECURE: &str = "10264";
+/// The older key.
+const PAIRS: &str = "dnat-ports-pair";
+/// Each is a listener; more are a mistake.
+const MOST: usize = 256;
+
+/// The ports that these keys name.
+///
+/// # Errors
+/// The first thing that is no port, by its key.
+pub(super) fn read(data: &BTreeMap<String, String>) -> Result<NodePorts, String> {
+    let each = |key: &str| -> Result<BTreeSet<u16>, String> {
+        let all = parts(data, key).map(|part| port(key, part));
+        let all: Result<BTreeSet<u16>, String> = all.collect();
+        Ok(all?
+            .into_iter()
+            .filter(|port| !FIXED.contains(port))
+            .collect())
+    };
+    let mut ports = NodePorts {
+        http: each("http-proxy-ports")?,
+        https: each("https-proxy-ports")?,
+        loopback: each("localhost-proxy-ports")?,
+    };
+    for pair in parts(data, PAIRS) {
+        let Some((from, to)) = pair.split_once('=') else {
+            return Err(format!(
+                "{PAIRS}: \"{pair}\" is no pair; write 9100={INSECURE}"
+            ));
+        };
+        let from = port(PAIRS, from.trim())?;
+        if to.trim() == INSECURE && !FIXED.contains(&from) {
+            ports.http.insert(from);
+        }
+    }
+    let count = ports.served().count();
+    if count > MOST {
+        return Err(format!("{count} ports are listed, and {MOST} may be"));
+    }
+    Ok(ports)
+}
+
+fn parts<'a>(data: &'a BTreeMap<String, String>, key: &str) -> impl Iterator<Item = &'a str> {
+    let value = data.get(key).map_or("", String::as_str);
+    let parts = value.split(',').map(str::trim);
+    parts.filter(|part| !part.is_empty())
+}
+
+fn port(key: &str, text: &str) -> Result<u16, String> {
+    let port = text.parse().ok().filter(|port| *port > 0);
+    port.ok_or_else(|| {
+        format!("{key}: \"{text}\" is no port; write numbers of 1 to 65535, with commas between")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_of(pairs: &[(&str, &str)]) -> Result<NodePorts, String> {
+        let pairs = pairs.iter();
+        read(
+            &pairs
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn openyurts_keys_are_read_as_they_are() {
+        let ports = read_of(&[
+            ("http-proxy-ports", "9051, 9100,10250 , "),
+            ("https-proxy-ports", "9443"),
+            ("localhost-proxy-ports", "10266, 10267"),
+            ("dnat-ports-pair", "9101=10264, 9102=10263"),
+            ("somebody's", "x"),
+        ]);
+        let ports = ports.unwrap();
+        assert_eq!(ports.http, [9051, 9100, 9101].into());
+        assert_eq!(
+            (ports.https, ports.loopback),
+            ([9443].into(), [10266, 10267].into())
+        );
+        assert_eq!(read_of(&[]).unwrap(), NodePorts::default());
+    }
+
+    #[test]
+    fn what_is_no_port_is_named() {
+        for (key, value, says) in [
+            (
+                "http-proxy-ports",
+                "9051,x",
+                "http-proxy-ports: \"x\" is no port",
+            ),
+            ("https-proxy-ports", "0", "\"0\" is no port"),
+            ("localhost-proxy-ports", "70000", "\"70000\" is no port"),
+            ("http-proxy-ports", "9051 9052", "\"9051 9052\" is no port"),
+            ("dnat-ports-pair", "9100", "is no pair"),
+        ] {
+            let said = read_of(&[(key, value)]).unwrap_err();
+            assert!(said.contains(says), "{said}");
+        }
+        let many: Vec<_> = (2000..2300).map(|port| port.to_string()).collect();
+        let said = read_of(&[("http-proxy-ports", &many.join(","))]).unwrap_err();
+        assert!(said.contains("300 ports"), "{said}");
+    }
+}

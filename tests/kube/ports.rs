@@ -1,0 +1,231 @@
+//! Node ports that a `ConfigMap` lists, with the rights and objects of `examples/egress` and `examples/ports` and no others.
+//!
+//! A gateway and an edge of the test's own on this machine, apart by loopback addresses: callers come to `127.0.0.2`,
+//! apps listen on `127.0.0.1`. The edge is started once and never touched.
+
+use std::{
+    fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+};
+
+use libtest_mimic::Trial;
+use serde_json::json;
+
+use crate::{
+    nodes::{number, started},
+    trial,
+    world::{
+        World,
+        causeway::BINARY,
+        process::{Process, Program, until},
+        world,
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "ports::a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it",
+            a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it,
+        ),
+        trial(
+            "ports::what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list",
+            what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list,
+        ),
+    ]
+}
+
+const TUNNEL: u16 = 11_362;
+const ADMIN: u16 = 11_365;
+/// Where callers come to.
+const CALLED: &str = "127.0.0.2";
+
+/// What the example has, gone with the test.
+struct Site<'a> {
+    world: &'a World,
+    _gateway: Process,
+    _edge: Process,
+    _app: Process,
+}
+
+fn example(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("examples/ports")
+        .join(name)
+}
+
+/// One of the example's files, with these in place of those.
+fn text(name: &str, places: &[(&str, &str)]) -> String {
+    let text = fs::read_to_string(example(name)).unwrap();
+    places.iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "{name} has {from}");
+        text.replace(from, to)
+    })
+}
+
+impl<'a> Site<'a> {
+    fn new(world: &'a World, name: &str) -> Self {
+        for file in ["rbac.yaml", "ports.yaml"] {
+            let apply = world.cluster.kubectl("apply -f").args([example(file)]);
+            apply.run().ok();
+        }
+        list(world, "");
+        let folder = world.path(name);
+        fs::create_dir_all(&folder).unwrap();
+        let kubeconfig = world.cluster.account("egress");
+        let own = format!("kubernetes:\n  kubeconfig: {kubeconfig}\n");
+        let places = [
+            ("kubernetes:\n", own.as_str()),
+            ("10.0.0.20:", &format!("{CALLED}:")),
+            ("10.0.0.0/24", "127.0.0.0/8"),
+        ];
+        let tunnel = format!("127.0.0.1:{TUNNEL}");
+        let gateway = text("gateway.yaml", &places)
+            + &format!(
+                "data_dir: {}\ntunnel: {{ listen: {tunnel}, advertise: ['{tunnel}'] }}\nadmin: {{ listen: 127.0.0.1:{ADMIN} }}\n",
+                folder.join("data").display(),
+            );
+        let gateway = started(&folder, &gateway);
+        let token = Program::new(BINARY)
+            .words("token create --node edge-p --data-dir")
+            .args([folder.join("data")]);
+        let edge = text("edge.yaml", &[])
+            + &format!(
+                "data_dir: {}\ngateways: ['{tunnel}']\njoin: {}\nadmin: {{ listen: 127.0.0.1:0 }}\n",
+                folder.join("edge").display(),
+                token.run().ok().text().trim(),
+            );
+        let file = folder.join("edge.yaml");
+        fs::write(&file, edge).unwrap();
+        let edge = Program::new(BINARY).words("edge --config").args([&file]);
+        let mut edge = edge.start(&folder.join("edge.log"));
+        edge.says("tunnel registered");
+        let app = Program::new("python3")
+            .words("-u -m http.server --bind 127.0.0.1 9051 --directory")
+            .args([&folder]);
+        let mut app = app.start(&folder.join("app.log"));
+        app.says("Serving HTTP");
+        Self {
+            world,
+            _gateway: gateway,
+            _edge: edge,
+            _app: app,
+        }
+    }
+
+    /// The ports of the Service, by name.
+    fn service(&self) -> Vec<String> {
+        let service = self
+            .world
+            .cluster
+            .get("-n kube-system service causeway-callers");
+        let service = service.unwrap();
+        let ports = service["spec"]["ports"].as_array().unwrap().iter();
+        ports
+            .map(|port| format!("{}={}", port["name"].as_str().unwrap(), port["port"]))
+            .collect()
+    }
+
+    /// What was told on the list.
+    fn told(&self) -> String {
+        let events = "-n kube-system get events.events.k8s.io -o json \
+                      --field-selector regarding.name=causeway-ports,reason=PortsRefused";
+        self.world.cluster.kubectl(events).run().text()
+    }
+}
+
+impl Drop for Site<'_> {
+    fn drop(&mut self) {
+        for file in ["rbac.yaml", "ports.yaml"] {
+            let delete = self.world.cluster.kubectl("delete --ignore-not-found -f");
+            delete.args([example(file)]).run();
+        }
+    }
+}
+
+/// Lists these ports as `http-proxy-ports`.
+fn list(world: &World, ports: &str) {
+    let patch = json!({ "data": { "http-proxy-ports": ports } }).to_string();
+    let line = "-n kube-system patch configmap causeway-ports --type merge -p";
+    world.cluster.kubectl(line).args([patch]).run().ok();
+}
+
+/// What a caller of this node port gets: the status, or 0 if nobody listens.
+fn status(port: u16) -> String {
+    let url = format!("http://{CALLED}:{port}/log");
+    Program::new("curl")
+        .words("-s -o /dev/null -w %{http_code} -H")
+        .args([format!("Host: edge-p:{port}"), url])
+        .run()
+        .text()
+}
+
+fn metric(name: &str) -> u64 {
+    let url = format!("http://127.0.0.1:{ADMIN}/metrics");
+    let all = Program::new("curl").words("-sS").args([url]).run().text();
+    number(&all, &format!("causeway_gateway_cluster_{name} "))
+}
+
+fn a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it() {
+    let world = world();
+    let site = Site::new(&world, "ports-served");
+    assert_eq!(status(9051), "000");
+    assert_eq!(status(10266), "000");
+    assert_eq!(site.service(), ["kubelets=10250"]);
+
+    list(&world, "9051, 8022");
+    until("the port is served", || status(9051) == "200");
+    assert_eq!(status(8022), "403", "the edge's owner lets nobody list it");
+    let both = ["causeway-8022=8022", "causeway-9051=9051", "kubelets=10250"];
+    until("the Service has it", || {
+        let mut ports = site.service();
+        ports.sort();
+        ports == both
+    });
+
+    let patch = r#"[{"op": "remove", "path": "/spec/ports/1"}]"#;
+    let line = "-n kube-system patch service causeway-callers --type json -p";
+    world.cluster.kubectl(line).args([patch]).run().ok();
+    until("what somebody took away is there again", || {
+        site.service().len() == 3
+    });
+
+    list(&world, "");
+    until("nobody listens any more", || status(9051) == "000");
+    until("nor does the Service say so", || {
+        site.service() == ["kubelets=10250"]
+    });
+    assert_eq!(metric("ports_refused"), 0);
+}
+
+fn what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list() {
+    let world = world();
+    let site = Site::new(&world, "ports-refused");
+    list(&world, "9051");
+    until("the port is served", || status(9051) == "200");
+
+    list(&world, "9052, ninety");
+    until("it is told", || {
+        site.told()
+            .contains("http-proxy-ports: \\\"ninety\\\" is no port")
+    });
+    assert_eq!(
+        (status(9051).as_str(), status(9052).as_str()),
+        ("200", "000")
+    );
+    assert_eq!(metric("ports_refused"), 1);
+
+    let taken = TcpListener::bind((CALLED, 9052)).unwrap();
+    list(&world, "9051, 9052");
+    until("that the port is taken is told", || {
+        site.told().contains(&format!("{CALLED}:9052"))
+    });
+    assert_eq!(status(9051), "200");
+    assert_eq!(site.service().len(), 2, "{:?}", site.service());
+
+    // Nobody says that it is free now: it is tried again.
+    drop(taken);
+    until("both are served", || status(9052) == "502");
+    assert_eq!((status(9051).as_str(), metric("ports_refused")), ("200", 0));
+}
