@@ -93,18 +93,12 @@ impl Hosts {
     }
 
     fn validate(&self, named: &[IpAddr], faults: &mut Faults) {
-        for (key, name) in [
+        let names = [
             ("namespace", Some(&self.namespace)),
             ("name", self.name.as_ref()),
             ("lease", self.lease.as_ref()),
-        ] {
-            if let Some(name) = name.filter(|name| !is_name(name)) {
-                let message = format!(
-                    "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
-                );
-                faults.add(format!("kubernetes.hosts.{key}"), message);
-            }
-        }
+        ];
+        check_names("kubernetes.hosts", names, faults);
         let plain = |each: char| each.is_ascii_alphanumeric() || "-_.".contains(each);
         let key = self.key();
         if key.is_empty() || key.len() > MAX_NAME || !key.chars().all(plain) {
@@ -134,8 +128,24 @@ impl Hosts {
     }
 }
 
+/// Names of objects, by key.
+pub(super) fn check_names<'a>(
+    section: &str,
+    names: impl IntoIterator<Item = (&'static str, Option<&'a String>)>,
+    faults: &mut Faults,
+) {
+    for (key, name) in names {
+        if let Some(name) = name.filter(|name| !is_name(name)) {
+            let message = format!(
+                "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
+            );
+            faults.add(format!("{section}.{key}"), message);
+        }
+    }
+}
+
 /// Whether an object can have this name (RFC 1123, as Kubernetes asks for).
-pub(super) fn is_name(name: &str) -> bool {
+fn is_name(name: &str) -> bool {
     let label = |label: &str| {
         let plain = |each: char| each.is_ascii_lowercase() || each.is_ascii_digit() || each == '-';
         !label.is_empty()

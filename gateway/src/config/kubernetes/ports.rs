@@ -10,7 +10,7 @@ use causeway_tunnel::hello::Listed;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::hosts::is_name;
+use super::hosts::check_names;
 use crate::config::{Config, Front, Kind};
 
 /// Node ports that a `ConfigMap` of the cluster lists.
@@ -72,18 +72,12 @@ impl Ports {
     }
 
     fn validate(&self, fronts: &[Front], faults: &mut Faults) {
-        for (key, name) in [
+        let names = [
             ("namespace", Some(&self.namespace)),
             ("name", Some(&self.name)),
             ("service", self.service.as_ref()),
-        ] {
-            if let Some(name) = name.filter(|name| !is_name(name)) {
-                let message = format!(
-                    "\"{name}\" is no name of an object; write lower-case letters, digits, - and ."
-                );
-                faults.add(format!("kubernetes.ports.{key}"), message);
-            }
-        }
+        ];
+        check_names("kubernetes.ports", names, faults);
         if self.fronts().next().is_none() {
             let message =
                 "lists for no front; name one as \"http\" or \"https\" here, or remove this key";
