@@ -8,7 +8,7 @@ mod blocks;
 mod door;
 pub mod idle;
 pub mod io;
-mod proxied;
+pub mod proxied;
 
 pub mod https;
 

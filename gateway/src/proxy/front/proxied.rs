@@ -20,9 +20,7 @@ const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 ///
 /// # Errors
 /// If there is no header, or none that can be believed.
-pub(super) async fn read(
-    socket: &mut (impl AsyncRead + Unpin),
-) -> io::Result<Option<ProxiedAddress>> {
+pub async fn read(socket: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<ProxiedAddress>> {
     let mut header = vec![0; FIXED];
     // Whoever sends something else, and less than that, is told apart before its end.
     socket.read_exact(&mut header[..SIGNATURE.len()]).await?;
