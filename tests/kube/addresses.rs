@@ -10,20 +10,22 @@ use crate::{
     world::{Checks, Way, World, causeway::REFUSING},
 };
 
+/// This way, with all certificates checked.
+pub(crate) const CHECKED: Way = Way::Addresses(Checks::On);
+
 pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Addresses(Checks::Off);
-    let checked = Way::Addresses(Checks::On);
     let mut trials = steps::some("addresses_unchecked", unchecked);
-    trials.extend(steps::most("addresses", checked));
+    trials.extend(steps::most("addresses", CHECKED));
     trials.extend([
         by(
             "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),
-            checked,
+            CHECKED,
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
         by(
             "addresses::failures_tell_what_to_do".to_owned(),
-            checked,
+            CHECKED,
             failures_tell_what_to_do,
         ),
     ]);

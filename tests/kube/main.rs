@@ -14,6 +14,7 @@ mod names;
 mod nodes;
 mod ports;
 mod reviews;
+mod scrapes;
 mod stands;
 mod steps;
 mod world;
@@ -52,7 +53,9 @@ fn trials() -> Vec<Trial> {
         .chain(ports::trials())
         .chain(egress::trials())
         .chain(names::trials())
+        .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
+        .chain(scrapes::trials("addresses", addresses::CHECKED))
         .collect()
 }
 

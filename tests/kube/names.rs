@@ -15,9 +15,11 @@ use crate::{
     },
 };
 
+/// This way, with all certificates checked.
+pub(crate) const CHECKED: Way = Way::Names(Checks::On);
+
 pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Names(Checks::Off);
-    let checked = Way::Names(Checks::On);
     let mut trials = steps::some("names_unchecked", unchecked);
     trials.push(by(
         "names_unchecked::a_pod_that_is_gone_is_said_to_be".to_owned(),
@@ -29,26 +31,26 @@ pub(crate) fn trials() -> Vec<Trial> {
         unchecked,
         rights_that_are_missing_are_named,
     ));
-    trials.extend(steps::most("names", checked));
+    trials.extend(steps::most("names", CHECKED));
     trials.extend([
         by(
             "names::what_is_in_the_cloud_is_dialled_there".to_owned(),
-            checked,
+            CHECKED,
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
         by(
             "names::failures_tell_what_to_do".to_owned(),
-            checked,
+            CHECKED,
             failures_tell_what_to_do,
         ),
         by(
             "names::a_policy_without_shells_is_told".to_owned(),
-            checked,
+            CHECKED,
             a_policy_without_shells_is_told,
         ),
         by(
             "names::a_kubelet_gets_nothing_of_another".to_owned(),
-            checked,
+            CHECKED,
             a_kubelet_gets_nothing_of_another,
         ),
     ]);
@@ -94,7 +96,7 @@ fn failures_tell_what_to_do(world: &mut World) {
 }
 
 fn a_policy_without_shells_is_told(world: &mut World) {
-    let way = Way::Names(Checks::On);
+    let way = CHECKED;
     let deny = "  - { name: no shells, where: { nodes: [edge-1] }, what: { paths: [/exec] }, then: deny }\n";
     world.road().rules_anew(way, deny);
     let exec = |world: &World, namespace: &str| {

@@ -18,7 +18,7 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use causeway::Road;
+use causeway::{Callers, Road};
 use cluster::{Cluster, Flags};
 use node::Node;
 
@@ -138,14 +138,17 @@ impl World {
 
     /// Lets the API server reach nodes by this way: a gateway in the cloud, and an edge on each node.
     pub(crate) fn by(&mut self, way: Way) {
-        let road = match &mut self.road {
-            Some(road) => {
-                road.serves(way, &self.cluster);
-                road
-            }
-            None => self
-                .road
-                .insert(Road::start(&self.folder, &self.cluster, &self.nodes, way)),
+        self.lets_in(way, Callers::Server);
+    }
+
+    /// The same, for whoever is to come there.
+    pub(crate) fn lets_in(&mut self, way: Way, callers: Callers) {
+        let road = if let Some(road) = &mut self.road {
+            road.serves(way, callers, &self.cluster);
+            road
+        } else {
+            let road = Road::start(&self.folder, &self.cluster, &self.nodes, (way, callers));
+            self.road.insert(road)
         };
         let egress = road.egress(way);
         let flags = match way {
@@ -187,6 +190,11 @@ impl World {
     /// The gateway and its edges.
     pub(crate) fn road(&mut self) -> &mut Road {
         self.road.as_mut().expect("`by` comes first")
+    }
+
+    /// The same, for who changes nothing of it.
+    pub(crate) fn the_road(&self) -> &Road {
+        self.road.as_ref().expect("`by` comes first")
     }
 
     /// Starts the edge of a node again.

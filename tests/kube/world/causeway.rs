@@ -35,17 +35,31 @@ pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_causeway");
 /// Where the examples are.
 const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
 
+/// Whom a gateway leads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Callers {
+    /// kube-apiserver alone.
+    Server,
+    /// Who scrapes kubelets as well: what the example has as a remark is in force.
+    Scrapers,
+}
+
 /// A gateway with an edge for each node.
 pub(crate) struct Road {
     folder: PathBuf,
-    gateway: Option<(&'static str, Process)>,
+    gateway: Option<(&'static str, Callers, Process)>,
     _names: Process,
     edges: Vec<Option<Process>>,
 }
 
 impl Road {
     /// Makes the gateway's CA, starts it for this way, and lets an edge of each node join.
-    pub(crate) fn start(folder: &Path, cluster: &Cluster, nodes: &[Node], way: Way) -> Self {
+    pub(crate) fn start(
+        folder: &Path,
+        cluster: &Cluster,
+        nodes: &[Node],
+        (way, callers): (Way, Callers),
+    ) -> Self {
         let folder = folder.join("causeway");
         fs::create_dir_all(&folder).unwrap();
         causeway(&folder).words("ca init").run().ok();
@@ -56,7 +70,7 @@ impl Road {
             gateway: None,
             edges: nodes.iter().map(|_| None).collect(),
         };
-        road.serves(way, cluster);
+        road.serves(way, callers, cluster);
         for number in 0..nodes.len() {
             let node = &nodes[number];
             let token = causeway(&road.folder)
@@ -71,9 +85,10 @@ impl Road {
     }
 
     /// The gateway as this way's example has it, with the tunnels that there were.
-    pub(crate) fn serves(&mut self, way: Way, cluster: &Cluster) {
+    pub(crate) fn serves(&mut self, way: Way, callers: Callers, cluster: &Cluster) {
         let example = way.example();
-        if self.gateway.as_ref().is_some_and(|(is, _)| *is == example) {
+        let is = self.gateway.as_ref();
+        if is.is_some_and(|(of, whom, _)| (*of, *whom) == (example, callers)) {
             return;
         }
         // With it goes what it holds: sockets and the kernel's rules.
@@ -82,7 +97,8 @@ impl Road {
             net::leads_on();
         }
         let config = self.folder.join("gateway.yaml");
-        fs::write(&config, self.config(way, cluster)).unwrap();
+        let text = self.config(way, callers, cluster);
+        fs::write(&config, text).unwrap();
         // Edges stay as they are on all ways; they could be as this example has them.
         let edges = format!("{EXAMPLES}/{example}/edge.yaml");
         let check = Program::new(BINARY).words("edge --check-config --config");
@@ -91,7 +107,7 @@ impl Road {
             .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
             .start(&self.folder.join(format!("gateway-{example}.log")));
         gateway.says("gateway ready");
-        self.gateway = Some((example, gateway));
+        self.gateway = Some((example, callers, gateway));
         let joined = self.edges.iter().flatten().count();
         until("the edges are back", || {
             let status = causeway(&self.folder).words("status").run();
@@ -100,19 +116,23 @@ impl Road {
     }
 
     /// The example's configuration, here.
-    fn config(&self, way: Way, cluster: &Cluster) -> String {
+    fn config(&self, way: Way, callers: Callers, cluster: &Cluster) -> String {
         let example = way.example();
         let read = |name: &str| fs::read_to_string(format!("{EXAMPLES}/{example}/{name}"));
         let ours = |name: &str| self.folder.join(name).display().to_string();
         let pki = |name: &str| cluster.pki.path(name);
         if way.example() != "egress" {
-            self.rules(way, "");
+            self.rules(way, callers, "");
         }
         let mut fronts = "\nfronts:\n".to_owned();
         for front in further(example, &self.folder, cluster) {
             writeln!(fronts, "  - {front}").unwrap();
         }
-        let mut text = read("gateway.yaml").unwrap();
+        let mut text = callers.read(&read("gateway.yaml").unwrap());
+        if callers == Callers::Scrapers {
+            cluster.apply_example("egress/reviews.yaml");
+            text = text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{REVIEWS}"));
+        }
         for (theirs, here) in [
             ("gw.example.com", CLOUD.to_string()),
             ("10.0.0.20", CLOUD.to_string()),
@@ -137,16 +157,16 @@ impl Road {
     }
 
     /// The policy of this way's example, with this line before its rules.
-    fn rules(&self, way: Way, first: &str) {
+    fn rules(&self, way: Way, callers: Callers, first: &str) {
         let file = format!("{EXAMPLES}/{}/policy.yaml", way.example());
-        let policy = fs::read_to_string(file).unwrap();
+        let policy = callers.read(&fs::read_to_string(file).unwrap());
         let policy = policy.replace("\nrules:\n", &format!("\nrules:\n{first}"));
         fs::write(self.folder.join("policy.yaml"), policy + ANYBODY).unwrap();
     }
 
     /// Puts that policy into force.
     pub(crate) fn rules_anew(&self, way: Way, first: &str) {
-        self.rules(way, first);
+        self.rules(way, Callers::Server, first);
         causeway(&self.folder).words("reload").run().ok();
     }
 
@@ -184,10 +204,23 @@ impl Road {
     pub(crate) fn authority(&self, checks: Checks, cluster: &Cluster) -> Option<PathBuf> {
         let file = self.folder.join("kubelets-ca.pem");
         let pem = |path: &Path| fs::read_to_string(path).unwrap();
-        let ours = pem(&self.folder.join("gateway/ca.pem"));
+        let ours = pem(&self.ca());
         let theirs = pem(cluster.pki.path("ca.pem").as_ref());
         fs::write(&file, format!("{theirs}\n{ours}")).unwrap();
         (checks == Checks::On).then_some(file)
+    }
+
+    /// The gateway's CA, by which its callers know it.
+    pub(crate) fn ca(&self) -> PathBuf {
+        self.folder.join("gateway/ca.pem")
+    }
+
+    /// A program of the cloud that finds nodes by this way.
+    pub(crate) fn finding(&self, way: Way, program: &Path) -> Program {
+        match way {
+            Way::Names(_) => net::asking(&self.resolver(), program),
+            _ => Program::new(program),
+        }
     }
 
     /// The `resolv.conf` of who finds nodes by their names.
@@ -216,6 +249,26 @@ impl Road {
         let file = self.folder.join(format!("egress-{name}.yaml"));
         fs::write(&file, words.run().ok().stdout).unwrap();
         Some(file)
+    }
+}
+
+/// For a moment only: who may not any more is to be refused while a test waits.
+const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n";
+
+impl Callers {
+    /// A file of an example, whose indented remarks say what scrapers need.
+    fn read(self, text: &str) -> String {
+        let line = |line: &str| {
+            let told = line.trim_start();
+            let indent = &line[..line.len() - told.len()];
+            match told.strip_prefix("# ") {
+                Some(told) if self == Self::Scrapers && !indent.is_empty() => {
+                    format!("{indent}{told}\n")
+                }
+                _ => format!("{line}\n"),
+            }
+        };
+        text.lines().map(line).collect()
     }
 }
 

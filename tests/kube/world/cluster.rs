@@ -14,10 +14,17 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
-    net::{CLOUD, MACHINE},
+    net::{self, CLOUD, MACHINE},
     pki::Pki,
     process::{PATIENCE, Process, Program, Ran, until, within},
 };
+
+/// As whom the API server comes to API servers of others.
+const AGGREGATOR: &str = "front-proxy-client";
+
+/// How it comes to them: nothing of this cloud leads to Services.
+const AGGREGATION: &str = "--enable-aggregator-routing=true --requestheader-username-headers=X-Remote-User \
+     --requestheader-group-headers=X-Remote-Group --requestheader-extra-headers-prefix=X-Remote-Extra-";
 
 /// What an API server is started with besides what all are.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,6 +61,7 @@ impl Cluster {
         pki.server("apiserver", &names, &[CLOUD.into(), service]);
         pki.client("kubelet-client", "kube-apiserver-kubelet-client", None);
         pki.client("egress", "kube-apiserver", None);
+        pki.client("aggregator", AGGREGATOR, None);
         pki.client("admin", "admin", Some("system:masters"));
         let server = format!("https://{CLOUD}:6443");
         pki.kubeconfig("admin", &server);
@@ -133,9 +141,15 @@ impl Cluster {
 
     /// Gives the gateways' account the rights of an example, and no others.
     pub(crate) fn grant(&self, example: &str) {
-        let file = format!("examples/{example}/rbac.yaml");
-        let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
-        self.kubectl("apply -f").args([rights]).run().ok();
+        self.apply_example(&format!("{example}/rbac.yaml"));
+    }
+
+    /// Makes what a file of the examples says.
+    pub(crate) fn apply_example(&self, file: &str) {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("examples")
+            .join(file);
+        self.kubectl("apply -f").args([file]).run().ok();
     }
 
     /// The gateways' account, with the rights of an example, as a kubeconfig.
@@ -149,6 +163,11 @@ impl Cluster {
         });
         let token = data_encoding::BASE64.decode(token.as_bytes()).unwrap();
         let token = String::from_utf8(token).unwrap();
+        self.with_token("gateway", &token)
+    }
+
+    /// A kubeconfig for whoever has this token.
+    pub(crate) fn with_token(&self, name: &str, token: &str) -> String {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "it",
             "clusters": [{ "name": "it", "cluster": {
@@ -157,9 +176,16 @@ impl Cluster {
             "users": [{ "name": "it", "user": { "token": token } }],
             "contexts": [{ "name": "it", "context": { "cluster": "it", "user": "it" } }],
         });
-        let file = self.folder.join("gateway.kubeconfig");
+        let file = self.folder.join(format!("{name}.kubeconfig"));
         fs::write(&file, config.to_string()).unwrap();
         file.display().to_string()
+    }
+
+    /// A token of a service account, as its pods have one.
+    pub(crate) fn token(&self, namespace: &str, account: &str) -> String {
+        let line = format!("create token -n {namespace} {account}");
+        let made = self.kubectl(&line).run().ok();
+        made.text().trim().to_owned()
     }
 
     /// A client's certificate, `FILE.pem`, which the cluster has signed since an administrator has said so.
@@ -198,7 +224,8 @@ impl Cluster {
             .args(self.arguments())
             .words("--etcd-servers=http://127.0.0.1:2379 --secure-port=6443")
             .words("--authorization-mode=Node,RBAC --service-cluster-ip-range=10.96.0.0/16")
-            .words("--service-account-issuer=https://kubernetes.default.svc");
+            .words("--service-account-issuer=https://kubernetes.default.svc")
+            .words(AGGREGATION);
         if let Some(egress) = &self.flags.egress {
             let file = egress.display();
             command = command.args([format!("--egress-selector-config-file={file}")]);
@@ -217,14 +244,7 @@ impl Cluster {
         let Some(resolver) = &self.flags.resolver else {
             return Program::new(api);
         };
-        let hosts = self.folder.join("hosts-without-nodes");
-        fs::write(&hosts, "127.0.0.1 localhost\n").unwrap();
-        let script = "mount --bind $0 /etc/resolv.conf && mount --bind $1 /etc/hosts && \
-             shift && exec \"$@\"";
-        let shell = Program::new("unshare")
-            .words("--mount sh -c")
-            .args([script]);
-        shell.args([resolver, &hosts, &api])
+        net::asking(resolver, &api)
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -242,6 +262,10 @@ impl Cluster {
                 path("kubelet-client.pem")
             ),
             format!("--kubelet-client-key={}", path("kubelet-client.key")),
+            format!("--requestheader-client-ca-file={}", path("ca.pem")),
+            format!("--requestheader-allowed-names={AGGREGATOR}"),
+            format!("--proxy-client-cert-file={}", path("aggregator.pem")),
+            format!("--proxy-client-key-file={}", path("aggregator.key")),
             format!("--kubelet-preferred-address-types={}", self.flags.addresses),
         ];
         if let Some(authority) = &self.flags.authority {

@@ -3,7 +3,11 @@
 //! The inner program itself is in the cloud, on a bridge. Each site is a router and a node behind it, which has the way
 //! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr},
+    path::Path,
+};
 
 use super::process::{Program, must};
 
@@ -29,6 +33,18 @@ pub(crate) fn cloud() {
 /// before it looks at rules that lead elsewhere.
 pub(crate) fn leads_on() {
     must("ip route replace default via 10.97.0.254");
+}
+
+/// A program that finds nodes by this `resolv.conf` alone: its `hosts` has none of them.
+pub(crate) fn asking(resolver: &Path, program: &Path) -> Program {
+    let hosts = resolver.with_extension("hosts");
+    fs::write(&hosts, "127.0.0.1 localhost\n").unwrap();
+    let script = "mount --bind $0 /etc/resolv.conf && mount --bind $1 /etc/hosts && \
+         shift && exec \"$@\"";
+    let shell = Program::new("unshare")
+        .words("--mount sh -c")
+        .args([script]);
+    shell.args([resolver, &hosts, program])
 }
 
 /// A node's place behind a router.
