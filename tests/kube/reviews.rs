@@ -187,9 +187,7 @@ fn rights_that_are_missing_are_named(world: &World, site: &Site, prom: &str) {
     let cause = "cannot create resource \\\"tokenreviews\\\"";
     let plain = cause.replace('\\', "");
     assert!(log.contains(cause) || log.contains(&plain), "{log}");
-    let rights = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/egress/reviews.yaml");
-    let apply = world.cluster.kubectl("apply -f").args([rights]);
-    apply.run().ok();
+    world.cluster.apply_example("egress/reviews.yaml");
 }
 
 fn each_may_what_its_role_says(world: &World, site: &Site, prom: &str) {
