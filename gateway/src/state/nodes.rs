@@ -317,6 +317,11 @@ impl Nodes {
         self.0.load().nodes.get(name).cloned()
     }
 
+    /// What the records say of a node that has joined, whatever a cluster knows of it.
+    pub fn recorded(&self, name: &NodeName) -> Option<Node> {
+        self.0.load().records.get(name).cloned()
+    }
+
     /// The confirmed addresses that name one node each.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
         let table = self.0.load();

@@ -22,7 +22,8 @@ impl Desk {
     ) -> Result<(NodeName, TokenRecord), Problem> {
         // An edge that does not say who it is becomes who the token says.
         let node = node.map_or_else(|| self.meant(token), Ok)?;
-        let known = self.enrolment.nodes.reader().get(&node);
+        // A cluster that has a node of this name has let nobody in as it.
+        let known = self.enrolment.nodes.reader().recorded(&node);
         let standing = match &known {
             Some(_) => Standing::Known,
             None => Standing::New,

@@ -154,6 +154,26 @@ async fn each_refusal_has_its_reason() {
     );
 }
 
+/// A token of a pattern is for nodes that have not joined: that a cluster has them already is the rule, and no reason.
+#[tokio::test]
+async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
+    let counter = Counter::open();
+    let member = crate::state::Member {
+        edge: true,
+        ..Default::default()
+    };
+    let members = [(name("edge-1"), member)].into();
+    counter.world.nodes.cluster(members);
+    let book = counter.world.store.tokens().unwrap();
+    let pattern = (&"edge-*".parse().unwrap(), 2);
+    let token = book.create_for(pattern, Duration::from_mins(1), Confirmed::default());
+    let token = token.unwrap().text().expose().to_owned();
+    let (status, said) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
+    assert_eq!(status, 200, "{said}");
+    let (status, reason) = counter.refused(&token, "edge-1").await;
+    assert_eq!((status, reason.as_str()), (403, "token_not_new"));
+}
+
 #[tokio::test]
 async fn a_bad_request_does_not_burn_the_token() {
     let counter = Counter::open();
