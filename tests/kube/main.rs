@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
 mod addresses;
+mod deploy;
 mod egress;
 mod hosts;
 mod names;
@@ -51,6 +52,7 @@ fn trials() -> Vec<Trial> {
         .chain(reviews::trials())
         .chain(hosts::trials())
         .chain(ports::trials())
+        .chain(deploy::trials())
         .chain(egress::trials())
         .chain(names::trials())
         .chain(scrapes::trials("names", names::CHECKED))

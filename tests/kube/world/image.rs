@@ -1,7 +1,7 @@
-//! The one image that all containers run: Debian's static busybox, packed here.
+//! The images that containers run, packed here: Debian's static busybox, and for pods of Causeway's own the tested binary.
 //!
-//! It serves as the pause image as well: what it runs where nothing else is said is a sleep without end. Nothing is ever
-//! fetched from a registry.
+//! The first serves as the pause image as well: what it runs where nothing else is said is a sleep without end. Nothing is
+//! ever fetched from a registry.
 
 use std::{
     fs,
@@ -19,7 +19,10 @@ pub(crate) const NAME: &str = "causeway.test/busybox:1";
 /// Where Debian's package has it.
 pub(crate) const BUSYBOX: &str = "/bin/busybox";
 
-/// Packs the image into an archive that `ctr image import` takes.
+/// Causeway's, as `deploy/` names it.
+pub(crate) const OURS: &str = "docker.io/library/causeway:0.1.0";
+
+/// Packs the image of busybox into an archive that `ctr image import` takes.
 pub(crate) fn pack(folder: &Path) -> PathBuf {
     let folder = folder.join("image");
     let root = folder.join("root");
@@ -31,17 +34,39 @@ pub(crate) fn pack(folder: &Path) -> PathBuf {
     for applet in applets.lines().filter(|name| *name != "busybox") {
         std::os::unix::fs::symlink("busybox", root.join("bin").join(applet)).unwrap();
     }
-    let (root, place) = (root.display(), folder.display());
-    must(&format!("tar -C {root} -cf {place}/layer.tar ."));
+    seal(&folder, NAME, &["/bin/sleep", "2000000000"])
+}
+
+/// Packs the tested binary likewise, with the libraries that it is linked to, which the real image has not.
+pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
+    let folder = folder.join("image-ours");
+    let root = folder.join("root");
+    fs::create_dir_all(&root).unwrap();
+    let program = root.join("causeway");
+    let strip = Program::new("strip").args(["-o"]).args([&program]);
+    strip.args([binary]).run().ok();
+    let linked = Program::new("ldd").args([binary]).run().text();
+    for library in linked.split_whitespace().filter(|it| it.starts_with('/')) {
+        let place = root.join(library.trim_start_matches('/'));
+        fs::create_dir_all(place.parent().unwrap()).unwrap();
+        fs::copy(library, place).unwrap();
+    }
+    seal(&folder, OURS, &["/causeway"])
+}
+
+/// Makes an image of the folder `root` in this one.
+fn seal(folder: &Path, name: &str, entrypoint: &[&str]) -> PathBuf {
+    let place = folder.display();
+    must(&format!("tar -C {place}/root -cf {place}/layer.tar ."));
     let layer = Sha256::digest(fs::read(folder.join("layer.tar")).unwrap());
     let config = json!({
         "architecture": std::env::consts::ARCH.replace("x86_64", "amd64").replace("aarch64", "arm64"),
         "os": "linux",
-        "config": { "Env": ["PATH=/bin"], "Entrypoint": ["/bin/sleep", "2000000000"] },
+        "config": { "Env": ["PATH=/bin"], "Entrypoint": entrypoint },
         "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", data_encoding::HEXLOWER.encode(&layer))] },
     });
     let manifest =
-        json!([{ "Config": "config.json", "RepoTags": [NAME], "Layers": ["layer.tar"] }]);
+        json!([{ "Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"] }]);
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
     fs::write(folder.join("manifest.json"), manifest.to_string()).unwrap();
     let archive = folder.join("image.tar");

@@ -1,7 +1,7 @@
 //! A node at the edge: a real kubelet with a real containerd, behind NAT.
 //!
 //! Each has a network and mounts of its own, so that both have the paths that such machines have, and a cgroup of its
-//! own. Its pods' network is one that the cloud has no way to.
+//! own. Its pods' network is one that the cloud has no way to; they themselves reach the API server.
 
 use std::{
     fs,
@@ -142,8 +142,11 @@ fn containerd(place: &Path, pods: &str) -> String {
     let bridge = serde_json::json!({
         "cniVersion": "1.0.0", "name": "pods",
         "plugins": [{
-            "type": "bridge", "bridge": "cni0", "isGateway": true,
-            "ipam": { "type": "host-local", "ranges": [[{ "subnet": pods }]] },
+            "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true,
+            "ipam": {
+                "type": "host-local", "ranges": [[{ "subnet": pods }]],
+                "routes": [{ "dst": format!("{CLOUD}/32") }],
+            },
         }],
     });
     fs::write(networks.join("pods.conflist"), bridge.to_string()).unwrap();

@@ -1,0 +1,341 @@
+//! `deploy/`: a real API server takes what kustomize and helm make of it, and real kubelets run it.
+//!
+//! Its rights are those of the examples, by which all other tests live: nothing here grants more.
+
+mod pods;
+
+use std::{collections::BTreeMap, fs, path::PathBuf};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use crate::{
+    trial,
+    world::{World, causeway::BINARY, process::Program, world},
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let judged = [
+        trial(
+            "deploy::the_api_server_takes_each_way_without_a_warning",
+            the_api_server_takes_each_way_without_a_warning,
+        ),
+        trial(
+            "deploy::gateways_are_restricted_pods_where_their_namespace_says_so",
+            gateways_are_restricted_pods_where_their_namespace_says_so,
+        ),
+        trial(
+            "deploy::rights_are_those_of_the_examples",
+            rights_are_those_of_the_examples,
+        ),
+        trial(
+            "deploy::each_configuration_is_sound",
+            each_configuration_is_sound,
+        ),
+        trial(
+            "deploy::the_chart_is_made_of_the_overlays",
+            the_chart_is_made_of_the_overlays,
+        ),
+        trial(
+            "deploy::helm_makes_what_kustomize_makes",
+            helm_makes_what_kustomize_makes,
+        ),
+        trial(
+            "deploy::values_are_laid_over_what_helm_makes",
+            values_are_laid_over_what_helm_makes,
+        ),
+    ];
+    judged.into_iter().chain(pods::trials()).collect()
+}
+
+/// Each way, with the files of rights by which it is tested.
+const WAYS: [(&str, &[&str]); 4] = [
+    ("callers", &["egress/rbac.yaml", "egress/reviews.yaml"]),
+    ("dns", &["dns/rbac.yaml"]),
+    ("addresses", &["addresses/rbac.yaml"]),
+    ("egress", &["egress/rbac.yaml"]),
+];
+
+/// A file of the repository.
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+/// What kustomize makes of a way.
+fn kustomized(world: &World, way: &str) -> String {
+    let overlay = file(&format!("deploy/overlays/{way}"));
+    let made = world.cluster.kubectl("kustomize").args([overlay]);
+    made.run().ok().text()
+}
+
+/// What helm makes of it with these values, where there is helm.
+fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
+    let helm = world.cluster.assets.join("helm");
+    if !helm.exists() {
+        crate::missing("helm (tests/kube/assets/build)");
+        return None;
+    }
+    let made = Program::new(helm)
+        // Without the flag some builds take the cluster for an old one.
+        .words("template causeway --namespace causeway --kube-version 1.36.0 --set")
+        .args([format!("way={way}")])
+        .args(values)
+        .args([file("deploy/chart")])
+        .env("HOME", &world.folder);
+    Some(made.run().ok().text())
+}
+
+/// The objects of a text, each with all that it says.
+fn objects(world: &World, text: &str) -> Vec<Value> {
+    let read = "create --dry-run=client --validate=false -o json -f -";
+    let read = world.cluster.kubectl(read).input(text).run().ok();
+    let read = serde_json::Deserializer::from_slice(&read.stdout);
+    read.into_iter().map(Result::unwrap).collect()
+}
+
+/// The only object of this kind and name.
+fn named<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let mut found = objects
+        .iter()
+        .filter(|it| it["kind"] == kind && it["metadata"]["name"] == name);
+    let one = found.next().unwrap_or_else(|| panic!("no {kind} {name}"));
+    assert!(found.next().is_none(), "two of {kind} {name}");
+    one
+}
+
+/// Makes those of these kinds for real.
+fn make(world: &World, objects: &[Value], kinds: &[&str]) {
+    for object in objects {
+        if kinds.iter().any(|kind| object["kind"] == *kind) {
+            world.cluster.apply(object);
+        }
+    }
+}
+
+/// The pod that a Deployment or `DaemonSet` would make.
+fn pod(of: &Value) -> Value {
+    let template = &of["spec"]["template"];
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": of["metadata"]["name"], "namespace": of["metadata"]["namespace"],
+            "labels": template["metadata"]["labels"],
+        },
+        "spec": template["spec"],
+    })
+}
+
+/// What the two workloads need to be judged: their namespaces and accounts, for real.
+const SURROUNDINGS: [&str; 2] = ["Namespace", "ServiceAccount"];
+
+fn the_api_server_takes_each_way_without_a_warning() {
+    let world = world();
+    for (way, _) in WAYS {
+        let text = kustomized(&world, way);
+        let all = objects(&world, &text);
+        make(&world, &all, &SURROUNDINGS);
+        let helm = templated(&world, way, &[]);
+        for text in [Some(text), helm].into_iter().flatten() {
+            let take = "apply --dry-run=server -f -";
+            let taken = world.cluster.kubectl(take).input(text).run().ok();
+            assert_eq!(taken.stderr, "", "{way}");
+            let said = taken.text();
+            for what in ["deployment.apps/", "daemonset.apps/", "configmap/"] {
+                assert!(said.contains(what), "{way}: {said}");
+            }
+        }
+        // A controller would make it, so that nobody else would see what is wrong with it.
+        let edge = pod(named(&all, "DaemonSet", "causeway-edge")).to_string();
+        let take = world.cluster.kubectl("create --dry-run=server -f -");
+        let taken = take.input(edge).run().ok();
+        assert_eq!(taken.stderr, "", "{way}");
+    }
+}
+
+fn gateways_are_restricted_pods_where_their_namespace_says_so() {
+    let world = world();
+    let of = |way| objects(&world, &kustomized(&world, way));
+    let restricted = of("callers");
+    make(&world, &restricted, &SURROUNDINGS);
+    let level = |objects: &[Value]| {
+        let labels = &named(objects, "Namespace", "causeway")["metadata"]["labels"];
+        labels["pod-security.kubernetes.io/enforce"].clone()
+    };
+    for (way, _) in WAYS {
+        let all = of(way);
+        let gateway = pod(named(&all, "Deployment", "causeway-gateway")).to_string();
+        let take = world.cluster.kubectl("create --dry-run=server -f -");
+        let taken = take.input(gateway).run();
+        if level(&all) == "restricted" {
+            assert_eq!(taken.ok().stderr, "", "{way}");
+        } else {
+            let said = taken.failed();
+            assert!(said.contains("violates PodSecurity"), "{way}: {said}");
+        }
+    }
+    assert_eq!(level(&restricted), "restricted");
+    assert_eq!(level(&of("dns")), "restricted");
+}
+
+/// What may be done, and by whom: names are compared, but for the namespace of an account.
+fn rights(objects: &[Value]) -> BTreeMap<String, Value> {
+    let mut rights = BTreeMap::new();
+    for object in objects {
+        let kind = object["kind"].as_str().unwrap();
+        let name = &object["metadata"]["name"];
+        let what = match kind {
+            "Role" | "ClusterRole" => {
+                assert!(object["aggregationRule"].is_null(), "{object}");
+                object["rules"].clone()
+            }
+            "RoleBinding" | "ClusterRoleBinding" => {
+                let mut subjects = object["subjects"].clone();
+                for subject in subjects.as_array_mut().unwrap() {
+                    subject.as_object_mut().unwrap().remove("namespace");
+                }
+                json!({ "role": object["roleRef"], "subjects": subjects })
+            }
+            _ => continue,
+        };
+        rights.insert(format!("{kind} {name}"), what);
+    }
+    rights
+}
+
+fn rights_are_those_of_the_examples() {
+    let world = world();
+    for (way, examples) in WAYS {
+        let all = objects(&world, &kustomized(&world, way));
+        let mut wanted = BTreeMap::new();
+        for example in examples {
+            let text = fs::read_to_string(file("examples").join(example)).unwrap();
+            wanted.extend(rights(&objects(&world, &text)));
+        }
+        assert!(wanted.len() >= 2, "{wanted:?}");
+        assert_eq!(rights(&all), wanted, "{way}");
+    }
+}
+
+/// Has the program judge the files of the two configurations.
+fn sound(world: &World, way: &str, objects: &[Value]) {
+    let folder = world.path("deploy").join(way);
+    fs::create_dir_all(&folder).unwrap();
+    let place = |name: &str| folder.join(name).display().to_string();
+    let pki = |name: &str| world.cluster.pki.path(name);
+    let here = [
+        ("/etc/causeway/", place("")),
+        ("/etc/causeway-kubelets/tls.crt", pki("kubelet-client.pem")),
+        ("/etc/causeway-kubelets/tls.key", pki("kubelet-client.key")),
+        (
+            "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt",
+            pki("ca.pem"),
+        ),
+    ];
+    for side in ["gateway", "edge"] {
+        let config = named(objects, "ConfigMap", &format!("causeway-{side}"));
+        for (name, text) in config["data"].as_object().unwrap() {
+            let mut text = text.as_str().unwrap().to_owned();
+            for (theirs, ours) in &here {
+                text = text.replace(theirs, ours);
+            }
+            fs::write(place(name), text).unwrap();
+        }
+        let check = Program::new(BINARY).args([side, "--check-config", "--config"]);
+        let check = check.args([place(&format!("{side}.yaml"))]);
+        check.env("CAUSEWAY_DATA_DIR", place(side)).run().ok();
+    }
+}
+
+fn each_configuration_is_sound() {
+    let world = world();
+    for (way, _) in WAYS {
+        let all = objects(&world, &kustomized(&world, way));
+        sound(&world, way, &all);
+    }
+}
+
+/// In an order of their own, and without the namespace that helm makes itself.
+fn sorted(objects: Vec<Value>) -> BTreeMap<String, Value> {
+    let named = objects.into_iter().map(|object| {
+        let at = &object["metadata"];
+        let name = format!("{} {} {}", object["kind"], at["namespace"], at["name"]);
+        (name, object)
+    });
+    named
+        .filter(|(_, it)| it["kind"] != "Namespace" || it["metadata"]["name"] != "causeway")
+        .collect()
+}
+
+fn the_chart_is_made_of_the_overlays() {
+    let world = world();
+    for (way, _) in WAYS {
+        let rendered = file(&format!("deploy/chart/manifests/{way}.yaml"));
+        let rendered = fs::read_to_string(rendered).unwrap();
+        let is = objects(&world, &rendered);
+        let is_to_be = objects(&world, &kustomized(&world, way));
+        assert_eq!(is, is_to_be, "{way}: run deploy/render");
+        let gateway = named(&is, "Deployment", "causeway-gateway");
+        let image = &gateway["spec"]["template"]["spec"]["containers"][0]["image"];
+        assert_eq!(*image, concat!("causeway:", env!("CARGO_PKG_VERSION")));
+    }
+    let chart = fs::read_to_string(file("deploy/chart/Chart.yaml")).unwrap();
+    let version = concat!("\nappVersion: ", env!("CARGO_PKG_VERSION"), "\n");
+    assert!(chart.contains(version), "{chart}");
+}
+
+fn helm_makes_what_kustomize_makes() {
+    let world = world();
+    for (way, _) in WAYS {
+        let Some(helm) = templated(&world, way, &[]) else {
+            return;
+        };
+        let helm = sorted(objects(&world, &helm));
+        let kustomize = sorted(objects(&world, &kustomized(&world, way)));
+        assert_eq!(helm, kustomize, "{way}");
+    }
+}
+
+fn values_are_laid_over_what_helm_makes() {
+    let world = world();
+    let patch = r#"patches=[{"kind":"Service","name":"causeway-tunnels","patch":{"spec":{"loadBalancerIP":"192.0.2.10"}}}]"#;
+    let values = [
+        "--set-json",
+        r#"gateway.config={"tunnel":{"advertise":["gw.example.org:10262"]}}"#,
+        "--set-json",
+        r#"edge.config={"gateways":["gw.example.org:10262"],"ports":{"9101":{}}}"#,
+        "--set-json",
+        patch,
+        "--set",
+        "image.repository=registry.example/causeway,edge.namespace=edges,gateway.resources.limits.memory=2Gi",
+    ];
+    let Some(made) = templated(&world, "dns", &values) else {
+        return;
+    };
+    let all = objects(&world, &made);
+    sound(&world, "values", &all);
+    let data = |name| named(&all, "ConfigMap", name)["data"].to_string();
+    for (name, wanted) in [
+        ("causeway-gateway", "gw.example.org:10262"),
+        ("causeway-gateway", "nodes.example.internal"),
+        ("causeway-edge", "9101"),
+    ] {
+        assert!(data(name).contains(wanted), "{name}: {}", data(name));
+    }
+    let service = &named(&all, "Service", "causeway-tunnels")["spec"];
+    assert_eq!(service["loadBalancerIP"], "192.0.2.10");
+    assert_eq!(service["type"], "LoadBalancer");
+    let gateway = &named(&all, "Deployment", "causeway-gateway")["spec"]["template"]["spec"];
+    let container = &gateway["containers"][0];
+    assert_eq!(container["image"], "registry.example/causeway:0.1.0");
+    assert_eq!(container["resources"]["limits"]["memory"], "2Gi");
+    assert_eq!(container["resources"]["requests"]["cpu"], "100m");
+    let edge = named(&all, "DaemonSet", "causeway-edge");
+    assert_eq!(edge["metadata"]["namespace"], "edges");
+    named(&all, "Namespace", "edges");
+    let unmade = all
+        .iter()
+        .all(|it| it["kind"] != "Namespace" || it["metadata"]["name"] == "edges");
+    assert!(unmade, "helm makes the release's namespace");
+    let without = templated(&world, "egress", &["--set", "edge.enabled=false"]).unwrap();
+    assert!(!without.contains("edge.yaml"), "{without}");
+}
