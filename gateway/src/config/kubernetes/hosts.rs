@@ -93,12 +93,12 @@ impl Hosts {
     }
 
     fn validate(&self, named: &[IpAddr], faults: &mut Faults) {
-        let names = [
+        let objects = [
             ("namespace", Some(&self.namespace)),
             ("name", self.name.as_ref()),
             ("lease", self.lease.as_ref()),
         ];
-        check_names("kubernetes.hosts", names, faults);
+        check_names("kubernetes.hosts", objects, faults);
         let plain = |each: char| each.is_ascii_alphanumeric() || "-_.".contains(each);
         let key = self.key();
         if key.is_empty() || key.len() > MAX_NAME || !key.chars().all(plain) {
