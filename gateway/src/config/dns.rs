@@ -106,6 +106,15 @@ fn plain(zone: &str) -> String {
 }
 
 impl Config {
+    /// The zones in which nodes have names as well: the DNS server's and the hosts file's.
+    pub fn zones(&self) -> Vec<String> {
+        let served = self.dns.0.iter().flat_map(|dns| &dns.zones);
+        let kubernetes = self.kubernetes.iter();
+        let written =
+            kubernetes.flat_map(|rules| rules.hosts.iter().flat_map(|hosts| &hosts.zones));
+        served.chain(written).cloned().collect()
+    }
+
     /// What the names of edges' nodes mean: `dns.addresses`, else where the fronts listen; empty where that says nothing.
     pub fn named_addresses(&self) -> Vec<IpAddr> {
         match &self.dns.0 {

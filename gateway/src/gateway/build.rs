@@ -84,7 +84,7 @@ impl Base {
             tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
         }
         Ok(Self {
-            nodes: known(&store)?,
+            nodes: known(config, &store)?,
             ca: LiveCa::new(ca),
             store,
             given,
@@ -127,6 +127,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         fronts,
         identity,
         to_edges,
+        nodes: base.nodes.clone(),
         names,
         ports,
         shared: shared.clone(),
@@ -293,9 +294,10 @@ pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -
     all
 }
 
-fn known(store: &Store) -> Result<NodesWriter, BindError> {
+fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
     let nodes = NodesWriter::default();
     nodes.replace(expel::records(store)?);
+    nodes.zones(&config.zones());
     Ok(nodes)
 }
 

@@ -18,7 +18,7 @@ use crate::{
         nat::Ports,
     },
     proxy::{Shared, app::ByPort},
-    state::{Advertised, ListedPorts, Registry, registry::Admitted},
+    state::{Advertised, ListedPorts, NodesWriter, Registry, registry::Admitted},
 };
 use causeway_tunnel::hello::{Listed, ToEdge};
 use std::{fmt, net::SocketAddr, sync::Arc};
@@ -40,6 +40,7 @@ pub(super) struct Parts {
     pub(super) identity: Identity,
     /// What edges are told.
     pub(super) to_edges: (Advertised, ListedPorts),
+    pub(super) nodes: NodesWriter,
     pub(super) names: Names,
     /// What is redirected where.
     pub(super) ports: watch::Sender<Ports>,
@@ -56,6 +57,7 @@ pub struct Prepared<'a> {
     apps: ByPort,
     advertised: Vec<String>,
     listed: Option<Listed>,
+    node_zones: Vec<String>,
     zones: Option<Zones>,
     at_restart: Vec<&'static str>,
 }
@@ -109,6 +111,7 @@ impl Reloader {
             apps: app::read_all(&config.apps, &parts.shared.nodes, Some(&parts.shared.apps))?,
             advertised: advertised(&config.tunnel, parts.tunnel),
             listed: config.listed.clone(),
+            node_zones: config.zones(),
             zones: zones(&parts.began, config)?,
             at_restart: at_restart(&parts.began, config),
             parts,
@@ -152,6 +155,8 @@ impl Prepared<'_> {
             let line = ToEdge::Gateways { gateways };
             tell(&parts.shared.registry, |_| Some(line.clone()));
         }
+        // A name that DNS says must be one here.
+        parts.nodes.zones(&self.node_zones);
         let dns = self.zones.is_some_and(|zones| parts.names.replace(zones));
         let apps = parts.shared.apps.replace(self.apps);
         let fronts = self.fronts.apply(rules);

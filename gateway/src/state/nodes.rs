@@ -59,6 +59,8 @@ pub enum Place {
 struct Table {
     /// Who has joined, as the records say.
     records: BTreeMap<NodeName, Node>,
+    /// In which nodes have names as well: each in lower case, with the dot before it.
+    zones: Arc<[String]>,
     /// All nodes of the cluster, once it has named them.
     cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
     /// Nodes at the edge, by both.
@@ -119,8 +121,27 @@ impl NodesWriter {
     /// Replaces what the cluster says of its nodes.
     pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let records = self.nodes.0.load().records.clone();
-        self.publish(Table::of(records, Some(Arc::new(members))));
+        let before = self.nodes.0.load();
+        let (records, zones) = (before.records.clone(), before.zones.clone());
+        self.publish(Table::of(records, Some(Arc::new(members)), zones));
+    }
+
+    /// Replaces the zones in which nodes have names as well, `NODE.ZONE`.
+    pub fn zones(&self, zones: &[String]) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.nodes.0.load();
+        let behind =
+            |zone: &String| format!(".{}", zone.trim_end_matches('.').to_ascii_lowercase());
+        let zones: Arc<[String]> = zones
+            .iter()
+            .map(behind)
+            .filter(|zone| zone != ".")
+            .collect();
+        if before.zones == zones {
+            return;
+        }
+        let (records, cluster) = (before.records.clone(), before.cluster.clone());
+        self.publish(Table::of(records, cluster, zones));
     }
 
     /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
@@ -180,7 +201,8 @@ impl NodesWriter {
         let before = self.nodes.0.load();
         let mut records = before.records.clone();
         edit(&mut records);
-        self.publish(Table::of(records, before.cluster.clone()));
+        let (cluster, zones) = (before.cluster.clone(), before.zones.clone());
+        self.publish(Table::of(records, cluster, zones));
     }
 
     fn publish(&self, table: Table) {
@@ -193,6 +215,7 @@ impl Table {
     fn of(
         records: BTreeMap<NodeName, Node>,
         cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
+        zones: Arc<[String]>,
     ) -> Self {
         let mut nodes = records.clone();
         // An address that a node elsewhere has as well is not one edge's alone.
@@ -218,10 +241,22 @@ impl Table {
         Self {
             records,
             cluster,
+            zones,
             nodes,
             by_address,
             pod_networks,
         }
+    }
+}
+
+impl Table {
+    /// The node at the edge of exactly this name.
+    fn edge(&self, name: &str) -> Option<NodeName> {
+        if let Some((known, _)) = self.nodes.get_key_value(name) {
+            return Some(known.clone());
+        }
+        let name = NodeName::parse(name).ok()?;
+        self.nodes.contains_key(&name).then_some(name)
     }
 }
 
@@ -237,11 +272,12 @@ fn enter(all: &mut HashMap<IpAddr, Vec<NodeName>>, name: &NodeName, addresses: &
 impl Nodes {
     /// Where the node of this name is, if there is one. Names compare as in [`Nodes::by_name`].
     pub fn place(&self, name: &str) -> Option<Place> {
-        if let Some(edge) = self.by_name(name) {
+        let table = self.0.load();
+        let name = name.strip_suffix('.').unwrap_or(name);
+        if let Some(edge) = table.edge(name) {
             return Some(Place::Edge(edge));
         }
-        let name = NodeName::parse(name.strip_suffix('.').unwrap_or(name)).ok()?;
-        let table = self.0.load();
+        let name = NodeName::parse(name).ok()?;
         let member = table.cluster.as_ref()?.get(&name)?;
         Some(Place::Elsewhere(member.addresses.clone()))
     }
@@ -259,16 +295,19 @@ impl Nodes {
         Some(all)
     }
 
-    /// The node at the edge of this name, if it is known. Names compare without case, and the root's dot (RFC 3986 §3.2.2)
-    /// makes no other name: a node that it hid from the route would pass for somebody else's Host.
+    /// The node at the edge of this name, alone or in one of the zones, if it is known. Names compare without case, and the
+    /// root's dot (RFC 3986 §3.2.2) makes no other name: a node that it hid from the route would pass for somebody else's Host.
     pub fn by_name(&self, name: &str) -> Option<NodeName> {
         let table = self.0.load();
         let name = name.strip_suffix('.').unwrap_or(name);
-        if let Some((known, _)) = table.nodes.get_key_value(name) {
-            return Some(known.clone());
-        }
-        let name = NodeName::parse(name).ok()?;
-        table.nodes.contains_key(&name).then_some(name)
+        let within = |zone: &String| {
+            let (name, end) = name.split_at_checked(name.len().checked_sub(zone.len())?)?;
+            end.eq_ignore_ascii_case(zone).then(|| table.edge(name))?
+        };
+        // A node whose own name ends like a zone is itself, before any other.
+        table
+            .edge(name)
+            .or_else(|| table.zones.iter().find_map(within))
     }
 
     /// What an address names: a node by its confirmed addresses, else by its pods' networks.
@@ -355,6 +394,36 @@ mod tests {
     }
 
     #[test]
+    fn a_node_has_its_name_in_each_zone_as_well() {
+        let writer = NodesWriter::default();
+        writer.zones(&[".".into(), "Nodes.Example".into(), "b.example.".into()]);
+        for known in ["edge-1", "edge-2.nodes.example"] {
+            writer.put(name(known), Node::default());
+        }
+        let nodes = writer.reader();
+        for (asked, found) in [
+            ("edge-1.nodes.example", Some("edge-1")),
+            ("EDGE-1.nodes.EXAMPLE.", Some("edge-1")),
+            ("edge-1.b.example", Some("edge-1")),
+            ("edge-2.nodes.example", Some("edge-2.nodes.example")),
+            ("edge-2", None),
+            ("edge-1.nodes.example.b.example", None),
+            ("edge-1nodes.example", None),
+            ("nodes.example", None),
+            (".nodes.example", None),
+            ("edge-1.other.example", None),
+        ] {
+            assert_eq!(nodes.by_name(asked), found.map(name), "{asked}");
+        }
+        assert!(
+            nodes.place("edge-1.nodes.example").is_none(),
+            "to DNS a zone is a zone once"
+        );
+        writer.zones(&[]);
+        assert_eq!(nodes.by_name("edge-1.nodes.example"), None);
+    }
+
+    #[test]
     fn a_node_is_found_by_name_then_address_then_pod_network() {
         let writer = NodesWriter::default();
         writer.put(name("edge-1"), node(&["10.0.0.1"], &["10.244.1.0/24"]));
@@ -364,6 +433,7 @@ mod tests {
         assert_eq!(nodes.by_name("EDGE-1"), Some(name("edge-1")));
         assert_eq!(nodes.by_name("Edge-1."), Some(name("edge-1")));
         assert_eq!(nodes.by_name("edge-1.."), None);
+        assert_eq!(nodes.by_name("edge-1.nodes.example"), None);
         assert_eq!(nodes.by_name("."), None);
         assert_eq!(nodes.by_name("edge-3"), None);
         assert_eq!(at("10.0.0.2"), Named::Node(name("edge-2")));
