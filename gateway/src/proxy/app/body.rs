@@ -16,7 +16,7 @@ use crate::{
         upload::{Fault, Upload},
     },
 };
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use causeway_tunnel::StreamError;
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
@@ -109,14 +109,32 @@ impl Drop for Uploading {
 /// Why an answer does not go on: for the record, and for the caller's engine.
 pub(crate) type Broken = (Error, StreamError);
 
+/// Chunks shorter than this are joined with those behind them.
+const JOIN_BELOW: usize = 16 * 1024;
+/// How often nothing is said of a short chunk: hyper's HTTP/1.1 asks twice in one turn.
+const LINGER: u8 = 2;
+
 /// An answer's body on its way from the app, and the line that brings it.
+///
+/// An engine hands out one chunk at a time, and makes the next one when its own task is polled. So whoever has a short chunk
+/// lets the other tasks have one turn, and takes along what has come by then: an app that writes single bytes does not cost
+/// a frame, a record of TLS and a write for each. Nobody waits for more than that turn.
 #[derive(Debug)]
 pub(crate) struct AppBody {
     incoming: Incoming,
     asking: Asking,
     route: Route,
     whole: bool,
+    /// Short chunks that are not handed out yet.
+    joined: BytesMut,
+    /// How often nothing was said since the last one came.
+    lingered: u8,
+    /// What came behind them and is no short chunk.
+    behind: Option<Came>,
 }
+
+/// What comes of a body, as `Body::poll_frame` says it.
+type Came = Option<Result<Frame<Bytes>, Broken>>;
 
 impl AppBody {
     pub(super) fn new(incoming: Incoming, asking: Asking, route: &Route) -> Self {
@@ -125,14 +143,61 @@ impl AppBody {
             asking,
             route: route.clone(),
             whole: false,
+            joined: BytesMut::new(),
+            lingered: 0,
+            behind: None,
         }
     }
 
     /// The next frame, or why there is none.
-    pub(crate) fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Came> {
+        loop {
+            let came = match self.behind.take() {
+                Some(came) => came,
+                None => match self.poll_incoming(cx) {
+                    Poll::Ready(came) => came,
+                    Poll::Pending if self.joined.is_empty() => return Poll::Pending,
+                    Poll::Pending if self.lingered == LINGER => return self.hand_out(),
+                    Poll::Pending => {
+                        self.lingered += 1;
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                },
+            };
+            let short = |frame: &Frame<Bytes>| {
+                let chunk = frame.data_ref();
+                chunk.is_some_and(|chunk| chunk.len() < JOIN_BELOW)
+            };
+            match came {
+                Some(Ok(frame)) if short(&frame) => {
+                    let chunk = frame.into_data().unwrap_or_default();
+                    let is_last = self.incoming.is_end_stream();
+                    if self.joined.is_empty() && is_last {
+                        return Poll::Ready(Some(Ok(Frame::data(chunk))));
+                    }
+                    self.joined.extend_from_slice(&chunk);
+                    self.lingered = 0;
+                    if is_last || self.joined.len() >= JOIN_BELOW {
+                        return self.hand_out();
+                    }
+                }
+                other if self.joined.is_empty() => return Poll::Ready(other),
+                other => {
+                    self.behind = Some(other);
+                    return self.hand_out();
+                }
+            }
+        }
+    }
+
+    fn hand_out(&mut self) -> Poll<Came> {
+        self.lingered = 0;
+        let joined = self.joined.split().freeze();
+        Poll::Ready(Some(Ok(Frame::data(joined))))
+    }
+
+    fn poll_incoming(&mut self, cx: &mut Context<'_>) -> Poll<Came> {
         match ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
             None => {
                 self.whole = true;
@@ -149,6 +214,11 @@ impl AppBody {
 
     /// Whether nothing more will come.
     pub(crate) fn is_end(&self) -> bool {
+        self.is_brought() && self.joined.is_empty() && self.behind.is_none()
+    }
+
+    /// Whether the app has said all of it.
+    fn is_brought(&self) -> bool {
         self.whole || self.incoming.is_end_stream()
     }
 }
@@ -156,7 +226,7 @@ impl AppBody {
 impl Drop for AppBody {
     fn drop(&mut self) {
         // Before `incoming` goes: the engine must know by then that it was given up.
-        if self.is_end() {
+        if self.is_brought() {
             self.asking.settle();
         } else if let Some(life) = self.asking.life() {
             life.end.cancel();
