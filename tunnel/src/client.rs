@@ -4,6 +4,7 @@
 //! judges liveness and sizes windows. What both share is atomics and a token: opening a stream waits for nobody.
 
 mod driver;
+mod scales;
 mod turn;
 
 pub use driver::{Driver, connect};

@@ -5,14 +5,13 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Load, Settings, Shared, Tunnel, turn::Again};
+use super::{Load, Settings, Shared, Tunnel, scales::Scales, turn::Again};
 use crate::{
     cork::Cork,
     error::Ended,
     flood::{Guarded, guarded},
     liveness::{Liveness, Verdict},
     socket::Traffic,
-    unread::{Held, WEIGH_AFTER},
     window, wire,
 };
 use bytes::Bytes;
@@ -36,11 +35,6 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 const RECENT: usize = 8;
 /// What an edge may take for its answer to SETTINGS or a turn, while bytes come: everything that it had sent before comes first.
 const ANSWER: Duration = Duration::from_mins(1);
-/// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
-/// windows takes a round trip.
-const EXCESS: usize = 4;
-/// The least window, which each stream has beyond the budget.
-const FLOOR: usize = 64 << 10;
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
 
@@ -100,9 +94,7 @@ where
         settings,
         window,
         raised: Instant::now(),
-        held: Held::default(),
-        weighed: Instant::now(),
-        glanced: 0,
+        scales: Scales::new(),
         again: Again::default(),
         air: Air::Clear,
         unanswered: None,
@@ -138,11 +130,7 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     settings: Settings,
     window: u32,
     raised: Instant,
-    /// What streams held when they were last asked, and when that was.
-    held: Held,
-    weighed: Instant,
-    /// What had been read when the streams were last asked between two weighings, in bytes.
-    glanced: u64,
+    scales: Scales,
     again: Again,
     air: Air,
     /// Since when the edge owes the acknowledgement of SETTINGS, or its turn, that is waited for.
@@ -292,42 +280,22 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn look(&self, now: Instant) -> Option<Instant> {
         let raise = (self.window < self.most()).then(|| now + RAISE_AFTER);
         let again = self.again.after().map(|after| now + after);
-        // What arrived behind the last look.
-        let arrived = self.traffic.last_read() > self.weighed || self.held.all > self.held.stalled;
-        let weigh = (self.holds() && arrived).then(|| self.weighed + WEIGH_AFTER);
+        let weigh = self.scales.due(&self.shared.load, self.traffic.last_read());
         let owed = self.unanswered.map(|since| since + ANSWER);
         [raise, again, weigh, owed].into_iter().flatten().min()
     }
 
-    /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
-    /// they come, is woken by nothing but probes.
-    fn holds(&self) -> bool {
-        self.held.all > 0 || self.shared.load.streams() > 1
-    }
-
     /// What an honest edge does not do: the bounds on what it may leave here stand on its acknowledgements.
     fn misbehaves(&mut self) -> Option<String> {
-        let most =
-            (self.settings.budget).saturating_mul(EXCESS) + self.shared.load.streams() * FLOOR;
-        let held = self.held.all.max(self.glance());
-        if held > most {
+        let (read, budget) = (self.traffic.read(), self.settings.budget);
+        let excess = self.scales.excess(&self.shared.load, read, budget);
+        if let Some(held) = excess {
             return Some(format!(
                 "the edge has sent {held} bytes that nobody has taken: more than its windows allow"
             ));
         }
         let owed = self.unanswered.filter(|since| since.elapsed() >= ANSWER);
         owed.map(|_| format!("the edge has not taken new SETTINGS for {ANSWER:?}"))
-    }
-
-    /// What the streams hold, where a whole budget has been read behind the last glance; else nothing. Between two weighings
-    /// a fast edge could send more than all that it may leave here.
-    fn glance(&mut self) -> usize {
-        let (read, budget) = (self.traffic.read(), self.settings.budget as u64);
-        if read - self.glanced < budget {
-            return 0;
-        }
-        self.glanced = read;
-        self.shared.load.unread()
     }
 
     /// Changes the window of the streams; false where the edge has not acknowledged the last change.
@@ -339,14 +307,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.unanswered.get_or_insert_with(Instant::now);
         }
         sent
-    }
-
-    /// Asks the streams what they hold, but not too often.
-    fn weigh(&mut self) {
-        if self.holds() && self.weighed.elapsed() >= WEIGH_AFTER {
-            self.weighed = Instant::now();
-            self.held = self.shared.load.weigh();
-        }
     }
 
     /// The window that the open streams should have.
@@ -369,7 +329,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     /// SETTINGS were queued.
     fn resize(&mut self, cx: &mut Context<'_>) -> bool {
         self.shared.load.crowded().register(cx.waker());
-        self.weigh();
+        self.scales.weigh(&self.shared.load);
         if let Some(taken) = self.shared.turn.taken() {
             self.again.took(taken, self.window);
             if self.air == Air::Turn {

@@ -1,0 +1,71 @@
+//! What lies unread in a tunnel's streams, and whether that is more than an honest edge may have sent.
+//!
+//! Asking every stream costs, so all are weighed once per [`WEIGH_AFTER`]. Between two weighings a fast edge could send more
+//! than all that it may leave here: they are glanced at, too, whenever a whole budget of bytes has been read.
+
+use super::Load;
+use crate::unread::{Held, WEIGH_AFTER};
+use tokio::time::Instant;
+
+/// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
+/// windows takes a round trip.
+const EXCESS: usize = 4;
+/// The least window, which each stream has beyond the budget.
+const FLOOR: usize = 64 << 10;
+
+/// When the streams of one tunnel were asked, and what they held then.
+#[derive(Debug)]
+pub(super) struct Scales {
+    held: Held,
+    weighed: Instant,
+    /// What had been read from the socket at the last glance, in bytes.
+    glanced: u64,
+}
+
+impl Scales {
+    pub(super) fn new() -> Self {
+        Self {
+            held: Held::default(),
+            weighed: Instant::now(),
+            glanced: 0,
+        }
+    }
+
+    /// When the streams are to be weighed without anything happening before.
+    pub(super) fn due(&self, load: &Load, last_read: Instant) -> Option<Instant> {
+        // What arrived behind the last look.
+        let arrived = last_read > self.weighed || self.held.all > self.held.stalled;
+        (self.holds(load) && arrived).then(|| self.weighed + WEIGH_AFTER)
+    }
+
+    /// Asks the streams what they hold, but not too often.
+    pub(super) fn weigh(&mut self, load: &Load) {
+        if self.holds(load) && self.weighed.elapsed() >= WEIGH_AFTER {
+            self.weighed = Instant::now();
+            self.held = load.weigh();
+        }
+    }
+
+    /// What the streams hold in bytes, where that is more than their windows allow. `read` is all that has come from the
+    /// socket, and `budget` what the tunnel may leave unread.
+    pub(super) fn excess(&mut self, load: &Load, read: u64, budget: usize) -> Option<usize> {
+        let most = budget.saturating_mul(EXCESS) + load.streams() * FLOOR;
+        let held = self.held.all.max(self.glance(load, read, budget as u64));
+        (held > most).then_some(held)
+    }
+
+    /// What the streams hold, where a whole budget has been read behind the last glance; else nothing.
+    fn glance(&mut self, load: &Load, read: u64, budget: u64) -> usize {
+        if read - self.glanced < budget {
+            return 0;
+        }
+        self.glanced = read;
+        load.unread()
+    }
+
+    /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
+    /// they come, is woken by nothing but probes.
+    fn holds(&self, load: &Load) -> bool {
+        self.held.all > 0 || load.streams() > 1
+    }
+}
