@@ -5,6 +5,7 @@
 //! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
 //! callers of nodes' own addresses here.
 
+pub(crate) mod announce;
 pub mod enrol;
 pub mod expel;
 pub mod rotation;

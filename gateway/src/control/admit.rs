@@ -31,7 +31,6 @@ use causeway_tunnel::{
     task::Tasks,
     unread::Pressure,
 };
-pub(crate) use conversation::listing;
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tls::Way;
 pub use tls::{LiveTls, Tls};

@@ -4,6 +4,7 @@
 //! hangs on another root than the one that signs. It says in turn which roots it believes. Nothing is decided here:
 //! `causeway ca rotate` asks, and goes on or waits.
 
+use super::announce::announce;
 use crate::state::{Edge, Registry, registry::Admitted};
 use causeway_certs::{Ca, Fingerprint, LiveCa, NodeName, Stage};
 use causeway_tunnel::hello::ToEdge;
@@ -63,14 +64,12 @@ pub(crate) fn missing(
 
 /// Tells every edge that is here what it has not done yet.
 pub(crate) fn tell(ca: &Ca, registry: &Registry) {
-    let edges = registry.all();
-    let tunnels = edges.len();
-    for (_, edge) in edges.iter().filter(|(_, edge)| !edge.is_taken_over()) {
-        for line in missing(ca, &edge.admitted, || tunnels) {
-            // One that does not take it is about to end, and hears it when it comes back.
-            let _ = edge.admitted.control.try_send(Box::new(line));
-        }
-    }
+    let tunnels = registry.connected();
+    announce(registry, |edge| {
+        let current = !edge.is_taken_over();
+        let missing = current.then(|| missing(ca, &edge.admitted, || tunnels));
+        missing.unwrap_or_default()
+    });
 }
 
 /// The roots, and how far the edges are that are here.

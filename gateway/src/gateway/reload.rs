@@ -13,12 +13,12 @@ use super::{
 use crate::{
     config::{self, Config, Redirect},
     control::{
-        admit::listing,
+        announce::{announce, listing},
         dns::{Names, Zones},
         nat::Ports,
     },
     proxy::{Shared, app::ByPort},
-    state::{Advertised, ListedPorts, NodesWriter, Registry, registry::Admitted},
+    state::{Advertised, ListedPorts, NodesWriter},
 };
 use causeway_tunnel::hello::{Listed, ToEdge};
 use std::{fmt, net::SocketAddr, sync::Arc};
@@ -153,7 +153,7 @@ impl Prepared<'_> {
         if advertised {
             let gateways = all.all();
             let line = ToEdge::Gateways { gateways };
-            tell(&parts.shared.registry, |_| Some(line.clone()));
+            announce(&parts.shared.registry, |_| [line.clone()]);
         }
         // A name that DNS says must be one here.
         parts.nodes.zones(&self.node_zones);
@@ -166,7 +166,9 @@ impl Prepared<'_> {
         }
         // Behind the fronts, but for what is taken away: an edge refuses what is on its way here.
         if listed.replace(self.listed) {
-            tell(&parts.shared.registry, |edge| listing(edge, listed));
+            announce(&parts.shared.registry, |edge| {
+                listing(&edge.admitted, listed)
+            });
         }
         parts.shared.metrics.reloaded(true);
         Changed {
@@ -177,17 +179,6 @@ impl Prepared<'_> {
             dns,
             at_restart: self.at_restart,
         }
-    }
-}
-
-/// Tells each edge that is here something that has changed.
-fn tell(registry: &Registry, line: impl Fn(&Admitted) -> Option<ToEdge>) {
-    for (_, edge) in registry.all() {
-        let Some(line) = line(&edge.admitted) else {
-            continue;
-        };
-        // One that does not take it is about to end, and hears it when it comes back.
-        let _ = edge.admitted.control.try_send(Box::new(line));
     }
 }
 

@@ -240,8 +240,8 @@ impl Table {
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
             records,
-            cluster,
             zones,
+            cluster,
             nodes,
             by_address,
             pod_networks,

@@ -12,11 +12,12 @@ use super::{
 };
 use crate::audit;
 use crate::control::{
+    announce::listing,
     expel::{dismissal, retired, unwelcome},
     rotation,
 };
 use crate::state::{
-    Admitted, ListedPorts,
+    Admitted,
     registry::{Fate, Replaced, Shown},
 };
 use arc_swap::ArcSwapOption;
@@ -325,12 +326,6 @@ impl Admission {
             _registered: registered,
         })
     }
-}
-
-/// What an edge is told of the ports that the cluster lists, if it takes that.
-pub(crate) fn listing(admitted: &Admitted, listed: &ListedPorts) -> Option<ToEdge> {
-    let takes = admitted.welcome.listed;
-    listed.all().filter(|_| takes).map(ToEdge::Ports)
 }
 
 /// Takes the tunnels that a newer one replaced out of use.
