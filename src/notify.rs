@@ -5,6 +5,7 @@
 //! and the next one comes soon. `WATCHDOG=1` means that all of the process answers: of a gateway every core on its
 //! own runtime, of an edge the one runtime that it has, on which this runs.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::ffi::OsStr;
 use std::future::pending;
@@ -267,13 +268,22 @@ fn count(count: usize, one: &str, several: &str) -> String {
 /// How an edge fares, in one line.
 fn fares(status: &Status) -> String {
     let mut held: Vec<&str> = Vec::new();
+    let mut places = BTreeSet::new();
     for tunnel in &status.tunnels {
         if !held.contains(&tunnel.gateway.as_str()) {
             held.push(&tunnel.gateway);
         }
+        let own = tunnel.address;
+        let own = own.map_or_else(String::new, |address| format!(" ({address})"));
+        places.insert(format!("{}{own}", tunnel.gateway));
     }
     let (node, known) = (&status.node, status.gateways.len());
     match &status.trouble {
+        // One name leads to several of them.
+        _ if places.len() > held.len() => {
+            let places: Vec<_> = places.into_iter().collect();
+            format!("{node}: connected to {}", places.join(", "))
+        }
         _ if held.len() == 1 && known == 1 => format!("{node}: connected to {}", held[0]),
         _ if !held.is_empty() => format!(
             "{node}: connected to {} of {known} gateways: {}",

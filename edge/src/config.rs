@@ -142,11 +142,27 @@ impl Default for Admin {
     }
 }
 
+/// At which gateways an edge has tunnels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AtGateways {
+    /// At one, and at another one if that fails.
+    #[default]
+    One,
+    /// At each address that their names lead to.
+    Every,
+}
+
 /// The tunnels that an edge keeps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// Tunnels at most, 16 or fewer.
+    /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to.
+    pub gateways: AtGateways,
+    /// With `every`: how often the names are resolved anew.
+    #[serde(with = "HumanDuration")]
+    pub resolve_after: Duration,
+    /// Tunnels at most, 16 or fewer; with `every`, at each gateway.
     pub max: usize,
     /// A further tunnel is dialled once a stream has moved this much.
     #[serde(with = "HumanSize")]
@@ -159,6 +175,9 @@ pub struct Tunnels {
 impl Default for Tunnels {
     fn default() -> Self {
         Self {
+            gateways: AtGateways::One,
+            // A replica that comes is of use to nobody before its first edges are there; a name server lives on caches.
+            resolve_after: Duration::from_secs(15),
             // One for bulk beside one for small requests; more measured no faster.
             max: 2,
             // Above any log page or metrics scrape, below any image or backup.

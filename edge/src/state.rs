@@ -3,10 +3,12 @@
 //! `control` writes, the admin listener and whoever embeds an edge read; a reader never waits. A row lives as
 //! long as the tunnel that it is about: its guard removes it.
 
+use crate::control::dial::Place;
 use causeway_tunnel::load::Load;
 use serde::Serialize;
 use std::{
     collections::BTreeMap,
+    net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -46,6 +48,8 @@ pub struct TunnelStatus {
     pub state: &'static str,
     /// The gateway, as it was dialled.
     pub gateway: String,
+    /// The address that its name led to; `null` behind a proxy.
+    pub address: Option<SocketAddr>,
     /// Since when, in milliseconds of the Unix epoch.
     pub since: u64,
     /// The round trip of its TLS handshake, in microseconds.
@@ -94,7 +98,8 @@ struct Shared {
     next: AtomicU64,
     tunnels: Mutex<BTreeMap<u64, Tunnel>>,
     gateways: Mutex<Vec<String>>,
-    trouble: Mutex<Option<TroubleStatus>>,
+    /// What last went wrong, by the gateway that it is about.
+    troubles: Mutex<BTreeMap<String, TroubleStatus>>,
     certificate: Mutex<Option<CertificateStatus>>,
 }
 
@@ -103,10 +108,14 @@ struct Tunnel {
     slot: u32,
     state: &'static str,
     gateway: String,
+    address: Option<SocketAddr>,
     since: u64,
     round_trip: Duration,
     load: Arc<Load>,
 }
+
+/// Whose trouble it is that keeps an edge from whichever gateway answers.
+pub(crate) const ANY: &str = "";
 
 /// The reading end.
 #[derive(Clone, Debug)]
@@ -132,7 +141,7 @@ pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
         next: AtomicU64::new(0),
         tunnels: Mutex::default(),
         gateways: Mutex::default(),
-        trouble: Mutex::default(),
+        troubles: Mutex::default(),
         certificate: Mutex::default(),
     });
     (Writer(shared.clone()), Reader(shared))
@@ -175,7 +184,7 @@ impl Writer {
     pub(crate) fn stands(
         &self,
         slot: u32,
-        gateway: &str,
+        place: &Place,
         round_trip: Duration,
         load: Arc<Load>,
     ) -> Row {
@@ -183,22 +192,32 @@ impl Writer {
         let tunnel = Tunnel {
             slot,
             state: "standing",
-            gateway: gateway.to_owned(),
+            gateway: place.gateway.clone(),
+            address: place.address,
             since: now(),
             round_trip,
             load,
         };
         locked(&self.0.tunnels).insert(id, tunnel);
-        *locked(&self.0.trouble) = None;
+        let mut troubles = locked(&self.0.troubles);
+        troubles.remove(ANY);
+        troubles.remove(&place.to_string());
+        drop(troubles);
         Row {
             shared: self.0.clone(),
             id,
         }
     }
 
-    /// Something went wrong.
-    pub(crate) fn trouble(&self, what: &str, refused: bool, retry_in: Duration) {
-        *locked(&self.0.trouble) = Some(TroubleStatus::new(what, refused, retry_in));
+    /// Something went wrong with this gateway, or ([`ANY`]) with all of them.
+    pub(crate) fn trouble(&self, whose: &str, what: &str, refused: bool, retry_in: Duration) {
+        let trouble = TroubleStatus::new(what, refused, retry_in);
+        locked(&self.0.troubles).insert(whose.to_owned(), trouble);
+    }
+
+    /// Nothing is wrong with this gateway any more, or it is none.
+    pub(crate) fn mended(&self, whose: &str) {
+        locked(&self.0.troubles).remove(whose);
     }
 
     /// The certificate, and when it is renewed.
@@ -245,7 +264,11 @@ impl Reader {
             .values()
             .map(Tunnel::status)
             .collect();
-        let trouble = locked(&self.0.trouble).clone();
+        let newest = |troubles: &BTreeMap<_, TroubleStatus>| {
+            let newest = troubles.values().max_by_key(|trouble| trouble.at);
+            newest.cloned()
+        };
+        let trouble = newest(&locked(&self.0.troubles));
         let state = match &trouble {
             _ if !tunnels.is_empty() => "connected",
             Some(trouble) if trouble.refused => "refused",
@@ -271,6 +294,7 @@ impl Tunnel {
             slot: self.slot,
             state: self.state,
             gateway: self.gateway.clone(),
+            address: self.address,
             since: self.since,
             round_trip_us: u64::try_from(self.round_trip.as_micros()).unwrap_or(u64::MAX),
             streams: self.load.streams(),

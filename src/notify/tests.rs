@@ -205,6 +205,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         slot,
         state: "standing",
         gateway: "a:1".into(),
+        address: None,
         since: 0,
         round_trip_us: 0,
         streams: 0,
@@ -217,4 +218,10 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
     assert_eq!(fares(&status), "edge-1: connected to 1 of 2 gateways: a:1");
     status.gateways.truncate(1);
     assert_eq!(fares(&status), "edge-1: connected to a:1");
+    status.tunnels[0].address = Some("192.0.2.1:1".parse().unwrap());
+    status.tunnels[1].address = Some("192.0.2.2:1".parse().unwrap());
+    assert_eq!(
+        fares(&status),
+        "edge-1: connected to a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
+    );
 }

@@ -130,17 +130,17 @@ fn say(figure: &str) {
 
 /// What callers met.
 #[derive(Debug, Default)]
-struct Met {
+pub(super) struct Met {
     /// Answered by the first gateway.
-    first: usize,
+    pub(super) first: usize,
     /// Answered by the second, after the first refused the connection.
-    refused: usize,
+    pub(super) refused: usize,
     /// Answered by the second, after the first closed a connection that nobody had accepted yet.
-    closed: usize,
+    pub(super) closed: usize,
     /// Answered by the second, after the first said that it has no tunnel.
-    told: usize,
+    pub(super) told: usize,
     /// Not answered, and why.
-    failed: Vec<String>,
+    pub(super) failed: Vec<String>,
 }
 
 /// A caller that tries the first gateway, and the second if that will not have it.
@@ -184,7 +184,7 @@ async fn call(first: &Site, second: &Site) -> Met {
 }
 
 /// A hundred callers a second until `enough`.
-async fn load(first: &Site, second: &Site, enough: &AtomicBool) -> Met {
+pub(super) async fn load(first: &Site, second: &Site, enough: &AtomicBool) -> Met {
     let mut beat = interval(Duration::from_millis(10));
     beat.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let calls = stream::unfold(beat, |mut beat| async {

@@ -25,6 +25,7 @@ mod company;
 mod given;
 mod reload;
 mod renewal;
+mod replicas;
 mod revocation;
 
 mod kills;

@@ -14,6 +14,7 @@ pub(crate) mod gateway;
 pub(crate) mod issuer;
 pub(crate) mod link;
 pub(crate) mod log;
+pub(crate) mod names;
 pub(crate) mod netns;
 pub(crate) mod process;
 pub(crate) mod recorder;

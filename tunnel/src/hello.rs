@@ -23,6 +23,9 @@ pub struct Hello {
     pub version: String,
     /// The gateway's name, for people.
     pub gateway: String,
+    /// Random for each gateway's process: by it an edge knows a gateway that it reaches by several addresses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<String>,
     /// The node that the edge's certificate names.
     pub node: String,
     /// All addresses (`host:port`) at which gateways can be had.

@@ -72,7 +72,11 @@ impl Validate for Config {
 impl Config {
     fn numbers(&self, faults: &mut Faults) {
         let timeouts = &self.timeouts;
-        faults.not_zero("tunnels", &[("bulk_idle", self.tunnels.bulk_idle)]);
+        let spans = [
+            ("bulk_idle", self.tunnels.bulk_idle),
+            ("resolve_after", self.tunnels.resolve_after),
+        ];
+        faults.not_zero("tunnels", &spans);
         faults.not_zero(
             "timeouts",
             &[

@@ -14,6 +14,7 @@ use causeway_tunnel::{
     socket::{Counted, tune_tunnel},
     wire,
 };
+use futures_util::future::join_all;
 use http::Uri;
 use hyper_util::{
     client::{
@@ -24,7 +25,7 @@ use hyper_util::{
 };
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
-use std::{error::Error, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{error::Error, fmt, io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
     time::{Instant, timeout},
@@ -52,12 +53,23 @@ pub(crate) struct Dialled {
 }
 
 /// Where a gateway was found: its configured name, and the address that it led to.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     /// `host:port`, as configured or told.
     pub(crate) gateway: String,
     /// Its address; `None` behind a proxy.
     pub(crate) address: Option<SocketAddr>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.gateway)?;
+        let own = self.address.map(|address| address.to_string());
+        match own.filter(|own| *own != self.gateway) {
+            Some(address) => write!(f, " ({address})"),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Dialler {
@@ -107,6 +119,30 @@ impl Dialler {
             }
         }
         Err(worst.unwrap_or_else(|| Trouble::silent("no gateway is known")))
+    }
+
+    /// The gateway at this place.
+    ///
+    /// # Errors
+    /// The trouble with it.
+    pub(crate) async fn dial_at(&self, place: &Place) -> Result<Dialled, Trouble> {
+        let (host, port) = host_port(&place.gateway).map_err(Trouble::silent)?;
+        self.dial_place(place, host, port).await
+    }
+
+    /// Where each of the gateways is to be found now, in their order.
+    pub(crate) async fn places_of(
+        &self,
+        gateways: &[String],
+    ) -> Vec<(String, Result<Vec<Place>, Trouble>)> {
+        let found = gateways.iter().map(async |gateway| {
+            let places = match host_port(gateway) {
+                Ok((host, port)) => self.places(gateway, host, port).await,
+                Err(why) => Err(Trouble::silent(why)),
+            };
+            (gateway.clone(), places)
+        });
+        join_all(found).await
     }
 
     async fn dial_gateway(&self, gateway: &str, avoid: Option<&Place>) -> Result<Dialled, Trouble> {

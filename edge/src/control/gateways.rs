@@ -7,6 +7,7 @@ use super::held::Held;
 use crate::state::Writer;
 use causeway_config::host_port;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 /// More addresses than this are no gateways but a mistake.
@@ -20,6 +21,7 @@ pub(crate) struct Gateways {
     held: Held,
     last: Mutex<Option<String>>,
     state: Arc<Writer>,
+    changed: watch::Sender<()>,
 }
 
 impl Gateways {
@@ -30,6 +32,7 @@ impl Gateways {
             held,
             last: Mutex::default(),
             state,
+            changed: watch::Sender::default(),
         };
         gateways.state.gateways(gateways.all());
         gateways
@@ -50,6 +53,11 @@ impl Gateways {
             }
         }
         all
+    }
+
+    /// Changes whenever there are others.
+    pub(crate) fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
     }
 
     /// This one stands.
@@ -74,6 +82,7 @@ impl Gateways {
         }
         info!(gateways = ?sound, "the gateway told its addresses");
         self.state.gateways(self.all());
+        self.changed.send_replace(());
         let kept = self.held.change(|identity| identity.gateways = sound).await;
         if let Err(error) = kept {
             warn!(%error, "the gateway's addresses could not be stored; they are known until the next restart");

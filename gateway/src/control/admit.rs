@@ -56,6 +56,8 @@ type Io = TlsStream<Counted<Socket>>;
 /// What admits edges.
 #[derive(Clone, Debug)]
 pub struct Admission {
+    /// Random for each process.
+    pub instance: Arc<str>,
     /// Where tunnels are served.
     pub cores: Cores,
     /// Where tunnels are entered.

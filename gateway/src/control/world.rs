@@ -84,6 +84,14 @@ pub(super) struct World {
     _dir: tempfile::TempDir,
 }
 
+fn impatient() -> config::Tunnel {
+    config::Tunnel {
+        handshake_timeout: SHORT,
+        hello_timeout: SHORT,
+        ..config::Tunnel::default()
+    }
+}
+
 impl World {
     pub(super) fn start() -> Self {
         Self::on(&Cores::here())
@@ -113,6 +121,7 @@ impl World {
             advertised: advertised(&["gw.example:10262"]),
         };
         let admission = Admission {
+            instance: "gateway".into(),
             cores: cores.clone(),
             registry: registry.clone(),
             nodes: nodes.reader(),
@@ -120,11 +129,7 @@ impl World {
             tls: tls.clone(),
             ledger,
             ca: live.clone(),
-            settings: config::Tunnel {
-                handshake_timeout: SHORT,
-                hello_timeout: SHORT,
-                ..config::Tunnel::default()
-            },
+            settings: impatient(),
             pressure: Arc::default(),
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),

@@ -89,6 +89,11 @@ impl Authority {
         Ok(true)
     }
 
+    /// Takes up what the disk says of nodes.
+    pub(super) fn look(&self) {
+        self.roll.look();
+    }
+
     /// The tunnel port believes others from now on: edges that hang on nobody of these are sent away.
     pub(super) fn turn(&self, tls: Tls) {
         self.tls.store(Arc::new(tls));

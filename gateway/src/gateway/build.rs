@@ -356,6 +356,7 @@ fn admission(
         None => enrol::router(enrolment),
     };
     Ok(Admission {
+        instance: format!("{:032x}", rand::random::<u128>()).into(),
         cores: cores.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),

@@ -145,8 +145,10 @@ impl Prepared<'_> {
         let parts = self.parts;
         let tls = parts.identity.apply(self.identity);
         let identity = tls.is_some();
-        if let Some(tls) = tls {
-            parts.authority.turn(tls);
+        match tls {
+            Some(tls) => parts.authority.turn(tls),
+            // Somebody may have put another gateway's nodes there.
+            None => parts.authority.look(),
         }
         let (all, listed) = &parts.to_edges;
         let advertised = all.replace(self.advertised);

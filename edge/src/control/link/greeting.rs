@@ -4,11 +4,13 @@
 //! says of itself is data.
 
 use super::{
-    super::{roots, trouble::Trouble},
-    Links,
+    super::{dial::Place, roots, trouble::Trouble},
+    Links, Missed,
     heard::Fault,
+    reached::Claim,
     session::Io,
 };
+use crate::config::AtGateways;
 use causeway_tunnel::{
     Ended, Refusal,
     hello::{Control, ControlError, Hello, ToEdge, ToGateway, Welcome},
@@ -72,12 +74,13 @@ impl Greeting {
     pub(super) async fn greet(
         &mut self,
         links: &Links,
+        place: &Place,
         (slot, takes_over): (u32, bool),
-    ) -> Result<Control, Trouble> {
+    ) -> Result<(Control, Option<Claim>), Missed> {
         let mut control = self.control().await?;
         let hello = match self.drive(control.hear()).await? {
             ToEdge::Hello(hello) => hello,
-            other => return Err(unexpected(&other)),
+            other => return Err(unexpected(&other).into()),
         };
         check(&hello, links)?;
         info!(
@@ -85,6 +88,7 @@ impl Greeting {
             version = hello.version,
             "the gateway said hello"
         );
+        let claim = claim(links, &hello, place)?;
         let welcome = ToGateway::Welcome(Welcome {
             takes_over,
             ..welcome(links, slot, &hello.gateways)
@@ -94,12 +98,23 @@ impl Greeting {
             match self.drive(control.hear()).await? {
                 ToEdge::Registered => break,
                 ToEdge::Gateways { gateways } => links.gateways.learn(gateways).await,
-                other => return Err(unexpected(&other)),
+                other => return Err(unexpected(&other).into()),
             }
         }
         links.gateways.learn(hello.gateways).await;
-        Ok(control)
+        Ok((control, claim))
     }
+}
+
+/// Takes the gateway for this place, where all gateways are reached.
+fn claim(links: &Links, hello: &Hello, place: &Place) -> Result<Option<Claim>, Missed> {
+    let every = links.config.tunnels.gateways == AtGateways::Every;
+    let Some(instance) = hello.instance.as_ref().filter(|_| every) else {
+        return Ok(None);
+    };
+    let claim = links.reached.claim(instance, place);
+    let elsewhere = || Missed::Reached(instance.clone());
+    claim.map(Some).ok_or_else(elsewhere)
 }
 
 fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {
@@ -139,7 +154,8 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         pool: config.pool.clone(),
         ports: links.ports.load().to_vec(),
         turns: true,
-        elsewhere: known.len() > 1,
+        // With tunnels at every gateway it has no other one to go to.
+        elsewhere: config.tunnels.gateways == AtGateways::One && known.len() > 1,
         listed: true,
         takes_over: false,
         roots: Some(roots::told(&links.held)),

@@ -10,9 +10,11 @@ use super::{
         roots,
         trouble::Trouble,
     },
-    Links,
+    Links, Missed,
+    bulk::Bulk,
     greeting::{Greeting, unexpected},
     heard::Fault,
+    reached::Claim,
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
@@ -56,9 +58,20 @@ pub(super) struct Session {
     early: Vec<Asked>,
     fault: Fault,
     load: Arc<Load>,
+    bulk: Arc<Bulk>,
     links: Arc<Links>,
     row: Row,
     _standing: Standing,
+    _claim: Option<Claim>,
+}
+
+/// Whose tunnel it is.
+pub(super) struct Whose {
+    pub(super) slot: u32,
+    /// The slot's tunnel before this one lives.
+    pub(super) takes_over: bool,
+    /// Which slots move bulk.
+    pub(super) bulk: Arc<Bulk>,
 }
 
 /// What a slot hears of its session, once.
@@ -77,8 +90,13 @@ impl Session {
     pub(super) async fn register(
         links: &Arc<Links>,
         dialled: Dialled,
-        (slot, takes_over): (u32, bool),
-    ) -> Result<Self, Trouble> {
+        whose: Whose,
+    ) -> Result<Self, Missed> {
+        let Whose {
+            slot,
+            takes_over,
+            bulk,
+        } = whose;
         let Dialled {
             io,
             place,
@@ -105,31 +123,29 @@ impl Session {
                 early: Vec::new(),
                 fault: fault.clone(),
             };
-            let control = greeting.greet(links, (slot, takes_over)).await?;
-            Ok((greeting, control))
+            let (control, claim) = greeting.greet(links, &place, (slot, takes_over)).await?;
+            Ok((greeting, control, claim))
         };
-        let (greeting, control) = timeout(bound, greeting).await.unwrap_or_else(|_| {
-            Err(Trouble::silent(format!(
-                "{} said no hello in time",
-                place.gateway
-            )))
-        })?;
+        let late = || Trouble::silent(format!("{} said no hello in time", place.gateway));
+        let greeted = timeout(bound, greeting).await;
+        let (greeting, control, claim) =
+            greeted.unwrap_or_else(|_| Err(Missed::Trouble(late())))?;
         let load = greeting.server.load();
         info!(gateway = place.gateway, round_trip = ?round_trip, "tunnel registered");
         Ok(Self {
             server: greeting.server,
             control,
-            row: links
-                .state
-                .stands(slot, &place.gateway, round_trip, load.clone()),
+            row: links.state.stands(slot, &place, round_trip, load.clone()),
             place,
             shown,
             slot,
             early: greeting.early,
             fault: greeting.fault,
             load,
+            bulk,
             links: links.clone(),
             _standing: links.metrics.standing(),
+            _claim: claim,
         })
     }
 
@@ -193,7 +209,7 @@ impl Session {
                     }
                 }
                 // What leaves takes no new streams that bulk could hold up.
-                () = self.load.bulk(), if leaving.is_none() => self.links.bulk.mark(self.slot),
+                () = self.load.bulk(), if leaving.is_none() => self.bulk.mark(self.slot),
                 () = leave.cancelled(), if leaving.is_none() => {
                     self.row.leaves();
                     leaving = Some(Instant::now());

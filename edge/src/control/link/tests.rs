@@ -1,5 +1,7 @@
 //! Links over real sockets and TLS, to gateways made from the tunnel's other end.
 
+mod every;
+
 use crate::{Bound, Config, Edge, Error, config::Secret, state::Reader};
 use causeway_certs::{
     Ca, Confirmed, CsrKey, EdgeIdentity, EdgeKey, GatewayName, NodeName, Store, TrustDomain,
@@ -54,6 +56,7 @@ struct Registered {
 
 #[derive(Clone)]
 struct Says {
+    instance: String,
     gateways: Vec<String>,
     dismiss: Option<Dismissal>,
 }
@@ -73,6 +76,7 @@ fn acceptor(ca: &Ca, trusted: &Ca) -> TlsAcceptor {
 impl Gateway {
     async fn start(ca: &Arc<Ca>) -> Self {
         let says = Says {
+            instance: format!("{:032x}", rand::random::<u128>()),
             gateways: Vec::new(),
             dismiss: None,
         };
@@ -126,6 +130,7 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
         protocol: wire::VERSION,
         version: "test".into(),
         gateway: "gateway".into(),
+        instance: Some(says.instance),
         node: "edge-1".into(),
         gateways: says.gateways,
     };
@@ -338,6 +343,7 @@ async fn told_gateways_are_kept_and_used_after_a_restart() {
     let ca = ca();
     let mut told = Gateway::start(&ca).await;
     let says = Says {
+        instance: "gateway".into(),
         gateways: vec![told.address.to_string(), "nonsense".into()],
         dismiss: None,
     };
@@ -406,6 +412,7 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
 async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
     let ca = ca();
     let says = Says {
+        instance: "gateway".into(),
         gateways: Vec::new(),
         dismiss: Some(Dismissal::Superseded),
     };
@@ -426,6 +433,7 @@ async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
 async fn an_unknown_certificate_is_told_as_such() {
     let (ca, other) = (ca(), ca());
     let says = Says {
+        instance: "gateway".into(),
         gateways: Vec::new(),
         dismiss: None,
     };
@@ -463,6 +471,7 @@ async fn an_edge_is_back_soon_after_its_gateway_is() {
     // How long the gateway is away: some attempts fall into it.
     sleep(Duration::from_millis(500)).await;
     let says = Says {
+        instance: "gateway".into(),
         gateways: Vec::new(),
         dismiss: None,
     };

@@ -8,18 +8,15 @@
 
 use super::{
     Admission, Arrived,
-    link::{Leaving, Link, Registered, explain, over},
+    link::{Leaving, Link, Registered, explain, over, retire},
 };
 use crate::audit;
 use crate::control::{
     announce::listing,
-    expel::{dismissal, retired, unwelcome},
+    expel::{retired, unwelcome},
     rotation,
 };
-use crate::state::{
-    Admitted,
-    registry::{Fate, Replaced, Shown},
-};
+use crate::state::{Admitted, registry::Shown};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
@@ -225,6 +222,7 @@ impl Admission {
             protocol: wire::VERSION,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             gateway: own.first().map_or("gateway", String::as_str).to_owned(),
+            instance: Some(self.instance.to_string()),
             node: node.to_owned(),
             gateways,
         };
@@ -325,27 +323,6 @@ impl Admission {
             drain: self.drain,
             _registered: registered,
         })
-    }
-}
-
-/// Takes the tunnels that a newer one replaced out of use.
-fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
-    for Replaced { edge, fate } in replaced {
-        let old = edge.admitted;
-        old.tunnel.drain();
-        match fate {
-            Fate::TakenOver => old.taken_over.cancel(),
-            // The same process knows that it dialled anew.
-            Fate::Lost => old.tunnel.close(),
-            Fate::Superseded => {
-                let detail = format!("a later process of node {node} dialled from {from}");
-                let line = dismissal(Dismissal::Superseded, detail);
-                // One that reads no lines hears nothing.
-                if old.control.try_send(Box::new(line)).is_err() {
-                    old.tunnel.close();
-                }
-            }
-        }
     }
 }
 

@@ -8,7 +8,10 @@ use super::{Admission, Arrived, conversation::End};
 use crate::{
     control::expel::dismissal,
     metrics::TunnelGuard,
-    state::{Registry, TunnelId, registry::Unregistered},
+    state::{
+        Registry, TunnelId,
+        registry::{Fate, Replaced, Unregistered},
+    },
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{
@@ -20,7 +23,7 @@ use causeway_tunnel::{
     wire::MOST_TUNNELS,
 };
 use futures_util::future::BoxFuture;
-use std::{future::pending, sync::Arc, time::Duration};
+use std::{future::pending, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, timeout},
@@ -224,6 +227,27 @@ pub(super) fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, St
         Unregistered::Full => {
             let detail = format!("{node} has as many tunnels as it may have: {MOST_TUNNELS}");
             (Dismissal::Full, detail)
+        }
+    }
+}
+
+/// Takes the tunnels that a newer one replaced out of use.
+pub(super) fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
+    for Replaced { edge, fate } in replaced {
+        let old = edge.admitted;
+        old.tunnel.drain();
+        match fate {
+            Fate::TakenOver => old.taken_over.cancel(),
+            // The same process knows that it dialled anew.
+            Fate::Lost => old.tunnel.close(),
+            Fate::Superseded => {
+                let detail = format!("a later process of node {node} dialled from {from}");
+                let line = dismissal(Dismissal::Superseded, detail);
+                // One that reads no lines hears nothing.
+                if old.control.try_send(Box::new(line)).is_err() {
+                    old.tunnel.close();
+                }
+            }
         }
     }
 }

@@ -148,6 +148,11 @@ impl Site {
 
     /// A second gateway that knows what this one knows now, and tells edges of both.
     pub(crate) async fn twin(&self) -> Self {
+        self.twin_at("127.0.0.1:0").await
+    }
+
+    /// The same, with its tunnel port here.
+    pub(crate) async fn twin_at(&self, tunnel: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let copied = Tool::new("cp")
             .args(["-a".into(), self.path("."), folder.path().to_owned()])
@@ -158,7 +163,7 @@ impl Site {
         let (here, there) = (self.folder.path(), folder.path());
         let text = text.replace(here.to_str().unwrap(), there.to_str().unwrap());
         fs::write(configuration, text).unwrap();
-        let second = gateway(causeway(""), folder.path(), "127.0.0.1:0");
+        let second = gateway(causeway(""), folder.path(), tunnel);
         let second = second.args(["--tunnel-advertise", &self.tunnel]);
         let (gateway, [tunnel, admin, front]) = open(second).await;
         Self {

@@ -1,0 +1,168 @@
+//! Tunnels at every gateway: at each address that the gateways' names lead to.
+//!
+//! The names are resolved anew from time to time, whenever the network changes, and when a gateway tells others. A new address
+//! gets tunnels of its own. One that a name leads to no longer keeps those that stand, for a name server may be wrong and
+//! a gateway that goes says so itself; what has ended is not dialled again. A name that cannot be resolved changes nothing.
+
+use super::{LEAVING, Links, slots::Slots};
+use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
+use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{sync::watch, time::sleep};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, info_span, warn};
+
+/// Names that lead to more addresses than this lead to no gateways.
+const MOST: usize = 64;
+
+/// All gateways of an edge.
+struct Every {
+    links: Arc<Links>,
+    tasks: Tasks,
+    at: BTreeMap<Place, Kept>,
+    /// Why names cannot be resolved, as far as it has been said.
+    unresolved: BTreeMap<String, String>,
+}
+
+/// The tunnels at one place.
+struct Kept {
+    wanted: watch::Sender<bool>,
+    over: CancellationToken,
+}
+
+/// Keeps tunnels at every gateway until the edge stops, then leaves in order.
+pub(super) async fn run(links: Arc<Links>, mut changes: Changes) {
+    let stop = links.stop.clone();
+    let config = &links.config;
+    let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
+    let mut told = links.gateways.changes();
+    let mut every = Every {
+        links: links.clone(),
+        tasks: Tasks::default(),
+        at: BTreeMap::new(),
+        unresolved: BTreeMap::new(),
+    };
+    loop {
+        changes.forget();
+        told.mark_unchanged();
+        let gateways = links.gateways.all();
+        let found = links.dialler.places_of(&gateways);
+        let Some(found) = stop.run_until_cancelled(found).await else {
+            break;
+        };
+        let resolved = found.iter().all(|(_, places)| places.is_ok());
+        let delay = if resolved {
+            backoff.reset();
+            // Edges that began together do not ask together for ever.
+            let jitter = 0.75 + rand::random::<f64>() / 4.0;
+            config.tunnels.resolve_after.mul_f64(jitter)
+        } else {
+            backoff.silent(rand::random())
+        };
+        every.follow(found, delay, &changes);
+        tokio::select! {
+            () = sleep(delay) => {}
+            () = changes.next() => {}
+            // The sender lives as long as this.
+            _ = told.changed() => {}
+            () = stop.cancelled() => break,
+        }
+    }
+    // Each place waits for its slots, and then for what is open.
+    let grace = 2 * (config.timeouts.drain + LEAVING) + LEAVING;
+    every.tasks.drain(grace).await;
+}
+
+impl Every {
+    /// Keeps tunnels where gateways are now.
+    fn follow(
+        &mut self,
+        found: Vec<(String, Result<Vec<Place>, Trouble>)>,
+        again: Duration,
+        changes: &Changes,
+    ) {
+        self.at.retain(|_, kept| !kept.over.is_cancelled());
+        let named: BTreeSet<String> = found.iter().map(|(gateway, _)| gateway.clone()).collect();
+        self.unresolved.retain(|gateway, _| named.contains(gateway));
+        let mut wanted = BTreeSet::new();
+        for (gateway, places) in found {
+            match places {
+                Ok(places) => {
+                    self.resolved(&gateway);
+                    wanted.extend(places);
+                }
+                Err(trouble) => {
+                    self.unresolved(&gateway, &trouble, again);
+                    let known = self.at.keys().filter(|place| place.gateway == gateway);
+                    wanted.extend(known.cloned());
+                }
+            }
+        }
+        let wanted = self.distinct(wanted);
+        for (place, kept) in &self.at {
+            let is_wanted = wanted.contains(place);
+            let was_wanted = kept.wanted.send_replace(is_wanted);
+            if was_wanted && !is_wanted {
+                info!(%place, "no name of a gateway leads here any more");
+            }
+        }
+        for place in wanted {
+            if !self.at.contains_key(&place) {
+                let kept = self.keep(place.clone(), changes.clone());
+                self.at.insert(place, kept);
+            }
+        }
+    }
+
+    /// Each address once, by the name that it is kept by already if there is one.
+    fn distinct(&self, places: BTreeSet<Place>) -> BTreeSet<Place> {
+        let (known, new): (Vec<_>, Vec<_>) = places
+            .into_iter()
+            .partition(|place| self.at.contains_key(place));
+        let mut addresses = BTreeSet::new();
+        let mut distinct = BTreeSet::new();
+        for place in known.into_iter().chain(new) {
+            let is_new = place
+                .address
+                .is_none_or(|address| addresses.insert(address));
+            if is_new && distinct.len() < MOST {
+                distinct.insert(place);
+            }
+        }
+        distinct
+    }
+
+    fn keep(&self, place: Place, changes: Changes) -> Kept {
+        let (wanted, is_wanted) = watch::channel(true);
+        let over = CancellationToken::new();
+        let ended = over.clone().drop_guard();
+        let stop = self.links.stop.clone();
+        let span = info_span!("gateway", %place);
+        let slots = Slots::at(self.links.clone(), place, is_wanted);
+        self.tasks.spawn(span, async move {
+            slots.run(&stop, changes).await;
+            drop(ended);
+        });
+        Kept { wanted, over }
+    }
+
+    fn resolved(&mut self, gateway: &str) {
+        if self.unresolved.remove(gateway).is_some() {
+            info!(gateway, "the name leads somewhere again");
+            self.links.state.mended(gateway);
+        }
+    }
+
+    fn unresolved(&mut self, gateway: &str, trouble: &Trouble, again: Duration) {
+        let what = trouble.what();
+        self.links.state.trouble(gateway, what, false, again);
+        let said = self.unresolved.insert(gateway.to_owned(), what.to_owned());
+        if said.as_deref() != Some(what) {
+            warn!(gateway, what, "a gateway is not found");
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! The tunnels that an edge has at one gateway.
+//!
+//! Each slot is one task that goes through the states of a tunnel:
+//! 1. dial the gateways in turn, or the one address; on trouble wait (`trouble`, `changes`) and dial again;
+//! 2. say hello (`session`); what the gateway refuses is trouble like any other;
+//! 3. serve streams until the tunnel ends, which is trouble, or the gateway drains;
+//! 4. on a drain, or with a new certificate, first go back to 1, and leave the old one when the new one stands: its
+//!    streams go on there until they end. Where only one address is dialled a drain is waited for.
+//!
+//! Slot 0 always has a tunnel; a further one has it while the one before moves bulk.
+
+use super::{
+    LEAVING, Links, Missed,
+    bulk::Bulk,
+    session::{Finish, Session, Whose},
+};
+use crate::control::{changes::Changes, dial::Place, held::Held, trouble::Trouble};
+use crate::state::ANY;
+use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use rustls_pki_types::CertificateDer;
+use std::sync::Arc;
+use tokio::sync::{oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, info_span, warn};
+
+/// The tunnels at one gateway. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Slots {
+    links: Arc<Links>,
+    /// Which of these move bulk.
+    bulk: Arc<Bulk>,
+    only: Option<Only>,
+}
+
+/// The one address that is dialled.
+#[derive(Clone)]
+struct Only {
+    place: Place,
+    /// Whether its tunnel is dialled anew when it has ended.
+    wanted: watch::Receiver<bool>,
+}
+
+/// A tunnel that is served by a task of its own.
+struct Served {
+    place: Place,
+    /// Its gateway drains.
+    drains: bool,
+    /// Asks it to leave.
+    leave: CancellationToken,
+    /// It is over.
+    over: CancellationToken,
+}
+
+/// Why a slot looks at its tunnel again.
+enum Event {
+    Ended(Trouble),
+    /// Nothing to wait for but the loss of what this gateway is reached by.
+    Reached(String),
+    Draining,
+    Renewed,
+    Stopped,
+}
+
+impl Slots {
+    /// At whichever gateway answers first.
+    pub(super) fn anywhere(links: Arc<Links>) -> Self {
+        Self {
+            links,
+            bulk: Arc::default(),
+            only: None,
+        }
+    }
+
+    /// At this place, for as long as it is `wanted` or its tunnel stands.
+    pub(super) fn at(links: Arc<Links>, place: Place, wanted: watch::Receiver<bool>) -> Self {
+        Self {
+            only: Some(Only { place, wanted }),
+            ..Self::anywhere(links)
+        }
+    }
+
+    /// Keeps the tunnels until `stop`, or until their place is wanted no more; then leaves in order.
+    pub(super) async fn run(self, stop: &CancellationToken, changes: Changes) {
+        let tasks = Arc::new(Tasks::default());
+        let all = Tasks::default();
+        let enough = stop.child_token();
+        let most = u32::try_from(self.links.config.tunnels.max).unwrap_or(u32::MAX);
+        for slot in 0..most {
+            let (slots, enough, changes, tasks) =
+                (self.clone(), enough.clone(), changes.clone(), tasks.clone());
+            all.spawn(info_span!("tunnel", slot), async move {
+                if slot == 0 {
+                    Box::pin(slots.hold(0, &enough, changes, &tasks)).await;
+                    // The further ones are nothing without it.
+                    enough.cancel();
+                } else {
+                    Box::pin(slots.hold_while_bulky(slot, &enough, changes, &tasks)).await;
+                }
+            });
+        }
+        enough.cancelled().await;
+        self.links.state.mended(&self.whose());
+        let grace = self.links.config.timeouts.drain + LEAVING;
+        all.drain(grace).await;
+        if let Some(tasks) = Arc::into_inner(tasks) {
+            let left = tasks.drain(grace).await;
+            if left > 0 {
+                info!(
+                    left,
+                    "tunnels were closed with streams that had not ended in time"
+                );
+            }
+        }
+    }
+
+    /// A further tunnel, for as long as there is bulk.
+    async fn hold_while_bulky(
+        &self,
+        slot: u32,
+        stop: &CancellationToken,
+        changes: Changes,
+        tasks: &Arc<Tasks>,
+    ) {
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.bulk.wait(slot - 1) => {}
+            }
+            let enough = stop.child_token();
+            let idle = async {
+                self.bulk.idle(self.links.config.tunnels.bulk_idle).await;
+                info!("no bulk any more: the further tunnel leaves");
+                enough.cancel();
+            };
+            tokio::join!(
+                enough.run_until_cancelled(idle),
+                self.hold(slot, &enough, changes.clone(), tasks),
+            );
+        }
+    }
+
+    /// Keeps one slot's tunnel until `stop`.
+    async fn hold(
+        &self,
+        slot: u32,
+        stop: &CancellationToken,
+        mut changes: Changes,
+        tasks: &Arc<Tasks>,
+    ) {
+        let bounds = &self.links.config.backoff;
+        let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let mut old: Option<Served> = None;
+        let mut anew = self.links.anew.subscribe();
+        while old.is_some() || self.is_wanted() {
+            // What changes during an attempt is tried again at once.
+            changes.forget();
+            anew.mark_unchanged();
+            let connected = self.connect(slot, old.as_ref());
+            let Some(connected) = stop.run_until_cancelled(connected).await else {
+                break;
+            };
+            let (event, served) = match connected {
+                Err(Missed::Trouble(trouble)) => (Event::Ended(trouble), None),
+                Err(Missed::Reached(instance)) => (Event::Reached(instance), None),
+                Ok(session) => {
+                    backoff.reset();
+                    leave(old.take());
+                    self.stand(session, (stop, &mut anew), tasks).await
+                }
+            };
+            match event {
+                Event::Stopped => {
+                    leave(served);
+                    break;
+                }
+                Event::Draining if self.only.is_some() => self.outlast(served, stop).await,
+                Event::Draining => {
+                    info!("the gateway drains: connecting elsewhere");
+                    old = served.map(|served| Served {
+                        drains: true,
+                        ..served
+                    });
+                }
+                Event::Renewed => {
+                    info!("connecting anew with this node's new certificate");
+                    old = served;
+                }
+                Event::Reached(instance) => self.stand_by(&instance, stop).await,
+                Event::Ended(trouble) => {
+                    let woken = (&mut changes, &mut anew, stop);
+                    self.pause(&trouble, &mut backoff, woken, old.as_ref())
+                        .await;
+                    old = old.filter(|old| !old.over.is_cancelled());
+                }
+            }
+        }
+        leave(old);
+    }
+
+    /// Dials, and says hello.
+    async fn connect(&self, slot: u32, old: Option<&Served>) -> Result<Session, Missed> {
+        let links = &self.links;
+        let attempt = async {
+            let dialled = if let Some(only) = &self.only {
+                links.dialler.dial_at(&only.place).await?
+            } else {
+                let avoid = old.filter(|old| old.drains).map(|old| &old.place);
+                links.dialler.dial(&links.gateways.all(), avoid).await?
+            };
+            let whose = Whose {
+                slot,
+                takes_over: old.is_some_and(|old| !old.over.is_cancelled()),
+                bulk: self.bulk.clone(),
+            };
+            Session::register(&self.links, dialled, whose).await
+        };
+        let attempted = attempt.await;
+        let outcome = match &attempted {
+            Ok(_) => "registered",
+            Err(Missed::Reached(_)) => "reached",
+            Err(Missed::Trouble(trouble)) => trouble.word(),
+        };
+        self.links.metrics.attempted(outcome);
+        attempted
+    }
+
+    /// Whether a tunnel is dialled when there is none.
+    fn is_wanted(&self) -> bool {
+        let only = self.only.as_ref();
+        only.is_none_or(|only| *only.wanted.borrow())
+    }
+
+    async fn unwanted(&self) {
+        match &self.only {
+            // Whoever wanted it is gone with the edge.
+            Some(only) => drop(only.wanted.clone().wait_for(|wanted| !wanted).await),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// A gateway that drains serves on until it closes the tunnel: there is no other place to go to.
+    async fn outlast(&self, served: Option<Served>, stop: &CancellationToken) {
+        let Some(served) = served else { return };
+        info!("the gateway drains");
+        tokio::select! {
+            () = served.over.cancelled() => {}
+            () = stop.cancelled() => leave(Some(served)),
+        }
+    }
+
+    /// Waits until the gateway of this instance is not reached elsewhere any more.
+    async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
+        info!("this gateway is reached at another of its addresses");
+        self.links.state.mended(&self.whose());
+        tokio::select! {
+            () = self.links.reached.lost(instance) => {}
+            () = self.unwanted() => {}
+            () = stop.cancelled() => {}
+        }
+    }
+
+    /// Of which gateway trouble is told.
+    fn whose(&self) -> String {
+        let only = self.only.as_ref();
+        only.map_or_else(|| ANY.to_owned(), |only| only.place.to_string())
+    }
+
+    /// Serves a tunnel with a task of its own, since it may outlive its slot's interest in it, until there is
+    /// something to do for the slot.
+    async fn stand(
+        &self,
+        mut session: Session,
+        (stop, anew): (&CancellationToken, &mut watch::Receiver<()>),
+        tasks: &Arc<Tasks>,
+    ) -> (Event, Option<Served>) {
+        let served = Served {
+            place: session.place().clone(),
+            drains: false,
+            leave: CancellationToken::new(),
+            over: CancellationToken::new(),
+        };
+        if self.only.is_none() {
+            self.links.gateways.stood(&served.place.gateway);
+        }
+        let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
+        let (told, ended) = oneshot::channel();
+        let gateway = served.place.gateway.clone();
+        let disbelieved = disbelieved(
+            self.links.held.clone(),
+            session.shown(),
+            self.links.anew.subscribe(),
+        );
+        tasks.spawn(info_span!("session"), async move {
+            tokio::select! {
+                () = session.serve(leave, told) => {}
+                () = disbelieved => {
+                    warn!(gateway, "its CA is not believed any more (identity.ca): left at once");
+                }
+            }
+            drop(over);
+        });
+        let event = tokio::select! {
+            () = stop.cancelled() => Event::Stopped,
+            // The sender lives as long as this.
+            _ = anew.changed() => Event::Renewed,
+            finish = ended => match finish {
+                Ok(Finish::Draining) => Event::Draining,
+                Ok(Finish::Ended(trouble)) => Event::Ended(trouble),
+                Err(_) => Event::Ended(Trouble::silent("the tunnel was closed")),
+            },
+        };
+        (event, Some(served))
+    }
+
+    /// Waits as long as the trouble asks for, or until there is something else to dial with.
+    async fn pause(
+        &self,
+        trouble: &Trouble,
+        backoff: &mut Backoff,
+        (changes, anew, stop): (&mut Changes, &mut watch::Receiver<()>, &CancellationToken),
+        old: Option<&Served>,
+    ) {
+        let delay = trouble.delay(backoff, rand::random());
+        let (whose, refused) = (self.whose(), trouble.is_refusal());
+        let what = match &self.only {
+            Some(_) => format!("{whose}: {}", trouble.what()),
+            None => trouble.what().to_owned(),
+        };
+        warn!(reason = trouble.word(), what, retry_in = ?delay, "no tunnel");
+        self.links.state.trouble(&whose, &what, refused, delay);
+        let wait = async {
+            if trouble.may_be_the_network() {
+                changes.wait(delay).await;
+            } else {
+                tokio::time::sleep(delay).await;
+            }
+        };
+        let old_is_over = async {
+            match old {
+                Some(old) => old.over.cancelled().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = wait => {}
+            // The sender lives as long as this.
+            _ = anew.changed() => backoff.reset(),
+            () = stop.cancelled() => {}
+            () = old_is_over => {}
+            () = self.unwanted() => {}
+        }
+    }
+}
+
+/// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once: its
+/// gateway gets no stream more to answer.
+async fn disbelieved(
+    held: Held,
+    shown: Vec<CertificateDer<'static>>,
+    mut anew: watch::Receiver<()>,
+) {
+    while held.identity().given {
+        // What is believed may have changed since it was dialled.
+        if !held.identity().believes(&shown) {
+            return;
+        }
+        if anew.changed().await.is_err() {
+            break;
+        }
+    }
+    std::future::pending::<()>().await;
+}
+
+/// Asks a tunnel to leave, if there is one.
+fn leave(served: Option<Served>) {
+    if let Some(served) = served {
+        served.leave.cancel();
+    }
+}

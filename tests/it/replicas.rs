@@ -1,0 +1,158 @@
+//! One edge with tunnels at several gateways, to which one name leads: what a Service in front of these loses when one of
+//! them goes is nothing.
+
+use crate::{
+    fleet::load,
+    world::{
+        app::App,
+        names::NameServer,
+        process::{OPEN, Process, Site, causeway, causeway_asking},
+        tool::need,
+        until,
+    },
+};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    sync::{Arc, Mutex, atomic::AtomicBool, atomic::Ordering::Relaxed},
+    time::Duration,
+};
+use tokio::time::sleep;
+
+/// Of the name server.
+const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 17, 2);
+/// What a gateway says of a tunnel that has come; of none it says that the node is not connected.
+const ARRIVED: &str = "edge-1 connected";
+const URL: &str = "http://edge-1:9100/";
+
+/// Of the gateways, which have one port.
+fn gateway(number: u8) -> Ipv4Addr {
+    Ipv4Addr::new(127, 53, 18, number)
+}
+
+/// The gateways, of one CA, that know one node; and the addresses that their name leads to.
+struct Replicas {
+    sites: Vec<Site>,
+    names: Arc<Mutex<Vec<Ipv4Addr>>>,
+    _server: NameServer,
+}
+
+/// Has a gateway that does not know the node take up what another one knows, as README says.
+async fn take_up_nodes(site: &Site, other: &Site) {
+    let remove = causeway("edge remove edge-1").flag("--data-dir", site.data());
+    remove.run().await.ok();
+    let status = async || site.nobody().get(URL).await.status;
+    assert_eq!(status().await, 404);
+    let nodes = |site: &Site| site.data().join("nodes.json");
+    fs::copy(nodes(other), nodes(site)).unwrap();
+    site.gateway.signal("HUP").await;
+    until("the node is known", async || status().await == 503).await;
+}
+
+impl Replicas {
+    /// So many gateways, to which nothing leads yet.
+    async fn start(count: u8, app: &App) -> Self {
+        let first = Site::listening(&format!("{}:0", gateway(1)), OPEN).await;
+        drop(first.join("edge-1", app.port()).await);
+        let port = first.tunnel.parse::<SocketAddr>().unwrap().port();
+        let mut sites = vec![first];
+        for number in 2..=count {
+            let tunnel = SocketAddr::from((gateway(number), port)).to_string();
+            let site = sites[0].twin_at(&tunnel).await;
+            take_up_nodes(&site, &sites[0]).await;
+            sites.push(site);
+        }
+        let names = Arc::new(Mutex::new(Vec::new()));
+        let now = names.clone();
+        let now = move || now.lock().unwrap().clone();
+        Self {
+            sites,
+            names,
+            _server: NameServer::start(SERVER, now).await,
+        }
+    }
+
+    /// From now on the name leads to these.
+    fn lead_to(&self, numbers: &[u8]) {
+        *self.names.lock().unwrap() = numbers.iter().map(|number| gateway(*number)).collect();
+    }
+
+    /// The node's edge, which knows the name and nothing else.
+    fn edge(&self, app: &App) -> Process {
+        let first = &self.sites[0];
+        let port = first.tunnel.parse::<SocketAddr>().unwrap().port();
+        causeway_asking(SERVER.into(), &first.path(""))
+            .args(["edge", "--admin-listen", "127.0.0.1:0"])
+            .flag("--gateway", format!("gateways.test:{port}"))
+            .args(["--tunnels-gateways", "every"])
+            .args(["--tunnels-resolve-after", "500ms"])
+            .flag("--data-dir", first.edge_data("edge-1"))
+            .flag(
+                "--ports",
+                format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port()),
+            )
+            .start()
+    }
+
+    /// How many tunnels have come to this gateway.
+    fn arrived(&self, number: u8) -> usize {
+        let site = &self.sites[usize::from(number) - 1];
+        site.gateway.written().count(ARRIVED)
+    }
+}
+
+#[tokio::test]
+async fn of_gateways_to_which_one_name_leads_one_may_go_and_one_come_and_no_request_is_lost() {
+    need!("mounts");
+    let app = App::saying("here").await;
+    let mut replicas = Replicas::start(3, &app).await;
+    // The first one had the edge when it joined.
+    let before = replicas.arrived(1);
+    replicas.lead_to(&[1, 2]);
+    let _edge = replicas.edge(&app);
+    until("the edge is at both", async || {
+        replicas.arrived(1) > before && replicas.arrived(2) == 1
+    })
+    .await;
+
+    let (one, two) = (&replicas.sites[0], &replicas.sites[1]);
+    let enough = AtomicBool::new(false);
+    let acting = async {
+        // Time is the subject, here and below: a load before the signal, and one behind it.
+        sleep(Duration::from_secs(2)).await;
+        one.gateway.signal("TERM").await;
+        until("its front is closed", async || {
+            tokio::net::TcpStream::connect(&one.front).await.is_err()
+        })
+        .await;
+        replicas.lead_to(&[2, 3]);
+        until("the edge is at the one that came", async || {
+            replicas.arrived(3) == 1
+        })
+        .await;
+        sleep(Duration::from_secs(1)).await;
+        enough.store(true, Relaxed);
+    };
+    // As a Service has it: to each of them, and to the other one if nobody is there any more.
+    let (ones, twos, ()) = tokio::join!(load(one, two, &enough), load(two, one, &enough), acting);
+    for met in [&ones, &twos] {
+        assert!(
+            met.failed.is_empty(),
+            "for example {:?}",
+            met.failed.first()
+        );
+        // None of them ever had no tunnel.
+        assert_eq!(met.told, 0, "{met:?}");
+        assert!(met.first > 0, "{met:?}");
+    }
+    assert!(ones.refused > 0 && twos.refused == 0, "{ones:?} {twos:?}");
+    // Nobody has dialled anew at the one that stood.
+    assert_eq!(replicas.arrived(2), 1);
+
+    // And without a word: the next request is another one's, which has had a tunnel all the time.
+    let killed = replicas.sites.remove(1);
+    drop(killed);
+    let three = &replicas.sites[1];
+    let answer = three.nobody().get(URL).await;
+    assert_eq!(answer.text(), "here");
+}
