@@ -1,8 +1,8 @@
 //! Causeway in a real Kubernetes: etcd, kube-apiserver, kubelets with containerd behind NAT, and kubectl.
 //!
 //! One file for each group of promises; `world` has what they are about. Everything is driven as a process, from the
-//! outside. The program runs twice: the outer one looks for what is needed and cleans up, the inner one, in
-//! namespaces of its own, runs the tests one after the other.
+//! outside. The program starts itself: the outer one looks for what is needed and cleans up, an inner one, in namespaces of
+//! its own, runs tests one after the other. They mostly wait, so that all of them are two halves beside each other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
@@ -10,6 +10,7 @@
 mod addresses;
 mod deploy;
 mod egress;
+mod fleet;
 mod hosts;
 mod names;
 mod nodes;
@@ -33,20 +34,29 @@ fn main() -> ExitCode {
     if let Some(folder) = cage::inside() {
         cage::furnish(&folder);
         arguments.test_threads = Some(1);
-        let code = libtest_mimic::run(&arguments, trials()).exit_code();
-        return code;
+        let trials = match cage::half() {
+            Some(half) => halves().into_iter().nth(half).unwrap_or_default(),
+            None => trials(),
+        };
+        return libtest_mimic::run(&arguments, trials).exit_code();
     }
     if let Some(missing) = assets::missing() {
         return skipped(&missing);
     }
     match assets::folder() {
+        Some(folder) if arguments.filter.is_none() => cage::run_halves(&folder),
         Some(folder) => cage::run(&folder),
         None => skipped("the parts of Kubernetes (tests/kube/assets/build)"),
     }
 }
 
 fn trials() -> Vec<Trial> {
-    stands::trials()
+    halves().into_iter().flatten().collect()
+}
+
+/// What takes about as long as the rest, and the rest. A way into the cluster is set up once.
+fn halves() -> [Vec<Trial>; 2] {
+    let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
         .chain(reviews::trials())
@@ -54,11 +64,15 @@ fn trials() -> Vec<Trial> {
         .chain(ports::trials())
         .chain(deploy::trials())
         .chain(egress::trials())
-        .chain(names::trials())
+        .chain(fleet::trials())
+        .collect();
+    let second = names::trials()
+        .into_iter()
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
-        .collect()
+        .collect();
+    [first, second]
 }
 
 /// A test of this name.

@@ -5,19 +5,30 @@
 //! Nothing inside may rely on being stopped in order.
 
 use std::{
-    env, fs,
+    env,
+    fs::{self, File},
+    io::{self, Seek},
     path::{Path, PathBuf},
     process::{Command, ExitCode, id},
+    thread,
 };
 
 use super::process::must;
 
 /// Says to the inner program that it is that, and where its folder is.
 const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
+/// Which half of the tests it runs.
+const HALF: &str = "CAUSEWAY_KUBE_HALF";
 
 /// The folder of the tests, if this is the inner program.
 pub(crate) fn inside() -> Option<PathBuf> {
     env::var_os(INSIDE).map(PathBuf::from)
+}
+
+/// Which half of the tests the inner program runs, if not all.
+pub(crate) fn half() -> Option<usize> {
+    let half = env::var_os(HALF)?;
+    half.to_str()?.parse().ok()
 }
 
 /// The tests' own branch below each of the machine's cgroup hierarchies.
@@ -59,29 +70,51 @@ fn unshare() -> Command {
 
 /// Runs the inner program to its end, and removes what is left of it.
 pub(crate) fn run(assets: &Path) -> ExitCode {
+    ExitCode::from(run_to_end(assets, None))
+}
+
+/// The same with both halves beside each other. What the second one says comes behind.
+pub(crate) fn run_halves(assets: &Path) -> ExitCode {
+    let mut said = tempfile::tempfile().expect("a file for what is said");
+    let apart = said.try_clone().expect("the same file");
+    let (first, second) = thread::scope(|scope| {
+        let second = scope.spawn(|| run_to_end(assets, Some((1, Some(apart)))));
+        (run_to_end(assets, Some((0, None))), second.join().unwrap())
+    });
+    said.rewind().unwrap();
+    io::copy(&mut said, &mut io::stdout()).unwrap();
+    ExitCode::from(first.max(second))
+}
+
+/// Runs the inner program, or a half of it that may be made to speak into a file. Its exit code.
+fn run_to_end(assets: &Path, half: Option<(usize, Option<File>)>) -> u8 {
     let folder = tempfile::Builder::new()
         .prefix("causeway-kube-")
         .tempdir()
         .expect("a folder for the tests");
     let program = env::current_exe().expect("this program has a path");
-    let ended = unshare()
+    let mut inner = unshare();
+    inner
         .arg("--")
         .arg(program)
         .args(env::args_os().skip(1))
         .env(INSIDE, folder.path())
-        .env("KUBEBUILDER_ASSETS", assets)
-        .status();
+        .env("KUBEBUILDER_ASSETS", assets);
+    if let Some((half, said)) = half {
+        inner.env(HALF, half.to_string());
+        if let Some(said) = said {
+            inner.stdout(said);
+        }
+    }
+    let ended = inner.status();
     for hierarchy in hierarchies() {
         remove(&hierarchy.join(branch(folder.path())));
     }
-    match ended.map(|status| status.code()) {
-        Ok(Some(0)) => ExitCode::SUCCESS,
-        Ok(Some(code)) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
-        Ok(None) | Err(_) => {
-            eprintln!("kube: process {} saw its tests end by a signal", id());
-            ExitCode::FAILURE
-        }
-    }
+    let Ok(Some(code)) = ended.map(|status| status.code()) else {
+        eprintln!("kube: process {} saw its tests end by a signal", id());
+        return 1;
+    };
+    u8::try_from(code).unwrap_or(1)
 }
 
 /// Removes a cgroup with all that are below it.

@@ -108,10 +108,11 @@ impl Greeting {
 
 /// Takes the gateway for this place, where all gateways are reached.
 fn claim(links: &Links, hello: &Hello, place: &Place) -> Result<Option<Claim>, Missed> {
-    let every = links.config.tunnels.gateways == AtGateways::Every;
-    let Some(instance) = hello.instance.as_ref().filter(|_| every) else {
+    if links.config.tunnels.gateways == AtGateways::One {
         return Ok(None);
-    };
+    }
+    // An older one says no more than its name. Two that say the same are one, rather than to end each other's tunnels.
+    let instance = hello.instance.as_ref().unwrap_or(&hello.gateway);
     let claim = links.reached.claim(instance, place);
     let elsewhere = || Missed::Reached(instance.clone());
     claim.map(Some).ok_or_else(elsewhere)

@@ -1,0 +1,276 @@
+//! Thousands of nodes, each with an edge: what that costs a gateway, and what it asks of the API server when nothing happens.
+//!
+//! The edges are the bench's light ones. `CAUSEWAY_TEST_FULL=1` has it; without, the bench would be built for this alone.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use crate::{
+    nodes::{number, started},
+    trial,
+    world::{
+        World,
+        process::{Process, Program, Ran, within},
+        world,
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    let thousands = trial(
+        "fleet::five_thousand_nodes_with_five_thousand_edges",
+        five_thousand_nodes_with_five_thousand_edges,
+    );
+    full.then_some(thousands).into_iter().collect()
+}
+
+/// Edges that stay, and edges that come and go.
+const STEADY: u64 = 4_500;
+const FLAPPING: u64 = 500;
+/// The kubelets' own nodes are there as well.
+const NODES: u64 = STEADY + FLAPPING + 2;
+
+const TUNNEL: u16 = 12_262;
+const ADMIN: u16 = 12_265;
+const DNS: u16 = 12_253;
+/// What the names of nodes at the edge mean.
+const MEANING: &str = "192.0.2.20";
+
+/// An answer of the name server, on a machine that has 5,000 edges to do as well.
+const ANSWERED: Duration = Duration::from_secs(1);
+
+/// Creates the Node objects of so many, with an address each.
+fn create(world: &World, prefix: &str, count: u64, network: u64) {
+    let node = |number: u64| {
+        let address = format!("10.{network}.{}.{}", number / 250, number % 250 + 1);
+        json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": format!("{prefix}{number}"), "labels": { "causeway.io/edge": "true" } },
+            "status": { "addresses": [{ "type": "InternalIP", "address": address }] },
+        })
+    };
+    let items: Vec<Value> = (1..=count).map(node).collect();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
+    let create = world.cluster.kubectl("create --validate=false -f -");
+    let create = create.input(list.to_string());
+    create.within(Duration::from_mins(10)).run().ok();
+}
+
+/// The bench's generator of loads.
+fn load() -> PathBuf {
+    let bench = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/load");
+    let build =
+        Program::new("cargo").words("build -q --release --locked --offline --manifest-path");
+    let build = build.args([bench.join("Cargo.toml")]);
+    build.within(Duration::from_mins(15)).run().ok();
+    let target = env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target = target.unwrap_or_else(|| bench.join("target"));
+    target.join("release/causeway-bench-load")
+}
+
+struct Fleet {
+    load: PathBuf,
+    folder: PathBuf,
+}
+
+impl Fleet {
+    fn identities(&self, prefix: &str) -> PathBuf {
+        self.folder.join(format!("{prefix}identities"))
+    }
+
+    fn mint(&self, prefix: &str, count: u64) {
+        let mint = Program::new(&self.load).words(&format!(
+            "mint --prefix {prefix} --nodes {count} --data-dir"
+        ));
+        let mint = mint.args([self.folder.join("data")]).args(["--out"]);
+        let mint = mint.args([self.identities(prefix)]);
+        mint.within(Duration::from_mins(5)).run().ok();
+    }
+
+    /// Edges of these nodes, for as long as it lives.
+    fn edges(&self, prefix: &str) -> Process {
+        Program::new(&self.load)
+            .words(&format!("fleet --gateway 127.0.0.1:{TUNNEL} --identities"))
+            .args([self.identities(prefix)])
+            .start(&self.folder.join(format!("{prefix}log")))
+    }
+}
+
+fn metric(name: &str) -> u64 {
+    let url = format!("http://127.0.0.1:{ADMIN}/metrics");
+    let all = Program::new("curl").words("-sS").args([url]).run();
+    number(&all.ok().text(), name)
+}
+
+fn tunnels() -> u64 {
+    metric("causeway_gateway_tunnels ")
+}
+
+/// The memory of a process, in KiB.
+fn memory(process: &Process) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.unwrap().trim().strip_suffix(" kB");
+    kib.unwrap().parse().unwrap()
+}
+
+/// What a name means, and how long it took to say so.
+fn ask(name: &str) -> (String, Duration) {
+    let began = Instant::now();
+    let dig = format!("+short +time=5 +tries=1 -p {DNS} @127.0.0.1 {name}.nodes.example");
+    let said: Ran = Program::new("dig").words(&dig).run().ok();
+    (said.text().trim().to_owned(), began.elapsed())
+}
+
+/// How many requests of the gateway's account the API server has taken.
+fn requests(world: &World) -> u64 {
+    let all = world
+        .cluster
+        .kubectl("get --raw /metrics")
+        .run()
+        .ok()
+        .text();
+    let ours = |line: &&str| {
+        line.starts_with("apiserver_flowcontrol_dispatched_requests_total{")
+            && line.contains("flow_schema=\"causeway\"")
+    };
+    let counts = all
+        .lines()
+        .filter(ours)
+        .filter_map(|line| line.split(' ').next_back());
+    counts.map(|count| count.parse::<u64>().unwrap()).sum()
+}
+
+/// Counts what the gateway's account asks for by itself.
+fn count_requests(world: &World) {
+    let everything = json!({ "verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": true, "namespaces": ["*"] });
+    let elsewhere = json!({ "verbs": ["*"], "nonResourceURLs": ["*"] });
+    let account = json!({ "name": "causeway-gateway", "namespace": "kube-system" });
+    world.cluster.apply(&json!({
+        "apiVersion": "flowcontrol.apiserver.k8s.io/v1", "kind": "FlowSchema",
+        "metadata": { "name": "causeway" },
+        "spec": {
+            "matchingPrecedence": 100,
+            "priorityLevelConfiguration": { "name": "workload-low" },
+            "rules": [{
+                "subjects": [{ "kind": "ServiceAccount", "serviceAccount": account }],
+                "resourceRules": [everything], "nonResourceRules": [elsewhere],
+            }],
+        },
+    }));
+}
+
+fn five_thousand_nodes_with_five_thousand_edges() {
+    let world = world();
+    let folder = world.path("fleet");
+    fs::create_dir_all(&folder).unwrap();
+    let fleet = Fleet {
+        load: load(),
+        folder,
+    };
+    for (prefix, count, network) in [("steady-", STEADY, 110), ("flapping-", FLAPPING, 140)] {
+        fleet.mint(prefix, count);
+        create(&world, prefix, count, network);
+    }
+    let kubeconfig = world.cluster.account("egress");
+    count_requests(&world);
+    let config = json!({
+        "data_dir": fleet.folder.join("data"),
+        "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "dns": { "listen": format!("127.0.0.1:{DNS}"), "zones": ["nodes.example"], "addresses": [MEANING] },
+        "kubernetes": { "kubeconfig": kubeconfig },
+    });
+    let began = Instant::now();
+    let gateway = started(&fleet.folder, &config.to_string());
+    let known = || metric("causeway_gateway_cluster_nodes{place=\"edge\"} ") == NODES;
+    assert!(within(Duration::from_mins(1), known), "not all are known");
+    println!(
+        "{NODES} nodes are known {:?} after the start",
+        began.elapsed()
+    );
+    println!("memory with no edge: {} KiB", memory(&gateway));
+    let began = Instant::now();
+    let _steady = fleet.edges("steady-");
+    let flapping = fleet.edges("flapping-");
+    let all = || tunnels() == STEADY + FLAPPING;
+    assert!(
+        within(Duration::from_mins(3), all),
+        "{} edges are here",
+        tunnels()
+    );
+    println!(
+        "{} edges are here {:?} after their start",
+        STEADY + FLAPPING,
+        began.elapsed()
+    );
+    println!("memory with all edges: {} KiB", memory(&gateway));
+    drop(flapping);
+    flap(&fleet);
+    println!("memory after the flapping: {} KiB", memory(&gateway));
+    rest(&world);
+    assert!(memory(&gateway) < 700 << 10, "{} KiB", memory(&gateway));
+    drop(gateway);
+    let line = "delete nodes -l causeway.io/edge=true --wait=false --field-selector metadata.name!=edge-1,metadata.name!=edge-2";
+    let delete = world.cluster.kubectl(line).within(Duration::from_mins(10));
+    delete.run().ok();
+    world
+        .cluster
+        .kubectl("delete flowschema causeway")
+        .run()
+        .ok();
+}
+
+/// 500 edges come and go, all at once, while names are asked for.
+fn flap(fleet: &Fleet) {
+    let (mut asked, mut slowest) = (0, Duration::ZERO);
+    for round in 1..=6_u64 {
+        let flapping = fleet.edges("flapping-");
+        let mut number = round;
+        let here = || {
+            for name in [
+                format!("steady-{number}"),
+                format!("flapping-{}", number % FLAPPING + 1),
+            ] {
+                let (meaning, took) = ask(&name);
+                assert_eq!(meaning, MEANING, "{name}");
+                (asked, slowest) = (asked + 1, slowest.max(took));
+            }
+            number += 7;
+            tunnels() == STEADY + FLAPPING
+        };
+        assert!(
+            within(Duration::from_mins(1), here),
+            "{} edges are here",
+            tunnels()
+        );
+        drop(flapping);
+        let gone = || tunnels() == STEADY;
+        assert!(
+            within(Duration::from_mins(1), gone),
+            "{} edges are here",
+            tunnels()
+        );
+    }
+    println!(
+        "{asked} names were answered, the slowest after {slowest:?}, while 500 edges came and went 6 times"
+    );
+    assert!(slowest < ANSWERED, "{slowest:?}");
+}
+
+/// A minute in which nothing happens, but for the two kubelets' heartbeats.
+fn rest(world: &World) {
+    let before = requests(world);
+    assert!(before > 0, "the gateway's requests are not counted");
+    let over = Instant::now() + Duration::from_mins(1);
+    within(Duration::from_mins(2), || Instant::now() > over);
+    let asked = requests(world) - before;
+    println!("requests of the API server in a minute at rest: {asked}");
+    assert!(asked <= 6, "{asked}");
+}
