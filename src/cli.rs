@@ -40,6 +40,9 @@ pub(crate) enum Command {
     Gateway(Run<causeway_gateway::config::Config>),
     /// Run an edge: the agent on a node, which dials the gateway; or, beside a gateway, say which edges are welcome
     Edge(Edge),
+    /// Lead callers of nodes' own addresses from this host, where no gateway runs, to gateways elsewhere
+    #[cfg(feature = "k8s")]
+    Redirect(Run<causeway_gateway::redirector::Config>),
     /// Run a gateway, two edges and their apps in one process
     Demo(Demo),
     /// Show the edges of a running gateway or demo
@@ -286,6 +289,9 @@ pub(crate) enum Side {
     Gateway,
     /// The edge's keys
     Edge,
+    /// Those of `redirect`
+    #[cfg(feature = "k8s")]
+    Redirect,
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ mod cluster;
 mod data;
 mod demo;
 mod edge;
+mod files;
 mod gateway;
 mod health;
 #[cfg(feature = "k8s")]
@@ -20,6 +21,8 @@ mod nodes;
 mod operator;
 mod policy;
 mod private;
+#[cfg(feature = "k8s")]
+mod redirect;
 mod reload;
 mod rotate;
 mod status;
@@ -32,6 +35,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use causeway_config::Log;
+use causeway_gateway::redirector;
 use clap::CommandFactory;
 
 use crate::cli::{self, Cli, Command, Run, Side};
@@ -93,6 +97,11 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
             Some((config, sources)) => Job::new(config.log.clone(), edge::run(config, sources)),
             None => return Ok(None),
         },
+        #[cfg(feature = "k8s")]
+        Command::Redirect(run) => match configure(run, &[], |_| Ok(()))? {
+            Some((config, _)) => Job::new(config.log.clone(), redirect::run(config)),
+            None => return Ok(None),
+        },
         Command::Demo(demo) => Job::brief(demo::run(demo)),
         Command::Status(status) => Job::brief(status::run(status)),
         Command::Health(health) => Job::brief(health::run(health)),
@@ -113,6 +122,8 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
                 match side {
                     Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
                     Side::Edge => settings::reference::<causeway_edge::config::Config>(),
+                    #[cfg(feature = "k8s")]
+                    Side::Redirect => settings::reference::<causeway_gateway::redirector::Config>(),
                 }
             );
             return Ok(None);
@@ -140,8 +151,10 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
+    let redirector = error.downcast_ref::<redirector::Error>();
     if edge.is_some_and(causeway_edge::Error::is_final)
         || gateway.is_some_and(causeway_gateway::BindError::is_final)
+        || redirector.is_some_and(redirector::Error::is_final)
     {
         ExitCode::from(3)
     } else {

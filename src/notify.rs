@@ -18,6 +18,8 @@ use std::time::Duration;
 
 use causeway_edge::state::{Reader, Status};
 use causeway_gateway::Pulse;
+#[cfg(feature = "k8s")]
+use causeway_gateway::redirector::Fares;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -155,6 +157,32 @@ impl Notify {
                 }
                 let pause = if pulse.is_ready() { rhythm } else { LOOK };
                 self.pause(pause, &stop).await;
+            }
+        })
+        .await
+    }
+
+    /// Runs a redirector, and tells how it fares. It counts as started though it knows no nodes yet: the cluster whose they
+    /// are may be started after it.
+    #[cfg(feature = "k8s")]
+    pub(crate) async fn redirector<T>(
+        &self,
+        redirector: Fares,
+        (stop, grace): (CancellationToken, Duration),
+        run: impl Future<Output = T>,
+    ) -> T {
+        beside(run, async {
+            self.rhythm().await;
+            loop {
+                self.alive();
+                if stop.is_cancelled() {
+                    self.stopping(grace);
+                } else {
+                    let led = count(redirector.addresses(), "address", "addresses");
+                    let led = || format!("callers of {led} of nodes are led to gateways");
+                    self.ready(&redirector.trouble().unwrap_or_else(led));
+                }
+                self.pause(LOOK, &stop).await;
             }
         })
         .await

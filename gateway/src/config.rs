@@ -11,7 +11,7 @@ pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
 pub mod policy;
-mod redirect;
+pub(crate) mod redirect;
 mod validate;
 
 use std::collections::BTreeMap;

@@ -1,13 +1,15 @@
 //! Causeway's cloud side: the gateway.
 //!
 //! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), the control
-//! path comes last (`control`): proxy reads, control writes, state lies between.
+//! path comes last (`control`): proxy reads, control writes, state lies between. `redirector` leads callers here from
+//! hosts where no gateway runs.
 
 pub mod audit;
 pub mod config;
 pub mod core;
 pub mod error;
 pub mod metrics;
+mod seldom;
 pub mod state;
 
 pub mod proxy;
@@ -16,6 +18,9 @@ pub mod control;
 
 pub mod gateway;
 
+pub mod redirector;
+
 pub use config::Config;
 pub use error::{Error, Reason};
 pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover};
+pub use redirector::Redirector;

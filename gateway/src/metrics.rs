@@ -5,6 +5,7 @@
 //! never a node's or a caller's name: what is known by node is in the admin API. Fields are private, so
 //! that a metric that nothing touches does not compile.
 
+mod cluster;
 mod front;
 mod latency;
 
@@ -13,6 +14,7 @@ mod tests;
 
 use latency::Latency;
 
+pub use cluster::ClusterMetrics;
 pub use front::{ConnectionGuard, FrontMetrics, StreamGuard, StreamOver};
 
 use prometheus_client::{
@@ -54,6 +56,11 @@ macro_rules! declare {
         }
     };
 }
+
+// Behind the macro, which is known from there on.
+mod redirector;
+
+pub use redirector::RedirectorMetrics;
 
 declare! {
     /// Callers' connections that are open.
@@ -258,21 +265,10 @@ impl Metrics {
         self.declared.last_reload_successful.set(well.into());
     }
 
-    /// So many nodes does the cluster have, at the edge and elsewhere.
-    pub fn cluster(&self, edge: usize, elsewhere: usize) {
-        for (place, count) in [("edge", edge), ("elsewhere", elsewhere)] {
-            let gauge = self
-                .declared
-                .cluster_nodes
-                .get_or_create(&[("place", place)]);
-            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
-        }
-    }
-
-    /// The cluster's API answers, or does not since then, in Unix time.
-    pub fn cluster_lost(&self, since: Option<u64>) {
-        let since = i64::try_from(since.unwrap_or_default()).unwrap_or(i64::MAX);
-        self.declared.cluster_lost_timestamp_seconds.set(since);
+    /// What is counted of a cluster's nodes.
+    pub fn cluster(&self) -> ClusterMetrics {
+        let lost = &self.declared.cluster_lost_timestamp_seconds;
+        ClusterMetrics::of(&self.declared.cluster_nodes, lost)
     }
 
     /// The hosts file is this gateway's to write, or another's.

@@ -14,7 +14,7 @@ use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
     control::drain::Hold,
-    metrics::Metrics,
+    metrics::ClusterMetrics,
     state::{Member, NodesWriter},
 };
 use futures_util::{StreamExt, TryStreamExt};
@@ -27,7 +27,7 @@ use kube::{
     },
 };
 use rustls_pki_types::UnixTime;
-use std::{collections::BTreeMap, net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
 use tokio::time::{Instant, sleep_until};
 
 /// Nodes in one answer of the API.
@@ -46,7 +46,7 @@ pub struct Informer {
     /// The table.
     pub nodes: NodesWriter,
     /// What is counted.
-    pub metrics: Arc<Metrics>,
+    pub metrics: ClusterMetrics,
 }
 
 impl Informer {
@@ -219,14 +219,14 @@ impl Known {
 
 /// Whether the API is in touch, and what is said of it.
 struct Touch {
-    metrics: Arc<Metrics>,
+    metrics: ClusterMetrics,
     hold: Option<Hold>,
     lost: Option<Instant>,
     said: Option<Instant>,
 }
 
 impl Touch {
-    fn new(hold: Hold, metrics: Arc<Metrics>) -> Self {
+    fn new(hold: Hold, metrics: ClusterMetrics) -> Self {
         Self {
             metrics,
             hold: Some(hold),
@@ -238,7 +238,7 @@ impl Touch {
     fn heard(&mut self) {
         if let Some(since) = self.lost.take() {
             self.said = None;
-            self.metrics.cluster_lost(None);
+            self.metrics.lost(None);
             tracing::info!(outage = ?since.elapsed(), "the cluster's API answers again");
         }
     }
@@ -246,7 +246,7 @@ impl Touch {
     fn lost(&mut self, error: &watcher::Error) {
         let why = watch_said(error);
         let since = *self.lost.get_or_insert_with(|| {
-            self.metrics.cluster_lost(Some(UnixTime::now().as_secs()));
+            self.metrics.lost(Some(UnixTime::now().as_secs()));
             Instant::now()
         });
         if let Some(hold) = &self.hold {
@@ -271,7 +271,7 @@ impl Touch {
 
     fn written(&mut self, members: &BTreeMap<NodeName, Member>) {
         let edge = members.values().filter(|member| member.edge).count();
-        self.metrics.cluster(edge, members.len() - edge);
+        self.metrics.nodes(edge, members.len() - edge);
         if self.hold.take().is_some() {
             tracing::info!(nodes = members.len(), edge, "the cluster's nodes are known");
         } else {

@@ -74,7 +74,7 @@ impl Cluster {
             client: parts.client,
             rules: parts.rules,
             nodes: bound.nodes(),
-            metrics: bound.metrics(),
+            metrics: bound.metrics().cluster(),
         };
         let hold = bound.hold("the nodes of the cluster are not known yet");
         let hosts = async move {

@@ -8,18 +8,14 @@ use anyhow::{Context, anyhow, bail};
 use causeway_gateway::config::NodePorts;
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::sync::watch;
 
 use super::cluster::{self, Cluster, Listing};
-use super::{admin, policy};
+use super::{admin, files, policy};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
 use crate::signal::Signals;
-
-/// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
-const RESERVE: usize = 256;
 
 /// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
 pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
@@ -175,25 +171,7 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 /// Takes as many files as the system gives, and lets callers have no more connections than fit: a gateway that is
 /// out of files could take no tunnel back.
 fn within_files(mut config: Config) -> Config {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
-        return config;
-    };
-    let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
-        hard
-    } else {
-        soft
-    };
-    let files = usize::try_from(files).unwrap_or(usize::MAX);
-    // Half where there are few, so that something is left for both.
-    let most = files.saturating_sub(RESERVE).max(files / 2).max(1);
-    if config.limits.connections > most {
-        tracing::warn!(
-            files,
-            connections = most,
-            "fewer connections than limits.connections: the limit of open files does not allow more"
-        );
-        config.limits.connections = most;
-    }
+    config.limits.connections = files::allow(config.limits.connections, 1);
     config
 }
 

@@ -181,6 +181,7 @@ mod tests {
     fn every_key_has_a_flag_of_its_own_and_is_explained() {
         unique_and_explained::<causeway_gateway::config::Config>();
         unique_and_explained::<causeway_edge::config::Config>();
+        unique_and_explained::<causeway_gateway::redirector::Config>();
     }
 
     #[test]

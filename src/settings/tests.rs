@@ -2,6 +2,7 @@ use std::path::{Path as FilePath, PathBuf};
 
 use causeway_edge::config::Config as Edge;
 use causeway_gateway::config::{AccessLog, Config as Gateway, Kind};
+use causeway_gateway::redirector::Config as Redirect;
 
 use super::*;
 
@@ -29,6 +30,7 @@ fn verdict(file: &FilePath) -> String {
     let outcome = match name.split_once('-').unwrap().0 {
         "gateway" => load::<Gateway>(&sources).map(drop),
         "edge" => load::<Edge>(&sources).map(drop),
+        "redirect" => load::<Redirect>(&sources).map(drop),
         other => panic!("{other} is no side"),
     };
     let text = outcome

@@ -8,6 +8,7 @@ mod world;
 
 mod proxied;
 mod redirect;
+mod redirector;
 mod routing;
 
 mod dns;

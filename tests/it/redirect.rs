@@ -301,11 +301,8 @@ async fn without_the_capability_or_with_a_name_that_is_taken_the_gateway_says_so
     let site = Site::with_fronts(CONFIGURATION).await;
     let configuration = site.path("gateway.yaml");
     let nodes = NodesWriter::default();
-    let taken = Nat::install(
-        &Redirect::default(),
-        &nodes,
-        watch::Sender::default().subscribe(),
-    );
+    let ports = watch::Sender::default().subscribe();
+    let taken = Nat::install(&Redirect::default().table, &nodes, ports);
     assert!(matches!(taken, Err(NatError::Taken(_))), "{taken:?}");
     site.gateway.signal("KILL").await;
     let less = program("setpriv").args(["--bounding-set=-net_admin", binary(), "gateway"]);
@@ -349,7 +346,8 @@ async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_o
     let nodes = NodesWriter::default();
     nodes.replace([node(1)].into());
     let ports = watch::Sender::<Ports>::default();
-    let install = || Nat::install(&Redirect::default(), &nodes, ports.subscribe()).unwrap();
+    let table = Redirect::default().table;
+    let install = || Nat::install(&table, &nodes, ports.subscribe()).unwrap();
     drop(install());
     let one = {
         let _nat = install();

@@ -83,16 +83,20 @@ impl Redirect {
             }
             known(&path, name, fronts, faults);
         }
-        let mut letters = self.table.chars();
-        let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
-        let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
-        if !(begins && goes_on && self.table.len() <= MAX_TABLE) {
-            let message = format!(
-                "{:?} is no name of a table; begin with a letter, then letters, digits and _, {MAX_TABLE} in all",
-                self.table
-            );
-            faults.add("redirect.table", message);
-        }
+        check_table("redirect.table", &self.table, faults);
+    }
+}
+
+/// Whether this can be the name of a table.
+pub(crate) fn check_table(path: &str, table: &str, faults: &mut Faults) {
+    let mut letters = table.chars();
+    let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
+    let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
+    if !(begins && goes_on && table.len() <= MAX_TABLE) {
+        let message = format!(
+            "{table:?} is no name of a table; begin with a letter, then letters, digits and _, {MAX_TABLE} in all"
+        );
+        faults.add(path, message);
     }
 }
 
@@ -127,7 +131,7 @@ fn known<'a>(
 }
 
 /// The kernel leads a connection from elsewhere to the address at which it came in, and one from here to loopback.
-fn reached(listen: SocketAddr) -> bool {
+pub(crate) fn reached(listen: SocketAddr) -> bool {
     let own = [
         IpAddr::from(Ipv4Addr::LOCALHOST),
         Ipv6Addr::LOCALHOST.into(),

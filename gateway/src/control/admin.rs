@@ -77,7 +77,7 @@ pub struct App {
 /// The admin listener's pages.
 pub fn router(app: App) -> Router {
     let address = app.address.ip();
-    Router::new()
+    let router = Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .route("/metrics", get(scrape))
@@ -93,6 +93,13 @@ pub fn router(app: App) -> Router {
                 "there is nothing at this path",
             )
         })
+        .with_state(app);
+    kept(router, address)
+}
+
+/// What holds for every admin listener, at this address: who may ask, how long an answer takes, what is logged.
+pub(crate) fn kept(router: Router, address: IpAddr) -> Router {
+    router
         .layer(middleware::from_fn(move |request, next| {
             guard(address, request, next)
         }))
@@ -103,7 +110,6 @@ pub fn router(app: App) -> Router {
         ))
         // A 503 of `/readyz` is an answer, and asked for every few seconds.
         .layer(TraceLayer::new_for_http().on_failure(DefaultOnFailure::new().level(Level::DEBUG)))
-        .with_state(app)
 }
 
 /// Refuses requests for somebody else's name.
@@ -148,10 +154,12 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
         .map(|(_, edge)| edge.admitted.tunnel.round_trip());
     app.metrics.round_trips(round_trips.collect());
     app.metrics.unread(app.pressure.bytes());
-    let mut headers = HeaderMap::new();
-    let format = header::HeaderValue::from_static(metrics::CONTENT_TYPE);
-    headers.insert(header::CONTENT_TYPE, format);
-    (headers, app.metrics.encode())
+    scraped(app.metrics.encode())
+}
+
+/// Metrics as an answer.
+pub(crate) fn scraped(metrics: String) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], metrics)
 }
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {

@@ -46,7 +46,7 @@ pub enum NatError {
     Unsupported(io::Error),
     /// Another process that runs has a table of this name.
     #[error(
-        "another process that runs owns the nftables table inet {0}; end it, or give this one another name by redirect.table"
+        "another process that runs owns the nftables table inet {0}; end it, or give this one another name (redirect.table of a gateway, table of `causeway redirect`)"
     )]
     Taken(String),
     /// The kernel refused the rules.
@@ -78,17 +78,28 @@ impl Ports {
             let Some(at) = stands.and_then(|(_, address)| *address) else {
                 continue;
             };
-            let everywhere = at.ip().is_unspecified();
-            // An IPv6 wildcard takes IPv4 as well.
-            let families = [at.is_ipv4() || everywhere, at.is_ipv6()];
-            for (place, _) in families.iter().enumerate().filter(|(_, takes)| **takes) {
-                ports.local[place].insert(port, at.port());
-                if everywhere {
-                    ports.forwarded[place].insert(port, at.port());
-                }
-            }
+            ports.lead(port, at);
         }
         ports
+    }
+
+    /// All of these lead to the one listener that stands at this address.
+    pub(crate) fn all_to(at: SocketAddr, led: impl IntoIterator<Item = u16>) -> Self {
+        let mut ports = Self::default();
+        led.into_iter().for_each(|port| ports.lead(port, at));
+        ports
+    }
+
+    fn lead(&mut self, port: u16, at: SocketAddr) {
+        let everywhere = at.ip().is_unspecified();
+        // An IPv6 wildcard takes IPv4 as well.
+        let families = [at.is_ipv4() || everywhere, at.is_ipv6()];
+        for (place, _) in families.iter().enumerate().filter(|(_, takes)| **takes) {
+            self.local[place].insert(port, at.port());
+            if everywhere {
+                self.forwarded[place].insert(port, at.port());
+            }
+        }
     }
 
     fn of(&self, local: bool, v4: bool) -> &BTreeMap<u16, u16> {
@@ -151,7 +162,7 @@ impl Rules {
     }
 }
 
-/// Redirections, from the start of a gateway to its end.
+/// Redirections, from the start of a process to its end.
 #[derive(Debug)]
 pub struct Nat {
     rules: Rules,
@@ -161,18 +172,18 @@ pub struct Nat {
 }
 
 impl Nat {
-    /// Writes the rules for what is known now.
+    /// Writes the rules for what is known now, as the table of this name.
     ///
     /// # Errors
     /// What keeps them from being written.
     pub fn install(
-        redirect: &Redirect,
+        table: &str,
         nodes: &NodesWriter,
         ports: watch::Receiver<Ports>,
     ) -> Result<Self, NatError> {
         let mut nat = Self {
             rules: Rules {
-                table: Table::open(&redirect.table)?,
+                table: Table::open(table)?,
                 memory: Netlink::open().map_err(NatError::Unsupported)?,
                 edges: BTreeSet::new(),
                 ports: Ports::default(),
@@ -185,7 +196,7 @@ impl Nat {
         };
         let (edges, ports) = nat.wanted();
         nat.rules.become_these(edges, ports)?;
-        let (table, addresses) = (&redirect.table, nat.rules.edges.len());
+        let addresses = nat.rules.edges.len();
         tracing::info!(
             table,
             addresses,

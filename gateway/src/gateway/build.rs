@@ -176,7 +176,7 @@ fn redirected(
     };
     let ports = Ports::new(redirect, &config.fronts, &fronts.addresses());
     let (ports, told) = watch::channel(ports);
-    let nat = Nat::install(redirect, &base.nodes, told)?;
+    let nat = Nat::install(&redirect.table, &base.nodes, told)?;
     Ok((ports, Some(nat)))
 }
 

@@ -6,6 +6,7 @@
 use crate::{
     config,
     error::{Error, Reason},
+    seldom::Seldom,
 };
 use causeway_tunnel::unread::Pressure;
 use std::{
@@ -14,12 +15,7 @@ use std::{
         Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
-    time::Duration,
 };
-use tokio::time::Instant;
-
-/// Whom there is no room for is said not more often than this: a flood would flood the log.
-const SAY: Duration = Duration::from_secs(10);
 
 /// Open streams of one caller or node.
 pub type Count = Arc<AtomicUsize>;
@@ -30,16 +26,9 @@ pub struct Limits {
     bounds: config::Limits,
     all: Count,
     connections: Count,
-    turned_away: Mutex<TurnedAway>,
+    turned_away: Seldom,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     pressure: Arc<Pressure>,
-}
-
-/// Connections for which there was no room.
-#[derive(Debug, Default)]
-struct TurnedAway {
-    since: usize,
-    said: Option<Instant>,
 }
 
 /// The right to one open stream.
@@ -73,7 +62,7 @@ impl Limits {
             bounds,
             all: Count::default(),
             connections: Count::default(),
-            turned_away: Mutex::default(),
+            turned_away: Seldom::default(),
             callers: Mutex::default(),
         }
     }
@@ -110,16 +99,7 @@ impl Limits {
 
     /// Notes that there was none. Where it is time to say so: how many there were since it was said last.
     pub fn turned_away(&self) -> Option<usize> {
-        let mut turned = self
-            .turned_away
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        turned.since += 1;
-        if turned.said.is_some_and(|said| said.elapsed() < SAY) {
-            return None;
-        }
-        turned.said = Some(Instant::now());
-        Some(std::mem::take(&mut turned.since))
+        self.turned_away.happened()
     }
 
     /// Room for one more stream.
@@ -193,7 +173,7 @@ mod tests {
         assert!(limits.connection().is_none());
         assert_eq!(limits.turned_away(), Some(1));
         assert!((0..5).all(|_| limits.turned_away().is_none()));
-        tokio::time::advance(SAY).await;
+        tokio::time::advance(crate::seldom::SAY).await;
         assert_eq!(limits.turned_away(), Some(6));
     }
 

@@ -107,6 +107,16 @@ impl Space {
         must("ip", &format!("netns exec {} nft {line}", self.0));
     }
 
+    /// What `nft` says there, if it does what it is told.
+    fn says(&self, line: &str) -> Result<String, String> {
+        let line = line.split_whitespace();
+        let all: Vec<&str> = ["netns", "exec", &self.0, "nft"]
+            .into_iter()
+            .chain(line)
+            .collect();
+        run("ip", &all)
+    }
+
     /// Makes room for rules that drop what arrives.
     fn filter(&self) {
         self.nft("add table inet cut");
@@ -157,12 +167,7 @@ impl Street {
 
     /// What `nft` says in the hub, if it does what it is told.
     pub(crate) fn nft(&self, line: &str) -> Result<String, String> {
-        let line = line.split_whitespace();
-        let all: Vec<&str> = ["netns", "exec", &self.hub.0, "nft"]
-            .into_iter()
-            .chain(line)
-            .collect();
-        run("ip", &all)
+        self.hub.says(line)
     }
 
     /// The hub's TCP sends again at least each second, where the kernel (6.15 and later) can be told so.
@@ -220,6 +225,17 @@ impl Host<'_> {
         self.space
             .ip(&format!("addr add fd77::{last}/64 dev eth0 nodad"));
         self.space.ip(&format!("-6 route add default via {HUB6}"));
+    }
+
+    /// It sends what is for elsewhere by another host.
+    pub(crate) fn sends_by(&self, other: &Host<'_>) {
+        self.space
+            .ip(&format!("route replace default via {}", other.address));
+    }
+
+    /// What `nft` says there, if it does what it is told.
+    pub(crate) fn nft(&self, line: &str) -> Result<String, String> {
+        self.space.says(line)
     }
 
     /// Puts this thread there: what listens from now on listens on that host.

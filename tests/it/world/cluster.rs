@@ -1,0 +1,133 @@
+//! A cluster's API as far as nodes are followed by it: a list of Node objects, and a watch that goes on.
+
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::{Query, State},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use futures_util::stream;
+use serde_json::{Value, json};
+use std::{
+    collections::{BTreeMap, HashMap},
+    convert::Infallible,
+    fs,
+    net::Ipv4Addr,
+    path::PathBuf,
+};
+use tempfile::TempDir;
+use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+
+/// What there is, and all that has happened: the place in the list is the version.
+#[derive(Clone, Debug, Default)]
+struct Objects {
+    nodes: BTreeMap<String, Value>,
+    happened: Vec<Value>,
+}
+
+/// The API; dropping it takes it away.
+pub(crate) struct Cluster {
+    folder: TempDir,
+    objects: watch::Sender<Objects>,
+    serving: JoinSet<()>,
+}
+
+impl Cluster {
+    /// An API without nodes, at this address of this thread's network.
+    pub(crate) async fn at(address: Ipv4Addr) -> Self {
+        let listener = TcpListener::bind((address, 0)).await.unwrap();
+        let server = listener.local_addr().unwrap();
+        let (objects, known) = watch::channel(Objects::default());
+        let router = Router::new().route("/api/v1/nodes", get(nodes));
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            axum::serve(listener, router.with_state(known))
+                .await
+                .unwrap();
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let kubeconfig = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "it",
+            "clusters": [{ "name": "it", "cluster": { "server": format!("http://{server}") } }],
+            "users": [{ "name": "it", "user": {} }],
+            "contexts": [{ "name": "it", "context": { "cluster": "it", "user": "it" } }],
+        });
+        fs::write(folder.path().join("kubeconfig"), kubeconfig.to_string()).unwrap();
+        Self {
+            folder,
+            objects,
+            serving,
+        }
+    }
+
+    /// The file that says how to reach it.
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
+        self.folder.path().join("kubeconfig")
+    }
+
+    /// A node comes, or is another: with these addresses, at the edge or in the cloud.
+    pub(crate) fn node(&self, name: &str, edge: bool, addresses: &[&str]) {
+        let addresses = addresses
+            .iter()
+            .map(|address| json!({ "type": "InternalIP", "address": address }));
+        let addresses: Vec<_> = addresses.collect();
+        self.objects.send_modify(|objects| {
+            let version = (objects.happened.len() + 1).to_string();
+            let labels = if edge {
+                json!({ "causeway.io/edge": "true" })
+            } else {
+                json!({})
+            };
+            let node = json!({
+                "apiVersion": "v1", "kind": "Node",
+                "metadata": { "name": name, "labels": labels, "resourceVersion": version },
+                "status": { "addresses": addresses },
+            });
+            let known = objects.nodes.insert(name.to_owned(), node.clone());
+            let kind = if known.is_some() { "MODIFIED" } else { "ADDED" };
+            objects
+                .happened
+                .push(json!({ "type": kind, "object": node }));
+        });
+    }
+
+    /// A node goes.
+    pub(crate) fn gone(&self, name: &str) {
+        self.objects.send_modify(|objects| {
+            let mut node = objects.nodes.remove(name).unwrap();
+            let version = (objects.happened.len() + 1).to_string();
+            node["metadata"]["resourceVersion"] = version.into();
+            objects
+                .happened
+                .push(json!({ "type": "DELETED", "object": node }));
+        });
+    }
+
+    /// Goes away with all its connections; the file stays.
+    pub(crate) async fn falls_silent(&mut self) {
+        self.serving.shutdown().await;
+    }
+}
+
+async fn nodes(
+    State(objects): State<watch::Receiver<Objects>>,
+    Query(asked): Query<HashMap<String, String>>,
+) -> Response {
+    if !asked.contains_key("watch") {
+        let now = objects.borrow().clone();
+        let items: Vec<_> = now.nodes.into_values().collect();
+        return Json(json!({
+            "apiVersion": "v1", "kind": "NodeList", "items": items,
+            "metadata": { "resourceVersion": now.happened.len().to_string() },
+        }))
+        .into_response();
+    }
+    let seen: usize = asked["resourceVersion"].parse().unwrap();
+    let events = stream::unfold((objects, seen), |(mut objects, seen)| async move {
+        let more = objects.wait_for(|objects| objects.happened.len() > seen);
+        let event = more.await.ok()?.happened[seen].to_string();
+        Some((Ok::<_, Infallible>(event + "\n"), (objects, seen + 1)))
+    });
+    Body::from_stream(events).into_response()
+}
