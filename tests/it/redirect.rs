@@ -5,6 +5,7 @@
 
 use crate::world::{
     app::{App, answer},
+    cluster::Cluster,
     netns::{HUB, Host, NEED, Street},
     process::{Process, Site, binary, causeway, program},
     tool::{Ran, Tool, need},
@@ -18,7 +19,7 @@ use causeway_gateway::{
 };
 use std::{
     io::Write,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     time::{Duration, Instant},
 };
 use tokio::{
@@ -146,11 +147,18 @@ async fn whoever_dials_a_nodes_address_arrives_at_that_node_from_here_and_from_b
 
 /// Answers every caller that it is there.
 async fn itself(listener: TcpListener) {
+    saying(listener, "itself").await;
+}
+
+async fn saying(listener: TcpListener, body: &str) {
+    let said = format!(
+        "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
     loop {
         let (mut stream, _) = listener.accept().await.unwrap();
         assert!(stream.read(&mut [0; 1024]).await.unwrap() > 0);
-        let said = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nitself";
-        stream.write_all(said).await.unwrap();
+        stream.write_all(said.as_bytes()).await.unwrap();
     }
 }
 
@@ -385,4 +393,121 @@ async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_o
     stop.cancel();
     timeout(SOON * 5, running.join_next()).await.unwrap();
     assert!(street.nft("list table inet causeway").is_err());
+}
+
+/// A node with pods, on a host of its own.
+struct Pods<'a> {
+    host: Host<'a>,
+    _edge: Option<Process>,
+    serving: JoinSet<()>,
+}
+
+impl<'a> Pods<'a> {
+    /// One in the cloud.
+    fn elsewhere(street: &'a Street) -> Self {
+        Self {
+            host: street.host(),
+            _edge: None,
+            serving: JoinSet::new(),
+        }
+    }
+
+    /// One whose edge lets callers to these hosts.
+    async fn at(street: &'a Street, site: &Site, node: &'static str, allowed: &str) -> Self {
+        let Self { host, serving, .. } = Self::elsewhere(street);
+        let token = site.token(&format!("--node {node}")).await;
+        let edge = host
+            .causeway()
+            .args(["edge", "--admin-listen", "127.0.0.1:0"]);
+        let edge = edge
+            .flag("--gateway", &site.tunnel)
+            .flag("--data-dir", site.edge_data(node))
+            .flag("--allow-hosts", allowed)
+            .flag("--join", token);
+        let mut edge = edge.start();
+        edge.said("tunnel registered").await;
+        Self {
+            host,
+            _edge: Some(edge),
+            serving,
+        }
+    }
+
+    /// A pod with this address, which is reached from the hub as well, says this. Returns where it is.
+    async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
+        self.host.has(address.parse().unwrap());
+        let listener = {
+            let _there = self.host.enter();
+            TcpListener::bind((address, 0)).await.unwrap()
+        };
+        let at = listener.local_addr().unwrap();
+        self.serving.spawn(saying(listener, says));
+        at
+    }
+}
+
+#[tokio::test]
+async fn pods_of_edge_nodes_are_reached_by_their_addresses_where_both_sides_say_so() {
+    need!(NEED, "curl");
+    let street = Street::new();
+    street.opens_up();
+    let cluster = Cluster::at(HUB).await;
+    let configuration = format!(
+        "fronts: [{{ name: pods, kind: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
+         redirect: {{ pods: pods }}\n\
+         kubernetes: {{ kubeconfig: {}, pod_networks: [10.244.0.0/16, \"fd01::/48\"] }}\n",
+        cluster.kubeconfig().display()
+    );
+    let mut site = Site::listening(&format!("{HUB}:0"), &configuration).await;
+    let mut one = Pods::at(&street, &site, "edge-1", "10.244.1.0/24,fd01:0:0:1::/64").await;
+    let mut two = Pods::at(&street, &site, "edge-2", "127.0.0.0/8").await;
+    let mut cloud = Pods::elsewhere(&street);
+    cluster.node_with_pods(
+        "edge-1",
+        true,
+        &["10.0.0.11"],
+        &["10.244.1.0/24", "fd01:0:0:1::/64"],
+    );
+    cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &["10.244.2.0/24"]);
+    // A network that has what is in the cloud in it as well is nobody's.
+    cluster.node_with_pods("edge-3", true, &["10.0.0.13"], &["10.244.8.0/23"]);
+    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &["10.244.9.0/24"]);
+    let set = |name: &str| {
+        street
+            .nft(&format!("list set inet causeway {name}"))
+            .unwrap()
+    };
+    until("networks are redirected", async || {
+        set("pods4").contains("10.244.1.0/24") && set("pods4").contains("10.244.2.0/24")
+    })
+    .await;
+    assert!(!set("pods4").contains("10.244.8"), "{}", set("pods4"));
+    assert!(set("pods6").contains("fd01:0:0:1::/64"), "{}", set("pods6"));
+
+    let curl = async |at: SocketAddr| {
+        let url = format!("http://{at}/");
+        Tool::curl()
+            .args(["--max-time", "5", "-g", &url])
+            .run()
+            .await
+    };
+    let v4 = one.pod("10.244.1.7", "edge").await;
+    assert_eq!(curl(v4).await.ok().text(), "edge");
+    let port = format!("node=\"edge-1\" port={} ", v4.port());
+    site.gateway.said(&port).await;
+    // The owner of that node lets nobody to its pods: there is no other way to them, though one is there.
+    let refused = two.pod("10.244.2.7", "edge").await;
+    assert_eq!(curl(refused).await.status.code(), Some(56));
+    let straight = cloud.pod("10.244.9.7", "cloud").await;
+    assert_eq!(curl(straight).await.ok().text(), "cloud");
+
+    let mut kept = TcpStream::connect(v4).await.unwrap();
+    kept.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    assert!(kept.read(&mut [0; 64]).await.unwrap() > 0);
+    assert!(remembered("10.244.1.7") > 0);
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["fd01:0:0:1::/64"]);
+    until("it is redirected no more, and forgotten", async || {
+        !set("pods4").contains("10.244.1.0") && remembered("10.244.1.7") == 0
+    })
+    .await;
 }

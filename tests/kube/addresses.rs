@@ -24,6 +24,11 @@ pub(crate) fn trials() -> Vec<Trial> {
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
         by(
+            "addresses::pods_and_services_are_proxied_to".to_owned(),
+            CHECKED,
+            steps::pods_and_services_are_proxied_to,
+        ),
+        by(
             "addresses::failures_tell_what_to_do".to_owned(),
             CHECKED,
             failures_tell_what_to_do,

@@ -6,8 +6,8 @@
 use libtest_mimic::Trial;
 
 use crate::{
-    steps::{self, NODES, by, failures_tell},
-    world::{Way, World, causeway::CLOSED, process::until},
+    steps::{self, by, failures_tell},
+    world::{Way, World, causeway::CLOSED},
 };
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -25,7 +25,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         by(
             "egress::pods_and_services_are_proxied_to".to_owned(),
             Way::Address,
-            pods_and_services_are_proxied_to,
+            steps::pods_and_services_are_proxied_to,
         ),
         by(
             "egress::what_is_in_the_cloud_is_dialled_from_there".to_owned(),
@@ -47,24 +47,6 @@ pub(crate) fn trials() -> Vec<Trial> {
         ),
     ]);
     trials
-}
-
-fn pods_and_services_are_proxied_to(world: &mut World) {
-    for (namespace, node) in NODES {
-        let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
-        let said = world.cluster.kubectl(&raw).run().ok().text();
-        assert!(
-            said.contains(&format!("\"nodeName\": \"{node}\"")),
-            "{said}"
-        );
-        for what in ["pods/echo:8080", "services/echo:80"] {
-            let raw = format!("get --raw /api/v1/namespaces/{namespace}/{what}/proxy/");
-            until("its endpoints are known", || {
-                let said = world.cluster.kubectl(&raw).run();
-                said.code == Some(0) && said.text() == format!("{node}\n")
-            });
-        }
-    }
 }
 
 fn failures_tell_what_to_do(world: &mut World) {

@@ -278,6 +278,25 @@ fn nodes_are_proxied_to(world: &mut World) {
     }
 }
 
+/// Bytes to pods and Services go through as they are.
+pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
+    for (namespace, node) in NODES {
+        let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
+        let said = world.cluster.kubectl(&raw).run().ok().text();
+        assert!(
+            said.contains(&format!("\"nodeName\": \"{node}\"")),
+            "{said}"
+        );
+        for what in ["pods/echo:8080", "services/echo:80"] {
+            let raw = format!("get --raw /api/v1/namespaces/{namespace}/{what}/proxy/");
+            until("its endpoints are known", || {
+                let said = world.cluster.kubectl(&raw).run();
+                said.code == Some(0) && said.text() == format!("{node}\n")
+            });
+        }
+    }
+}
+
 /// An app on the machine of `cloud-1`, which has no edge.
 pub(crate) fn what_is_in_the_cloud_is_dialled_there(world: &mut World) {
     let machine = net::Machine::new();

@@ -3,8 +3,9 @@
 //! Owns the section `redirect` and what can be wrong with it. Never knows an address of a node: these come from the
 //! table of nodes. Nothing is redirected but what is named here.
 
-use super::Front;
+use super::{Front, Kind};
 use causeway_config::{Faults, Listen};
+use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -20,6 +21,9 @@ pub struct Redirect {
     pub fronts: Vec<String>,
     /// Further node ports, and the front for each.
     pub ports: BTreeMap<u16, String>,
+    /// A `tcp` front with `original_destination` to which all TCP to pods of nodes at the edge is led, whatever its port; their networks are those of Node objects within `kubernetes.pod_networks`. Without this key: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pods: Option<String>,
     /// Name of the nftables table (family inet) of these rules, which is this gateway's alone.
     pub table: String,
 }
@@ -29,6 +33,7 @@ impl Default for Redirect {
         Self {
             fronts: Vec::new(),
             ports: BTreeMap::new(),
+            pods: None,
             table: "causeway".to_owned(),
         }
     }
@@ -47,8 +52,15 @@ impl Redirect {
         own.chain(further).collect()
     }
 
-    pub(super) fn check(&self, fronts: &[Front], faults: &mut Faults) {
-        if self.fronts.is_empty() && self.ports.is_empty() {
+    /// The front to which pods lead.
+    pub(crate) fn of_pods<'a>(&self, fronts: &'a [Front]) -> Option<&'a Front> {
+        let name = self.pods.as_ref()?;
+        fronts.iter().find(|front| front.name == *name)
+    }
+
+    /// `networks`: those in which pods are believed.
+    pub(super) fn check(&self, fronts: &[Front], networks: &[IpNet], faults: &mut Faults) {
+        if self.fronts.is_empty() && self.ports.is_empty() && self.pods.is_none() {
             faults.add(
                 "redirect",
                 "redirects nothing; name fronts, or ports and a front for each, or remove this key",
@@ -83,7 +95,28 @@ impl Redirect {
             }
             known(&path, name, fronts, faults);
         }
+        self.check_pods(fronts, networks, faults);
         check_table("redirect.table", &self.table, faults);
+    }
+
+    fn check_pods(&self, fronts: &[Front], networks: &[IpNet], faults: &mut Faults) {
+        let Some(name) = &self.pods else {
+            return;
+        };
+        let path = "redirect.pods";
+        if let Some(front) = known(path, name, fronts, faults)
+            && front.kind != Kind::Tcp
+        {
+            let message = format!(
+                "front \"{name}\" is of kind {}, and pods speak what they will; name a tcp front",
+                front.kind.as_str()
+            );
+            faults.add(path, message);
+        }
+        if networks.is_empty() {
+            let message = "no network of pods is believed; set kubernetes.pod_networks";
+            faults.add(path, message);
+        }
     }
 }
 

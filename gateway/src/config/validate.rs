@@ -47,7 +47,9 @@ impl Validate for Config {
             .run();
         }
         if let Some(redirect) = &self.redirect {
-            redirect.check(&self.fronts, &mut faults);
+            let networks = self.kubernetes.as_ref().map(|rules| &rules.pod_networks);
+            let networks = networks.map(Vec::as_slice).unwrap_or_default();
+            redirect.check(&self.fronts, networks, &mut faults);
         }
         self.reviews(&mut faults);
         for (port, app) in &self.apps {

@@ -1,9 +1,10 @@
 //! Leads callers of the nodes' own addresses to fronts, by nftables rules in this host's kernel.
 //!
 //! Owns one table of rules, made of the table of nodes: an address is in it as long as it is confirmed and names one
-//! node. Never leads away what is for this host itself, and nothing to a port without a front. A change of one address
-//! is one element; all is replaced at the start, when fronts move, and when a change was not taken. What the kernel
-//! remembers of an address that comes or goes is forgotten.
+//! node. Networks of pods are in it where that is asked for, as long as they are one node's alone. Never leads away what
+//! is for this host itself, and nothing to a port without a front. A change of one address is one element; all is
+//! replaced at the start, when fronts or networks of pods change, and when a change was not taken. What the kernel
+//! remembers of what comes or goes is forgotten.
 
 mod conntrack;
 mod netlink;
@@ -14,6 +15,7 @@ use crate::{
     config::{Front, Redirect},
     state::{Nodes, NodesWriter},
 };
+use ipnet::IpNet;
 use netlink::Netlink;
 pub use netlink::Refused;
 use std::{
@@ -63,6 +65,8 @@ pub struct Ports {
     local: [BTreeMap<u16, u16>; 2],
     /// Connections that it would forward.
     forwarded: [BTreeMap<u16, u16>; 2],
+    /// Where all ports of pods are led to, likewise: first what this host makes.
+    pods: [[Option<u16>; 2]; 2],
 }
 
 impl Ports {
@@ -73,12 +77,20 @@ impl Ports {
         standing: &[(String, Option<SocketAddr>)],
     ) -> Self {
         let mut ports = Self::default();
-        for (port, front) in redirect.by_port(fronts) {
+        let at = |front: &Front| {
             let stands = standing.iter().find(|(name, _)| *name == front.name);
-            let Some(at) = stands.and_then(|(_, address)| *address) else {
-                continue;
-            };
-            ports.lead(port, at);
+            stands.and_then(|(_, address)| *address)
+        };
+        for (port, front) in redirect.by_port(fronts) {
+            if let Some(at) = at(front) {
+                ports.lead(port, at);
+            }
+        }
+        if let Some(at) = redirect.of_pods(fronts).and_then(at) {
+            for (family, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
+                ports.pods[0][family] = Some(at.port());
+                ports.pods[1][family] = Some(at.port()).filter(|_| at.ip().is_unspecified());
+            }
         }
         ports
     }
@@ -91,12 +103,9 @@ impl Ports {
     }
 
     fn lead(&mut self, port: u16, at: SocketAddr) {
-        let everywhere = at.ip().is_unspecified();
-        // An IPv6 wildcard takes IPv4 as well.
-        let families = [at.is_ipv4() || everywhere, at.is_ipv6()];
-        for (place, _) in families.iter().enumerate().filter(|(_, takes)| **takes) {
+        for (place, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
             self.local[place].insert(port, at.port());
-            if everywhere {
+            if at.ip().is_unspecified() {
                 self.forwarded[place].insert(port, at.port());
             }
         }
@@ -106,6 +115,29 @@ impl Ports {
         let families = if local { &self.local } else { &self.forwarded };
         &families[usize::from(!v4)]
     }
+
+    /// The port here to which pods lead.
+    fn of_pods(&self, local: bool, v4: bool) -> Option<u16> {
+        self.pods[usize::from(!local)][usize::from(!v4)]
+    }
+
+    fn leads_pods(&self) -> bool {
+        self.pods.iter().flatten().any(Option::is_some)
+    }
+}
+
+/// Which families a listener at this address takes: IPv4, IPv6. An IPv6 wildcard takes IPv4 as well.
+fn takes(at: SocketAddr) -> [bool; 2] {
+    [at.is_ipv4() || at.ip().is_unspecified(), at.is_ipv6()]
+}
+
+/// What is led away, whoever has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Led {
+    /// Nodes' own addresses.
+    edges: BTreeSet<IpAddr>,
+    /// Networks of their pods.
+    pods: BTreeSet<IpNet>,
 }
 
 /// Addresses that may be led elsewhere whoever has them.
@@ -120,7 +152,7 @@ struct Rules {
     table: Table,
     /// Where connections are forgotten: of the same network as the table, whichever thread is at work.
     memory: Netlink,
-    edges: BTreeSet<IpAddr>,
+    led: Led,
     ports: Ports,
     /// Whether all of it is there as it should be.
     sound: bool,
@@ -130,11 +162,12 @@ struct Rules {
 
 impl Rules {
     /// Makes the kernel's rules these.
-    fn become_these(&mut self, edges: BTreeSet<IpAddr>, ports: Ports) -> Result<(), NatError> {
-        let added: BTreeSet<_> = edges.difference(&self.edges).copied().collect();
-        let removed: BTreeSet<_> = self.edges.difference(&edges).copied().collect();
-        let done = if !self.sound || ports != self.ports {
-            self.table.replace(&edges, &ports)
+    fn become_these(&mut self, led: Led, ports: Ports) -> Result<(), NatError> {
+        let added: BTreeSet<_> = led.edges.difference(&self.led.edges).copied().collect();
+        let removed: BTreeSet<_> = self.led.edges.difference(&led.edges).copied().collect();
+        let pods: Vec<_> = led.pods.symmetric_difference(&self.led.pods).collect();
+        let done = if !self.sound || ports != self.ports || !pods.is_empty() {
+            self.table.replace(&led, &ports)
         } else if added.is_empty() && removed.is_empty() {
             return Ok(());
         } else {
@@ -142,12 +175,18 @@ impl Rules {
         };
         self.sound = done.is_ok();
         done?;
-        (self.edges, self.ports) = (edges, ports);
-        let handed = &added | &removed;
-        if handed.is_empty() {
-            return Ok(());
-        }
-        match conntrack::forget(&self.memory, &handed) {
+        let own = &added | &removed;
+        let changed = !(own.is_empty() && pods.is_empty());
+        let handed = |address: &IpAddr| {
+            own.contains(address) || pods.iter().any(|net| net.contains(address))
+        };
+        let forgotten = if changed {
+            conntrack::forget(&self.memory, handed)
+        } else {
+            Ok(0)
+        };
+        (self.led, self.ports) = (led, ports);
+        match forgotten {
             Ok(0) => {}
             Ok(forgotten) => tracing::debug!(
                 forgotten,
@@ -185,7 +224,7 @@ impl Nat {
             rules: Rules {
                 table: Table::open(table)?,
                 memory: Netlink::open().map_err(NatError::Unsupported)?,
-                edges: BTreeSet::new(),
+                led: Led::default(),
                 ports: Ports::default(),
                 sound: false,
                 complained: false,
@@ -194,9 +233,9 @@ impl Nat {
             nodes: nodes.reader(),
             ports,
         };
-        let (edges, ports) = nat.wanted();
-        nat.rules.become_these(edges, ports)?;
-        let addresses = nat.rules.edges.len();
+        let (led, ports) = nat.wanted();
+        nat.rules.become_these(led, ports)?;
+        let addresses = nat.rules.led.edges.len();
         tracing::info!(
             table,
             addresses,
@@ -205,10 +244,16 @@ impl Nat {
         Ok(nat)
     }
 
-    fn wanted(&mut self) -> (BTreeSet<IpAddr>, Ports) {
+    fn wanted(&mut self) -> (Led, Ports) {
+        let ports = self.ports.borrow_and_update().clone();
         let mut edges = self.nodes.edge_addresses();
         edges.retain(routable);
-        (edges, self.ports.borrow_and_update().clone())
+        let mut pods = BTreeSet::new();
+        if ports.leads_pods() {
+            pods = self.nodes.edge_pod_networks();
+            pods.retain(|net| routable(&net.network()) && routable(&net.broadcast()));
+        }
+        (Led { edges, pods }, ports)
     }
 
     /// Keeps the rules as the tables say until `stop`, then takes them away.
@@ -222,12 +267,12 @@ impl Nat {
                 Ok(()) = self.ports.changed() => {}
                 () = sleep(AGAIN), if !sound => {}
             }
-            let (edges, ports) = self.wanted();
+            let (led, ports) = self.wanted();
             let mut rules = self.rules;
             // The kernel waits for its other cores before it answers: callers here do not wait for that.
             let began = Instant::now();
             let done = spawn_blocking(move || {
-                let done = rules.become_these(edges, ports);
+                let done = rules.become_these(led, ports);
                 (rules, done)
             });
             let Ok((rules, done)) = done.await else {
@@ -236,7 +281,7 @@ impl Nat {
                 );
             };
             self.rules = rules;
-            let (addresses, took) = (self.rules.edges.len(), began.elapsed());
+            let (addresses, took) = (self.rules.led.edges.len(), began.elapsed());
             tracing::debug!(addresses, ?took, "redirections are as the nodes are");
             if let Err(error) = done {
                 tracing::warn!(%error, "redirections are not as they should be, trying again");

@@ -371,10 +371,51 @@ impl Nodes {
         unique.map(|(address, _)| *address).collect()
     }
 
+    /// The networks of pods that are one edge's alone: neither another node's pods nor its own addresses lie in them, and
+    /// they in nobody else's.
+    pub fn edge_pod_networks(&self) -> BTreeSet<IpNet> {
+        let table = self.0.load();
+        let mut all: Vec<(IpNet, &NodeName, bool)> = Vec::new();
+        for (name, node) in &table.nodes {
+            all.extend(node.addresses.iter().map(|ip| ((*ip).into(), name, false)));
+            all.extend(node.pod_networks.iter().map(|net| (*net, name, true)));
+        }
+        for (name, member) in table.cluster.iter().flat_map(|all| all.iter()) {
+            if !table.nodes.contains_key(name) {
+                let own = member.addresses.iter().map(|ip| IpNet::from(*ip));
+                let nets = own.chain(member.pod_networks.iter().copied());
+                all.extend(nets.map(|net| (net, name, false)));
+            }
+        }
+        let all = all.into_iter();
+        let all = all.map(|(net, name, pods)| (net.trunc(), name, pods));
+        alone(all.collect())
+    }
+
     /// All names, in order.
     pub fn names(&self) -> Vec<NodeName> {
         self.0.load().nodes.keys().cloned().collect()
     }
+}
+
+/// Of these networks, with who has them, those of pods that share nothing with anybody else's.
+fn alone(mut all: Vec<(IpNet, &NodeName, bool)>) -> BTreeSet<IpNet> {
+    // Networks nest or lie apart: each comes behind those that hold it.
+    all.sort_unstable();
+    let mut shared = vec![false; all.len()];
+    let mut holding: Vec<usize> = Vec::new();
+    for (place, (net, name, _)) in all.iter().enumerate() {
+        holding.retain(|holder| all[*holder].0.contains(net));
+        for holder in &holding {
+            if all[*holder].1 != *name {
+                (shared[*holder], shared[place]) = (true, true);
+            }
+        }
+        holding.push(place);
+    }
+    let all = all.iter().zip(shared);
+    let own = all.filter(|((_, _, pods), shared)| *pods && !shared);
+    own.map(|((net, _, _), _)| *net).collect()
 }
 
 #[cfg(test)]
@@ -561,5 +602,51 @@ mod tests {
         writer.remove(&name("edge-1"));
         assert!(changes.has_changed().unwrap());
         assert_eq!(listed(&nodes), ["10.0.0.2", "192.168.0.2"]);
+    }
+
+    #[test]
+    fn a_network_of_pods_is_redirected_if_nobody_else_has_anything_in_it() {
+        let writer = NodesWriter::default();
+        let edges = [
+            (
+                "edge-1",
+                vec!["10.0.0.1"],
+                vec!["10.244.1.0/24", "fd01::/64"],
+            ),
+            // The same network twice, and one within another's.
+            ("edge-2", vec![], vec!["10.244.2.0/24", "10.244.3.7/32"]),
+            ("edge-3", vec![], vec!["10.244.2.0/24", "10.244.3.0/24"]),
+            // What pods in the cloud have, a node's own address, another edge's.
+            ("edge-4", vec![], vec!["10.245.0.0/16", "10.9.0.0/24"]),
+            ("edge-5", vec![], vec!["10.0.0.0/24", "10.244.5.0/24"]),
+            ("edge-6", vec!["10.244.6.1"], vec!["10.244.6.0/24"]),
+        ];
+        let member = |edge, addresses: &[&str], pods: &[&str]| {
+            let node = node(addresses, pods);
+            Member {
+                edge,
+                addresses: node.addresses,
+                pod_networks: node.pod_networks,
+                ..Member::default()
+            }
+        };
+        let mut all: BTreeMap<_, _> = edges
+            .iter()
+            .map(|(node, addresses, pods)| (name(node), member(true, addresses, pods)))
+            .collect();
+        all.insert(
+            name("cloud-1"),
+            member(false, &["10.9.0.5"], &["10.245.7.0/24"]),
+        );
+        writer.cluster(all);
+        let found = writer.reader().edge_pod_networks();
+        let found: Vec<_> = found.iter().map(ToString::to_string).collect();
+        let alone = [
+            "10.244.1.0/24",
+            "10.244.5.0/24",
+            "10.244.6.0/24",
+            "fd01::/64",
+        ];
+        assert_eq!(found, alone);
     }
 }

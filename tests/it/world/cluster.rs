@@ -68,6 +68,11 @@ impl Cluster {
 
     /// A node comes, or is another: with these addresses, at the edge or in the cloud.
     pub(crate) fn node(&self, name: &str, edge: bool, addresses: &[&str]) {
+        self.node_with_pods(name, edge, addresses, &[]);
+    }
+
+    /// The same, whose pods are in these networks.
+    pub(crate) fn node_with_pods(&self, name: &str, edge: bool, addresses: &[&str], pods: &[&str]) {
         let addresses = addresses
             .iter()
             .map(|address| json!({ "type": "InternalIP", "address": address }));
@@ -82,6 +87,7 @@ impl Cluster {
             let node = json!({
                 "apiVersion": "v1", "kind": "Node",
                 "metadata": { "name": name, "labels": labels, "resourceVersion": version },
+                "spec": { "podCIDRs": pods },
                 "status": { "addresses": addresses },
             });
             let known = objects.nodes.insert(name.to_owned(), node.clone());

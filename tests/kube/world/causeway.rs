@@ -149,9 +149,15 @@ impl Road {
             ("/etc/causeway/policy.yaml", ours("policy.yaml")),
             ("/run/causeway/kube-apiserver.sock", ours("address.sock")),
             ("\nfronts:\n", fronts),
-            ("fronts: [kubelets]", "fronts: [kubelets, apps]".into()),
+            (
+                "fronts: [kubelets]",
+                "fronts: [kubelets, apps]\n  pods: pods".into(),
+            ),
         ] {
             text = text.replace(theirs, &here);
+        }
+        if example == "addresses" {
+            text = text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{PODS}"));
         }
         text
     }
@@ -252,6 +258,9 @@ impl Road {
     }
 }
 
+/// Where pods are believed.
+const PODS: &str = "  pod_networks: [10.244.0.0/16]\n";
+
 /// For a moment only: who may not any more is to be refused while a test waits.
 const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n";
 
@@ -276,9 +285,9 @@ fn causeway(folder: &Path) -> Program {
     Program::new(BINARY).env("CAUSEWAY_DATA_DIR", folder.join("gateway"))
 }
 
-/// What the examples' policies say besides here: `REFUSING` is for everybody.
+/// What the examples' policies say besides here: `REFUSING` is for everybody, and so are pods.
 const ANYBODY: &str =
-    "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996] }, then: allow }\n";
+    "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996, 8080] }, then: allow }\n";
 
 /// Fronts that stand beside those of an example.
 fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
@@ -295,7 +304,13 @@ fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
             format!("{CLOUD}:{REFUSING}"),
             false,
         )],
-        "addresses" => vec![anybody("apps", "http", "127.0.0.1:10255".into(), true)],
+        "addresses" => vec![
+            anybody("apps", "http", "127.0.0.1:10255".into(), true),
+            json!({
+                "name": "pods", "kind": "tcp", "listen": "127.0.0.1:10264",
+                "original_destination": true, "anonymous": true,
+            }),
+        ],
         _ => vec![
             json!({
                 "name": "unix", "kind": "connect", "errors": "kubernetes",

@@ -9,7 +9,7 @@ use netlink_bindings::{
     traits::NetlinkRequest,
     utils::{finalize_nested_header, push_header, push_nested_header},
 };
-use std::{collections::BTreeSet, io, net::IpAddr};
+use std::{io, net::IpAddr};
 
 /// `NFNL_SUBSYS_CTNETLINK`, in the upper half of a message's kind.
 const CONNTRACK: u16 = 1 << 8;
@@ -27,16 +27,16 @@ const TUPLE_ORIG: u16 = 1;
 /// `CTA_ZONE`.
 const ZONE: u16 = 18;
 
-/// Forgets all TCP connections that were made to these addresses. Returns how many.
+/// Forgets all TCP connections that were made to addresses that were `handed` over. Returns how many.
 ///
 /// # Errors
 /// If the kernel does not tell what it remembers, which is so without `nf_conntrack_netlink`.
-pub(super) fn forget(netlink: &Netlink, addresses: &BTreeSet<IpAddr>) -> io::Result<usize> {
+pub(super) fn forget(netlink: &Netlink, handed: impl Fn(&IpAddr) -> bool) -> io::Result<usize> {
     let mut forgotten = Vec::new();
     let request = Request::new().op_get_dump(&Nfgenmsg::new());
     let listed = netlink.ask(&message(GET, LIST, request.payload()), |_, body| {
         let (header, known) = OpGetDump::decode_request(body);
-        forgotten.extend(deletion(&header, &known, addresses));
+        forgotten.extend(deletion(&header, &known, &handed));
     });
     listed.map_err(|(_, error)| error)?;
     let mut count = 0;
@@ -51,18 +51,18 @@ pub(super) fn forget(netlink: &Netlink, addresses: &BTreeSet<IpAddr>) -> io::Res
     Ok(count)
 }
 
-/// What deletes this connection, if it was made to one of these addresses.
+/// What deletes this connection, if it was made to an address that was handed over.
 fn deletion(
     header: &Nfgenmsg,
     known: &IterableConntrackAttrs<'_>,
-    addresses: &BTreeSet<IpAddr>,
+    handed: impl Fn(&IpAddr) -> bool,
 ) -> Option<Vec<u8>> {
     let original = known.get_tuple_orig().ok()?;
     let ip = original.get_tuple_ip().ok()?;
     let to = ip.get_ip_v4_dst().map(IpAddr::from);
     let to = to.or_else(|_| ip.get_ip_v6_dst().map(IpAddr::from)).ok()?;
     let protocol = original.get_tuple_proto().ok()?.get_proto_num().ok()?;
-    if protocol != TCP || !addresses.contains(&to) {
+    if protocol != TCP || !handed(&to) {
         return None;
     }
     let mut body = header.as_slice().to_vec();

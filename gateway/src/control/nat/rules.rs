@@ -1,7 +1,8 @@
-//! The rules of our table: two chains, and in each one rule for a family.
+//! The rules of our table: two chains, and in each one rule for a family, or two where pods are led away.
 //!
 //! Owns what a connection is looked at for, in this order: it is not for this host itself, it is TCP to an address of
-//! the set, and its port is in the map. Never knows an address or a port: whatever is to be redirected is in sets.
+//! the set, and its port is in the map; else it is TCP to a pod. Never knows an address: whatever is to be redirected is
+//! in sets.
 
 use super::table::{Family, header};
 use netlink_bindings::{
@@ -62,18 +63,7 @@ pub(super) fn redirection(
     (family, map): (&Family, &str),
 ) {
     rule(batch, table, chain, |expressions| {
-        let told = is(expressions, MetaKeys::Nfproto, family.protocol);
-        let told = is(told, MetaKeys::L4Proto, TCP);
-        let told = told
-            .nested_elem()
-            .nested_data_payload()
-            .push_dreg(REGISTER)
-            .push_base(PayloadBase::NetworkHeader as u32)
-            .push_offset(family.offset)
-            .push_len(family.length)
-            .end_nested()
-            .end_nested();
-        let told = lookup(told, family.addresses, false);
+        let told = to(expressions, family, family.addresses);
         let told = told
             .nested_elem()
             .nested_data_payload()
@@ -86,6 +76,48 @@ pub(super) fn redirection(
         let told = lookup(told, map, true);
         redirect(told);
     });
+}
+
+/// `meta nfproto FAMILY ip daddr @pods redirect to :PORT`.
+pub(super) fn redirection_of_pods(
+    batch: &mut Chained<'static>,
+    table: &CString,
+    chain: &str,
+    (family, port): (&Family, u16),
+) {
+    rule(batch, table, chain, |expressions| {
+        let told = to(expressions, family, family.pods);
+        let told = told
+            .nested_elem()
+            .nested_data_immediate()
+            .push_dreg(REGISTER)
+            .nested_data()
+            .push_value(&port.to_be_bytes())
+            .end_nested()
+            .end_nested()
+            .end_nested();
+        redirect(told);
+    });
+}
+
+/// Goes on where it is TCP of this family to what is in the set.
+fn to<P: Pusher>(
+    expressions: PushExprListAttrs<P>,
+    family: &Family,
+    set: &str,
+) -> PushExprListAttrs<P> {
+    let told = is(expressions, MetaKeys::Nfproto, family.protocol);
+    let told = is(told, MetaKeys::L4Proto, TCP);
+    let told = told
+        .nested_elem()
+        .nested_data_payload()
+        .push_dreg(REGISTER)
+        .push_base(PayloadBase::NetworkHeader as u32)
+        .push_offset(family.offset)
+        .push_len(family.length)
+        .end_nested()
+        .end_nested();
+    lookup(told, set, false)
 }
 
 const REGISTER: u32 = Registers::Reg1 as u32;

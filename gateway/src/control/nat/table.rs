@@ -5,15 +5,16 @@
 //! nobody else can change or flush it, and it goes when this process does, however that ends.
 
 use super::{
-    NatError, Ports,
+    Led, NatError, Ports,
     netlink::{Netlink, Refused},
     rules,
 };
+use ipnet::IpNet;
 use netlink_bindings::nftables::{Chained, Nfgenmsg, PushSetelemListAttrs, SetFlags, TableFlags};
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::CString,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 /// `NFPROTO_INET`: IPv4 and IPv6 at once.
@@ -29,6 +30,7 @@ const SERVICE: u32 = 13;
 pub(super) struct Family {
     pub(super) protocol: u8,
     pub(super) addresses: &'static str,
+    pub(super) pods: &'static str,
     kind: u32,
     pub(super) length: u32,
     /// Where the destination is in the header.
@@ -39,6 +41,7 @@ const FAMILIES: [Family; 2] = [
     Family {
         protocol: 2,
         addresses: "edges4",
+        pods: "pods4",
         kind: 7,
         length: 4,
         offset: 16,
@@ -46,6 +49,7 @@ const FAMILIES: [Family; 2] = [
     Family {
         protocol: 10,
         addresses: "edges6",
+        pods: "pods6",
         kind: 8,
         length: 16,
         offset: 24,
@@ -87,11 +91,7 @@ impl Table {
     }
 
     /// Puts this in the place of whatever stands under the name, at once.
-    pub(super) fn replace(
-        &mut self,
-        edges: &BTreeSet<IpAddr>,
-        ports: &Ports,
-    ) -> Result<(), NatError> {
+    pub(super) fn replace(&mut self, led: &Led, ports: &Ports) -> Result<(), NatError> {
         let done = self.batch(|batch, name| {
             // Deleting what may not be there fails on kernels before 6.3; made first, it is there.
             make(batch, name, None);
@@ -102,21 +102,27 @@ impl Table {
                 .push_name(name);
             make(batch, name, Some(TableFlags::Owner));
             for family in &FAMILIES {
-                set(batch, name, family.addresses, (family.kind, family.length));
+                set(batch, name, family.addresses, (family, 0));
+                set(
+                    batch,
+                    name,
+                    family.pods,
+                    (family, SetFlags::Interval as u32),
+                );
             }
             for (chain, hook, maps) in CHAINS {
                 rules::hooked(batch, name, chain, hook);
                 for (family, map) in FAMILIES.iter().zip(maps) {
-                    port_map(
-                        batch,
-                        name,
-                        map,
-                        ports.of(chain == "output", family.protocol == 2),
-                    );
+                    let place = (chain == "output", family.length == 4);
+                    port_map(batch, name, map, ports.of(place.0, place.1));
                     rules::redirection(batch, name, chain, (family, map));
+                    if let Some(port) = ports.of_pods(place.0, place.1) {
+                        rules::redirection_of_pods(batch, name, chain, (family, port));
+                    }
                 }
             }
-            elements(batch, name, edges, true);
+            elements(batch, name, &led.edges, true);
+            intervals(batch, name, &led.pods);
         });
         done.map_err(|error| match error.cause.raw_os_error() {
             Some(EPERM) => NatError::Taken(self.name.to_string_lossy().into_owned()),
@@ -181,8 +187,8 @@ fn make(batch: &mut Chained<'static>, table: &CString, flags: Option<TableFlags>
     }
 }
 
-/// A set of addresses.
-fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (kind, length): (u32, u32)) {
+/// A set of addresses, or of intervals of them.
+fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (family, flags): (&Family, u32)) {
     batch
         .request()
         .set_create()
@@ -190,9 +196,9 @@ fn set(batch: &mut Chained<'static>, table: &CString, name: &str, (kind, length)
         .encode()
         .push_table(table)
         .push_name_bytes(name.as_bytes())
-        .push_flags(0)
-        .push_key_type(kind)
-        .push_key_len(length)
+        .push_flags(flags)
+        .push_key_type(family.kind)
+        .push_key_len(family.length)
         .push_id(1);
 }
 
@@ -264,6 +270,47 @@ fn elements(
             }
         }
     }
+}
+
+/// Adds networks to the sets of pods. What is next to each other or within becomes one: intervals may not overlap.
+fn intervals(batch: &mut Chained<'static>, table: &CString, pods: &BTreeSet<IpNet>) {
+    /// `NFT_SET_ELEM_INTERVAL_END`.
+    const END: u32 = 1;
+    let all: Vec<IpNet> = pods.iter().copied().collect();
+    let all = IpNet::aggregate(&all);
+    for family in &FAMILIES {
+        let own = all
+            .iter()
+            .filter(|net| net.addr().is_ipv4() == (family.length == 4));
+        let own: Vec<_> = own.collect();
+        for some in own.chunks(AT_ONCE / 2) {
+            let mut put = batch.request().set_create().op_newsetelem_do(&header());
+            let put = put
+                .encode()
+                .push_table(table)
+                .push_set_bytes(family.pods.as_bytes());
+            let mut list = put.nested_elements();
+            for net in some {
+                let element = list.nested_elem().nested_key();
+                let begun = element.push_value(&octets(&net.network()));
+                list = begun.end_nested().end_nested();
+                // The last network of all has no end.
+                if let Some(next) = behind(net) {
+                    let element = list.nested_elem().nested_key();
+                    let ended = element.push_value(&octets(&next)).end_nested();
+                    list = ended.push_flags(&END.to_be_bytes()).end_nested();
+                }
+            }
+        }
+    }
+}
+
+/// The first address behind a network.
+fn behind(net: &IpNet) -> Option<IpAddr> {
+    Some(match net.broadcast() {
+        IpAddr::V4(last) => Ipv4Addr::from_bits(last.to_bits().checked_add(1)?).into(),
+        IpAddr::V6(last) => Ipv6Addr::from_bits(last.to_bits().checked_add(1)?).into(),
+    })
 }
 
 fn octets(address: &IpAddr) -> Vec<u8> {

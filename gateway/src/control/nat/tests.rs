@@ -37,6 +37,26 @@ fn a_front_takes_what_reaches_its_socket_and_no_more() {
 }
 
 #[test]
+fn pods_lead_to_their_front_only_where_it_is_reached() {
+    let redirect = Redirect {
+        pods: Some("pods".to_owned()),
+        ..Redirect::default()
+    };
+    for (address, local, forwarded) in [
+        ("[::]:4000", [Some(4000); 2], [Some(4000); 2]),
+        ("0.0.0.0:4000", [Some(4000), None], [Some(4000), None]),
+        ("[::1]:4000", [None, Some(4000)], [None; 2]),
+    ] {
+        let standing = [("pods".to_owned(), Some(address.parse().unwrap()))];
+        let ports = Ports::new(&redirect, &[front("pods", 1)], &standing);
+        let of = |local| [true, false].map(|v4| ports.of_pods(local, v4));
+        assert_eq!((of(true), of(false)), (local, forwarded), "{address}");
+        assert!(ports.leads_pods());
+    }
+    assert!(!Ports::default().leads_pods());
+}
+
+#[test]
 fn what_is_never_elsewhere_is_never_redirected() {
     for text in [
         "127.0.0.1",
