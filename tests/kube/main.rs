@@ -61,7 +61,6 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(nodes::trials())
         .chain(reviews::trials())
         .chain(hosts::trials())
-        .chain(ports::trials())
         .chain(deploy::trials())
         .chain(egress::trials())
         .chain(fleet::trials())
@@ -71,6 +70,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
+        .chain(ports::trials())
         .collect();
     [first, second]
 }
