@@ -2,13 +2,18 @@
 //!
 //! The edge's key never leaves it: `EdgeKey` makes it and a request that proves its possession.
 //! `CsrKey` is what the gateway takes from a request: the public key, after its signature was
-//! verified. Names, usages and CA:TRUE in a request are not even read.
+//! verified. Names, usages and CA:TRUE in a request are not even read, but where a cluster shows
+//! them to people: then the request must name its node, and nothing else at all.
 
-use rcgen::{CertificateParams, KeyPair, SubjectPublicKeyInfo};
+use rcgen::{CertificateParams, KeyPair, SanType, SubjectPublicKeyInfo};
 use thiserror::Error;
+use x509_parser::certification_request::X509CertificationRequestInfo;
+use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
+use crate::identity::edge_uri;
+use crate::name::{NodeName, TrustDomain};
 use crate::secret::Secret;
 
 /// Largest request that is looked at: an RSA-8192 request takes about 3 KiB.
@@ -33,6 +38,16 @@ pub enum CsrError {
     /// A kind of key that is not signed.
     #[error("{0} keys are not accepted: use ECDSA P-256 or P-384, Ed25519, or RSA from 2048 bits")]
     Key(String),
+    /// It does not ask for what its node may have, and nothing else.
+    #[error(
+        "the certificate request {asks}; that of an edge has no subject and one name, the URI {uri}"
+    )]
+    Asks {
+        /// What is wrong with it.
+        asks: String,
+        /// What it should name.
+        uri: String,
+    },
     /// The key could not be made or used on this machine.
     #[error("cannot make the key or its request: {0}")]
     Local(#[source] rcgen::Error),
@@ -63,8 +78,57 @@ impl CsrKey {
             .map_err(|_| CsrError::Key(key.algorithm.algorithm.to_id_string()))
     }
 
+    /// The same of a request that names this node, and nothing and nobody else.
+    pub fn of_edge(der: &[u8], domain: &TrustDomain, node: &NodeName) -> Result<Self, CsrError> {
+        let key = Self::verify(der)?;
+        let (_, request) = X509CertificationRequest::from_der(der)
+            .map_err(|error| CsrError::Malformed(error.to_string()))?;
+        let uri = edge_uri(domain, node);
+        match other_than(&request.certification_request_info, &uri) {
+            None => Ok(key),
+            Some(asks) => Err(CsrError::Asks { asks, uri }),
+        }
+    }
+
     pub(crate) fn public_key(&self) -> &SubjectPublicKeyInfo {
         &self.0
+    }
+}
+
+/// What a request asks for, unless that is this one name.
+fn other_than(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
+    if request.subject.iter().next().is_some() {
+        return Some(format!("has the subject \"{}\"", request.subject));
+    }
+    let mut parsed = request.attributes().iter().map(|attribute| {
+        use x509_parser::cri_attributes::ParsedCriAttribute::ExtensionRequest;
+        match attribute.parsed_attribute() {
+            ExtensionRequest(asked) => Ok(&asked.extensions),
+            _ => Err(format!("has the attribute {}", attribute.oid)),
+        }
+    });
+    let extensions = match (parsed.next(), parsed.next()) {
+        (Some(Ok(extensions)), None) => extensions,
+        (Some(Err(other)), _) | (_, Some(Err(other))) => return Some(other),
+        (None, _) => return Some("names nobody".to_owned()),
+        (_, Some(Ok(_))) => return Some("asks for extensions twice".to_owned()),
+    };
+    let names = match extensions.as_slice() {
+        [one] => match one.parsed_extension() {
+            ParsedExtension::SubjectAlternativeName(names) => &names.general_names,
+            _ => return Some(format!("asks for the extension {}", one.oid)),
+        },
+        several => {
+            let all: Vec<_> = several.iter().map(|each| each.oid.to_string()).collect();
+            return Some(format!("asks for the extensions {}", all.join(", ")));
+        }
+    };
+    match names.as_slice() {
+        [GeneralName::URI(only)] if *only == uri => None,
+        others => {
+            let all: Vec<_> = others.iter().map(ToString::to_string).collect();
+            Some(format!("names {}", all.join(", ")))
+        }
     }
 }
 
@@ -108,6 +172,17 @@ impl EdgeKey {
         Ok(request.der().to_vec())
     }
 
+    /// A request for this key that names a node as a cluster's signer wants it, in PEM.
+    pub fn request_of(&self, domain: &TrustDomain, node: &NodeName) -> Result<String, CsrError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        let uri = edge_uri(domain, node);
+        let uri = uri.try_into().map_err(CsrError::Local)?;
+        params.subject_alt_names = vec![SanType::URI(uri)];
+        let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
+        request.pem().map_err(CsrError::Local)
+    }
+
     /// The private key as PEM.
     pub fn key_pem(&self) -> Secret {
         Secret::new(self.0.serialize_pem())
@@ -143,6 +218,77 @@ mod tests {
         for algorithm in [&PKCS_ECDSA_P384_SHA384, &PKCS_ED25519, &PKCS_RSA_SHA256] {
             CsrKey::verify(&request(algorithm)).unwrap();
         }
+    }
+
+    fn td() -> TrustDomain {
+        TrustDomain::parse("test.example").unwrap()
+    }
+
+    fn edge_1() -> NodeName {
+        NodeName::parse("edge-1").unwrap()
+    }
+
+    #[test]
+    fn a_request_for_a_cluster_names_its_node_and_nothing_else() {
+        let key = EdgeKey::generate().unwrap();
+        let pem = key.request_of(&td(), &edge_1()).unwrap();
+        let der = pem_of(&pem);
+        CsrKey::of_edge(&der, &td(), &edge_1()).unwrap();
+        let refused = |domain: &str, node: &str| {
+            let domain = TrustDomain::parse(domain).unwrap();
+            let node = NodeName::parse(node).unwrap();
+            CsrKey::of_edge(&der, &domain, &node)
+                .unwrap_err()
+                .to_string()
+        };
+        let said = refused("test.example", "edge-2");
+        assert!(
+            said.contains("edge/edge-1") && said.contains("edge/edge-2"),
+            "{said}"
+        );
+        assert!(refused("other.example", "edge-1").contains("test.example"));
+    }
+
+    fn pem_of(pem: &str) -> Vec<u8> {
+        use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
+        let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes());
+        der.unwrap().to_vec()
+    }
+
+    #[test]
+    fn whatever_a_request_for_a_cluster_asks_for_besides_is_refused_by_name() {
+        let uri = |text: &str| SanType::URI(text.try_into().unwrap());
+        let own = || uri("spiffe://test.example/edge/edge-1");
+        let bare = || {
+            let mut params = CertificateParams::default();
+            params.distinguished_name = rcgen::DistinguishedName::new();
+            params
+        };
+        let refused = |params: CertificateParams| {
+            let key = KeyPair::generate().unwrap();
+            let request = params.serialize_request(&key).unwrap();
+            let refused = CsrKey::of_edge(request.der(), &td(), &edge_1());
+            refused.unwrap_err().to_string()
+        };
+        assert!(refused(bare()).contains("names nobody"));
+        let mut named = bare();
+        named.subject_alt_names = vec![own()];
+        named.distinguished_name.push(
+            rcgen::DnType::CommonName,
+            rcgen::DnValue::Utf8String("edge-1".into()),
+        );
+        assert!(refused(named).contains("has the subject"));
+        let mut two = bare();
+        two.subject_alt_names = vec![own(), SanType::DnsName("front".try_into().unwrap())];
+        assert!(refused(two).contains("front"));
+        let mut usage = bare();
+        usage.subject_alt_names = vec![own()];
+        usage.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
+        assert!(refused(usage).contains("asks for the extensions"));
+        let mut authority = bare();
+        authority.subject_alt_names = vec![own()];
+        authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        assert!(refused(authority).contains("asks for the extensions"));
     }
 
     #[test]

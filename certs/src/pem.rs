@@ -29,7 +29,7 @@ pub(crate) fn encode(label: &str, der: &[u8]) -> String {
 }
 
 /// Certificates, one block after the other.
-pub(crate) fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
+pub fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
     chain
         .iter()
         .map(|certificate| encode("CERTIFICATE", certificate))

@@ -225,6 +225,13 @@ pub enum NodeChange {
     },
     /// Its next certificate, which is not noted of a node that is revoked.
     Renewed(Issued),
+    /// It has joined anew, since its cluster says who it is; what a token has confirmed stays.
+    Joined {
+        /// Certificates from before, in Unix seconds, are not its own any more.
+        at: u64,
+        /// Its certificate, which is not noted of a node that is revoked.
+        issued: Issued,
+    },
 }
 
 impl NodeRecord {
@@ -240,6 +247,15 @@ impl NodeRecord {
             root: None,
             not_after: None,
             revoked: None,
+        }
+    }
+
+    /// Its certificate is this one, unless it is revoked.
+    fn note(&mut self, issued: &Issued) {
+        if self.revoked.is_none() {
+            self.serial = issued.serial_hex();
+            self.root = Some(issued.root);
+            self.not_after = Some(issued.not_after.as_secs());
         }
     }
 }
@@ -294,13 +310,18 @@ impl Nodes {
                         Some(nodes.entry(node.clone()).or_insert_with(record).clone())
                     }
                     NodeChange::Renewed(issued) => nodes.get_mut(node).map(|record| {
-                        if record.revoked.is_none() {
-                            record.serial = issued.serial_hex();
-                            record.root = Some(issued.root);
-                            record.not_after = Some(issued.not_after.as_secs());
-                        }
+                        record.note(issued);
                         record.clone()
                     }),
+                    NodeChange::Joined { at, issued } => {
+                        let record = || NodeRecord::arrived(node, *at);
+                        let record = nodes.entry(node.clone()).or_insert_with(record);
+                        if record.revoked.is_none() {
+                            record.enrolled_at = record.enrolled_at.max(*at);
+                        }
+                        record.note(issued);
+                        Some(record.clone())
+                    }
                 });
                 Ok(made.collect())
             })

@@ -31,7 +31,7 @@ pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
-pub use kubernetes::{Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports};
+pub use kubernetes::{Certificates, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.

@@ -1,7 +1,8 @@
 //! The control path: admits and enrols edges, shows the gateway's state, ends it in order.
 //!
 //! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
-//! Reading order is an edge's life: it enrols, is admitted, is shown, and is asked to go elsewhere. Beside it, `jwks`
+//! Reading order is an edge's life: it enrols (or its cluster asks the `signer` for it), is admitted, is shown, and is asked to go
+//! elsewhere. Beside it, `jwks`
 //! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
 //! callers of nodes' own addresses here.
 
@@ -12,6 +13,7 @@ pub mod rotation;
 
 pub mod admit;
 pub mod ledger;
+pub mod signer;
 
 pub mod jwks;
 

@@ -23,6 +23,7 @@ use crate::{
         drain::{self, Hold, Readiness},
         http,
         nat::{Nat, NatError},
+        signer::Signer,
     },
     core::{CoreId, Cores},
     metrics::Metrics,
@@ -282,6 +283,18 @@ impl Bound {
     /// The table of nodes, for whoever knows more of them.
     pub fn nodes(&self) -> NodesWriter {
         self.reloader.parts().authority.roll.nodes.clone()
+    }
+
+    /// Who signs for edges of a cluster, for whoever knows what they ask it.
+    pub fn signer(&self) -> Signer {
+        let authority = &self.reloader.parts().authority;
+        Signer {
+            ca: authority.ca.clone(),
+            nodes: authority.roll.nodes.reader(),
+            ledger: authority.ledger.clone(),
+            lifetime: self.config.tunnel.edge_certificate_lifetime,
+            roots: authority.roots.subscribe(),
+        }
     }
 
     /// What the gateway counts.

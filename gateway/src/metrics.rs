@@ -119,6 +119,8 @@ declare! {
     cluster_hosts_writes: Family<[Label; 1], Counter>,
     /// Whether the list of ports in the cluster is refused as it is.
     cluster_ports_refused: Gauge,
+    /// Requests for certificates at the cluster's API, by what was done: approved, signed, left (as they are), failed.
+    cluster_certificates: Family<[Label; 1], Counter>,
     /// When the certificate of the tunnel port ends, in Unix time.
     certificate_expiry_timestamp_seconds: Gauge,
 }
@@ -286,6 +288,13 @@ impl Metrics {
     /// The list of ports in the cluster is taken up as it is, or not.
     pub fn ports_refused(&self, refused: bool) {
         self.declared.cluster_ports_refused.set(refused.into());
+    }
+
+    /// A request for a certificate at the cluster's API was `approved`, `signed` or `left` as it is, or that `failed`.
+    pub fn cluster_certificate(&self, outcome: &'static str) {
+        let labels = [("outcome", outcome)];
+        let certificates = &self.declared.cluster_certificates;
+        certificates.get_or_create(&labels).inc();
     }
 
     /// The certificate of the tunnel port ends then, in Unix time.

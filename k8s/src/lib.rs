@@ -4,9 +4,10 @@
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
-//! lists; `follow` watches one object; `egress` writes what kube-apiserver has to
+//! lists; `certificates` signs what edges ask the cluster for, in place of tokens; `follow` watches one object; `egress` writes what kube-apiserver has to
 //! be told.
 
+pub mod certificates;
 pub mod client;
 pub mod egress;
 mod follow;
@@ -19,6 +20,7 @@ pub mod ports;
 pub mod reviews;
 mod trouble;
 
+pub use certificates::Certificates;
 pub use client::{ClientError, client};
 pub use hosts::Hosts;
 pub use kube::Client;

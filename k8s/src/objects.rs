@@ -2,13 +2,14 @@
 //!
 //! A whole Pod or Node has hundreds of fields: reading them would cost memory with every page of a list, and the code that
 //! does would be megabytes of the image. What is missing here is skipped where it is parsed. The names are those of
-//! `k8s.io/api/core/v1`.
+//! `k8s.io/api`.
 
 use k8s_openapi::{
-    ClusterResourceScope, Metadata, NamespaceResourceScope, Resource,
+    ByteString, ClusterResourceScope, Metadata, NamespaceResourceScope, Resource,
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Of a Node: where it is.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -56,12 +57,66 @@ pub(crate) struct Service {
     pub(crate) metadata: ObjectMeta,
 }
 
+/// What somebody asks a signer for.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(crate) struct CertificateSigningRequest {
+    pub(crate) metadata: ObjectMeta,
+    pub(crate) spec: RequestSpec,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) status: Option<RequestStatus>,
+}
+
+/// It never changes; who asks and when is the API server's word.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct RequestSpec {
+    /// In PEM.
+    pub(crate) request: ByteString,
+    pub(crate) signer_name: String,
+    #[serde(default)]
+    pub(crate) usages: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) expiration_seconds: Option<i64>,
+    #[serde(default, skip_serializing)]
+    pub(crate) username: String,
+    #[serde(default, skip_serializing)]
+    pub(crate) groups: Vec<String>,
+    #[serde(default, skip_serializing)]
+    pub(crate) extra: BTreeMap<String, Vec<String>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(crate) struct RequestStatus {
+    #[serde(default)]
+    pub(crate) conditions: Vec<RequestCondition>,
+    /// In PEM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) certificate: Option<ByteString>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(crate) struct RequestCondition {
+    /// `Approved`, `Denied` or `Failed`.
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    #[serde(default)]
+    pub(crate) message: String,
+}
+
+impl CertificateSigningRequest {
+    /// Its condition of this kind.
+    pub(crate) fn condition(&self, kind: &str) -> Option<&RequestCondition> {
+        let conditions = &self.status.as_ref()?.conditions;
+        conditions.iter().find(|condition| condition.kind == kind)
+    }
+}
+
 /// What an API of v1 wants to know of a kind to ask for it.
 macro_rules! kinds {
-    ($($kind:ident at $path:literal in $scope:ty;)*) => {$(
+    ($($kind:ident at $path:literal of $group:literal, $api:literal in $scope:ty;)*) => {$(
         impl Resource for $kind {
-            const API_VERSION: &'static str = "v1";
-            const GROUP: &'static str = "";
+            const API_VERSION: &'static str = $api;
+            const GROUP: &'static str = $group;
             const KIND: &'static str = stringify!($kind);
             const VERSION: &'static str = "v1";
             const URL_PATH_SEGMENT: &'static str = $path;
@@ -83,7 +138,9 @@ macro_rules! kinds {
 }
 
 kinds! {
-    Node at "nodes" in ClusterResourceScope;
-    Pod at "pods" in NamespaceResourceScope;
-    Service at "services" in NamespaceResourceScope;
+    Node at "nodes" of "", "v1" in ClusterResourceScope;
+    Pod at "pods" of "", "v1" in NamespaceResourceScope;
+    Service at "services" of "", "v1" in NamespaceResourceScope;
+    CertificateSigningRequest at "certificatesigningrequests" of "certificates.k8s.io", "certificates.k8s.io/v1"
+        in ClusterResourceScope;
 }

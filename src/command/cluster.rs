@@ -70,6 +70,7 @@ impl Cluster {
             return Box::pin(std::future::pending());
         };
         let (hosts, listed) = (parts.hosts(bound), parts.listed(bound, listing));
+        let certificates = parts.certificates(bound);
         let informer = causeway_k8s::Informer {
             client: parts.client,
             rules: parts.rules,
@@ -89,7 +90,13 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
-            let ((), (), never) = tokio::join!(informer.run(hold), hosts, listed);
+            let signed = async {
+                match certificates {
+                    Some(certificates) => certificates.run().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let ((), (), never, _) = tokio::join!(informer.run(hold), hosts, listed, signed);
             never
         })
     }
@@ -103,6 +110,17 @@ impl Parts {
             rules: self.rules.ports.clone()?,
             listed: listing.ports,
             reloads: listing.reloads,
+            metrics: bound.metrics(),
+            gateway: this_gateway(),
+        })
+    }
+
+    fn certificates(&self, bound: &Bound) -> Option<causeway_k8s::Certificates> {
+        Some(causeway_k8s::Certificates {
+            client: self.client.clone(),
+            rules: self.rules.certificates.clone()?,
+            signer: bound.signer(),
+            nodes: bound.nodes(),
             metrics: bound.metrics(),
             gateway: this_gateway(),
         })

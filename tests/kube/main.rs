@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
 mod addresses;
+mod certificates;
 mod deploy;
 mod egress;
 mod fleet;
@@ -71,6 +72,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(addresses::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
+        .chain(certificates::trials())
         .collect();
     [first, second]
 }

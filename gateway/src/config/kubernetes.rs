@@ -3,6 +3,7 @@
 //! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
 //! allow, and an address that two nodes claim names neither.
 
+mod certificates;
 mod hosts;
 mod ports;
 
@@ -14,6 +15,7 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use certificates::Certificates;
 pub use hosts::{Hosts, HostsFormat};
 pub use ports::{NodePorts, Ports};
 
@@ -43,6 +45,9 @@ pub struct Kubernetes {
     /// Serve the node ports that a `ConfigMap` lists, as it lists them. Without this key: none but those of `fronts`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ports: Option<Ports>,
+    /// Sign what edges ask the cluster's `certificates.k8s.io` for, in place of join tokens. Without this key: nothing is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub certificates: Option<Certificates>,
 }
 
 impl Default for Kubernetes {
@@ -66,6 +71,7 @@ impl Default for Kubernetes {
             review_refused_for: Duration::from_secs(30),
             hosts: None,
             ports: None,
+            certificates: None,
         }
     }
 }

@@ -63,6 +63,8 @@ pub struct Enrolment {
     pub lifetime: Duration,
     /// The addresses that edges are told.
     pub advertised: Advertised,
+    /// Edges of the cluster join by their cluster's word, here or at another gateway of this CA.
+    pub vouched: bool,
 }
 
 /// An edge that joins.

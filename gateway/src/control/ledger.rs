@@ -39,7 +39,7 @@ struct Entry {
 }
 
 /// What is known of a node once it is written, or why it could not be.
-type Written = Result<Option<NodeRecord>, NotWritten>;
+pub(super) type Written = Result<Option<NodeRecord>, NotWritten>;
 
 /// Why the data directory was not written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -79,8 +79,7 @@ impl Ledger {
             return Ok(());
         }
         let at = UnixTime::now().as_secs();
-        self.note(node, NodeChange::Arrived { at }).await?;
-        Ok(())
+        self.arrived_at(node, at).await
     }
 
     /// Notes a node's next certificate, unless the node is revoked; what is known of it then, or nothing where it was
@@ -90,6 +89,24 @@ impl Ledger {
     /// If the disk cannot be written.
     pub async fn renewed(&self, node: &NodeName, issued: Issued) -> Written {
         self.note(node, NodeChange::Renewed(issued)).await
+    }
+
+    /// Notes the certificate of a node that joins since its cluster says who it is; what is known of it then. Certificates from
+    /// before `at` are not its own from now on.
+    ///
+    /// # Errors
+    /// If the disk cannot be written.
+    pub async fn joined(&self, node: &NodeName, at: u64, issued: Issued) -> Written {
+        self.note(node, NodeChange::Joined { at, issued }).await
+    }
+
+    /// Makes sure that there is a record of a node which its cluster lets in, where another gateway has let it join.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn arrived_at(&self, node: &NodeName, at: u64) -> Result<(), NotWritten> {
+        self.note(node, NodeChange::Arrived { at }).await?;
+        Ok(())
     }
 
     async fn note(&self, node: &NodeName, change: NodeChange) -> Written {
@@ -141,11 +158,12 @@ impl Inner {
         let written = self.nodes.add(|| {
             records = self.store.nodes().change(&changes)?;
             let made = changes.iter().zip(&records);
-            let arrived = made.filter_map(|((_, change), record)| {
-                let arrived = matches!(change, NodeChange::Arrived { .. });
-                record.clone().filter(|_| arrived).map(known)
+            let anew = made.filter_map(|((_, change), record)| {
+                // Nothing that the table has changes by a renewal.
+                let renewed = matches!(change, NodeChange::Renewed(_));
+                record.clone().filter(|_| !renewed).map(known)
             });
-            Ok::<_, StoreError>(arrived.collect())
+            Ok::<_, StoreError>(anew.collect())
         });
         let told: Vec<Written> = match written {
             Ok(()) => records.into_iter().map(Ok).collect(),

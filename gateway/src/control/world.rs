@@ -65,6 +65,15 @@ fn advertised(all: &[&str]) -> Advertised {
     Advertised::new(all.iter().map(ToString::to_string).collect())
 }
 
+/// A tunnel port that waits for nobody long.
+fn impatient() -> config::Tunnel {
+    config::Tunnel {
+        handshake_timeout: SHORT,
+        hello_timeout: SHORT,
+        ..config::Tunnel::default()
+    }
+}
+
 /// The tunnel port of a gateway.
 pub(super) struct World {
     pub(super) ca: Arc<Ca>,
@@ -108,8 +117,8 @@ impl World {
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
-        let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets);
-        let tls = Arc::new(ArcSwap::from_pointee(tls.unwrap()));
+        let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets).unwrap();
+        let tls = Arc::new(ArcSwap::from_pointee(tls));
         let ledger = Ledger::new(&store, &nodes);
         let enrolment = Enrolment {
             ca: live.clone(),
@@ -119,6 +128,7 @@ impl World {
             metrics: metrics.clone(),
             lifetime: LIFE,
             advertised: advertised(&["gw.example:10262"]),
+            vouched: true,
         };
         let admission = Admission {
             instance: "gateway".into(),

@@ -10,6 +10,7 @@ use crate::{
     control::{
         admit::{LiveTls, Tls},
         expel::Roll,
+        ledger::Ledger,
         rotation,
     },
     state::Registry,
@@ -20,6 +21,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, UNIX_EPOCH},
 };
+use tokio::sync::watch;
 
 /// An operator's CA is to sign again when so much is left.
 const SOON: Duration = Duration::from_hours(24 * 30);
@@ -34,6 +36,9 @@ pub(super) struct Authority {
     pub(super) fronts: Arc<Fronts>,
     pub(super) registry: Registry,
     pub(super) roll: Roll,
+    pub(super) ledger: Ledger,
+    /// The roots that edges are to believe, as PEM.
+    pub(super) roots: watch::Sender<String>,
     /// One after the other.
     pub(super) changing: Mutex<()>,
 }
@@ -74,6 +79,7 @@ impl Authority {
         let gone = self.ca.get().fingerprints();
         let gone = !gone.iter().all(|root| stays.contains(root));
         let (first, other) = (next.fingerprint(), next.other());
+        self.roots.send_replace(next.bundle_pem());
         self.ca.swap(next);
         if let Some((tls, leaf)) = port {
             self.tls.store(Arc::new(tls));

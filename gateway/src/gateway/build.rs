@@ -192,6 +192,8 @@ fn authority(
         identity: identity.clone(),
         fronts: fronts.clone(),
         registry: admission.registry.clone(),
+        ledger: admission.ledger.clone(),
+        roots: watch::Sender::new(base.ca.get().bundle_pem()),
         roll: Roll {
             store: base.store.clone(),
             nodes: base.nodes.clone(),
@@ -349,6 +351,7 @@ fn admission(
         metrics: shared.metrics.clone(),
         lifetime: settings.edge_certificate_lifetime,
         advertised: advertised.clone(),
+        vouched: config.signer().is_some(),
     };
     let tls = identity.tls(&base.ca.get())?;
     let enrol = match base.given {

@@ -144,7 +144,7 @@ impl NodesWriter {
         self.publish(Table::of(records, cluster, zones));
     }
 
-    /// Adds those that are `written` now and not known yet; nobody changes them meanwhile.
+    /// Takes up those that are `written` now; nobody changes them meanwhile.
     ///
     /// # Errors
     /// As writing says; then all is as it was.
@@ -159,7 +159,7 @@ impl NodesWriter {
         }
         self.store(|records| {
             for (name, node) in written {
-                records.entry(name).or_insert(node);
+                records.insert(name, node);
             }
         });
         Ok(())
@@ -280,6 +280,13 @@ impl Nodes {
         let name = NodeName::parse(name).ok()?;
         let member = table.cluster.as_ref()?.get(&name)?;
         Some(Place::Elsewhere(member.addresses.clone()))
+    }
+
+    /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
+    pub fn is_clusters_edge(&self, name: &NodeName) -> Option<bool> {
+        let table = self.0.load();
+        let member = table.cluster.as_ref()?.get(name)?;
+        Some(member.edge || table.records.contains_key(name))
     }
 
     /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.

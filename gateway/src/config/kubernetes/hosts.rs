@@ -145,7 +145,7 @@ pub(super) fn check_names<'a>(
 }
 
 /// Whether an object can have this name (RFC 1123, as Kubernetes asks for).
-fn is_name(name: &str) -> bool {
+pub(super) fn is_name(name: &str) -> bool {
     let label = |label: &str| {
         let plain = |each: char| each.is_ascii_lowercase() || each.is_ascii_digit() || each == '-';
         !label.is_empty()

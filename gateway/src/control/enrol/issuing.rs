@@ -104,6 +104,7 @@ impl Desk {
         shown: Shown,
     ) -> Result<Enrolled, Problem> {
         let (desk, of) = (self.clone(), node.clone());
+        let (nodes, issued_at) = (self.enrolment.nodes.reader(), shown.issued_at);
         let issued = spawn_blocking(move || {
             // The connection may be older than the end of the root by which it was let in.
             let ca = desk.enrolment.ca.get();
@@ -115,6 +116,11 @@ impl Desk {
             desk.sign(&key, &of)
         });
         let issued = issued.await.map_err(|error| broken(&error))??;
+        let vouched = self.enrolment.vouched && nodes.is_clusters_edge(&node) == Some(true);
+        if vouched && nodes.recorded(&node).is_none() {
+            let arrived = self.enrolment.ledger.arrived_at(&node, issued_at).await;
+            arrived.map_err(|error| broken(&error))?;
+        }
         let noted = self.enrolment.ledger.renewed(&node, issued.clone()).await;
         match noted.map_err(|error| broken(&error))? {
             None => Err(unknown(&node)),

@@ -29,6 +29,7 @@ impl Counter {
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
             advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
+            vouched: true,
         });
         Self {
             world,

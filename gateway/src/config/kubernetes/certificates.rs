@@ -1,0 +1,143 @@
+//! The section `kubernetes.certificates`: edges join by what their cluster knows of them, in place of tokens.
+//!
+//! Only a signer of our own name is one that we can be: those of `kubernetes.io` are the cluster's, whose certificates other
+//! nodes, users and components have as well.
+
+use causeway_config::Faults;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::hosts::{check_names, is_name};
+use crate::config::Config;
+
+/// What edges ask the cluster's `certificates.k8s.io` for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Certificates {
+    /// Name of the signer that this gateway is, `DOMAIN/NAME`.
+    pub signer: String,
+    /// Service accounts `NAMESPACE/NAME` whose tokens speak for the node that their pod is on. A node's own kubelet always does.
+    pub service_accounts: Vec<String>,
+    /// Namespace of the `ConfigMap` in which edges find the CA.
+    pub namespace: String,
+    /// Name of that `ConfigMap`; its key is `ca.crt`.
+    pub name: String,
+}
+
+impl Default for Certificates {
+    fn default() -> Self {
+        Self {
+            signer: "causeway.io/edge".to_owned(),
+            service_accounts: Vec::new(),
+            namespace: "kube-system".to_owned(),
+            name: "causeway-ca".to_owned(),
+        }
+    }
+}
+
+impl Certificates {
+    fn validate(&self, faults: &mut Faults) {
+        let path = "kubernetes.certificates.signer";
+        let of = self.signer.split_once('/');
+        match of {
+            Some((domain, _))
+                if domain == "kubernetes.io" || domain.ends_with(".kubernetes.io") =>
+            {
+                let message = format!(
+                    "\"{}\" is a signer of the cluster's own, which this gateway cannot be; write a name of another domain, such as causeway.io/edge",
+                    self.signer
+                );
+                faults.add(path, message);
+            }
+            Some((domain, name)) if domain.contains('.') && is_name(domain) && is_name(name) => {}
+            _ => {
+                let message = format!(
+                    "\"{}\" is no name of a signer; write DOMAIN/NAME, such as causeway.io/edge",
+                    self.signer
+                );
+                faults.add(path, message);
+            }
+        }
+        let names = [
+            ("namespace", Some(&self.namespace)),
+            ("name", Some(&self.name)),
+        ];
+        check_names("kubernetes.certificates", names, faults);
+        for (index, account) in self.service_accounts.iter().enumerate() {
+            let parts = account.split_once('/');
+            if !parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name)) {
+                let path = format!("kubernetes.certificates.service_accounts[{index}]");
+                let message = format!("\"{account}\" is no service account; write NAMESPACE/NAME");
+                faults.add(path, message);
+            }
+        }
+    }
+}
+
+impl Config {
+    /// What of the cluster's requests for certificates is signed here, if any is.
+    pub fn signer(&self) -> Option<&Certificates> {
+        self.kubernetes.as_ref()?.certificates.as_ref()
+    }
+
+    pub(in crate::config) fn validate_certificates(&self, faults: &mut Faults) {
+        let Some(certificates) = self.signer() else {
+            return;
+        };
+        certificates.validate(faults);
+        if self.tunnel.identity.is_some() {
+            let message = "edges bring certificates of another system (tunnel.identity), and this gateway signs none; keep one of the two";
+            faults.add("kubernetes.certificates", message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_config::Validate;
+    use serde_json::json;
+
+    fn faults(certificates: &serde_json::Value) -> String {
+        let config = json!({ "kubernetes": { "certificates": certificates } });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let said: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
+        said.join("\n")
+    }
+
+    #[test]
+    fn a_signer_of_the_clusters_own_and_what_is_no_name_are_refused() {
+        assert_eq!(faults(&json!({})), "");
+        let all = json!({ "signer": "example.com/edges.site", "service_accounts": ["causeway-edge/causeway-edge"] });
+        assert_eq!(faults(&all), "");
+        for (given, says) in [
+            (
+                json!({ "signer": "kubernetes.io/kubelet-serving" }),
+                "the cluster's own",
+            ),
+            (
+                json!({ "signer": "x.kubernetes.io/edge" }),
+                "the cluster's own",
+            ),
+            (json!({ "signer": "edge" }), "DOMAIN/NAME"),
+            (json!({ "signer": "causeway/edge" }), "DOMAIN/NAME"),
+            (json!({ "signer": "causeway.io/edge/1" }), "DOMAIN/NAME"),
+            (json!({ "service_accounts": ["edge"] }), "NAMESPACE/NAME"),
+            (json!({ "name": "A b" }), "no name of an object"),
+        ] {
+            let said = faults(&given);
+            assert!(said.contains(says), "{given}: {said}");
+        }
+    }
+
+    #[test]
+    fn where_edges_bring_certificates_of_another_system_none_are_signed() {
+        let config = json!({
+            "kubernetes": { "certificates": {} },
+            "tunnel": { "identity": { "chain": "a", "key": "b", "client_ca": ["c"] } },
+        });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let said: Vec<_> = config.validate().iter().map(ToString::to_string).collect();
+        assert!(said.join("\n").contains("keep one of the two"), "{said:?}");
+    }
+}

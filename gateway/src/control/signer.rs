@@ -1,0 +1,196 @@
+//! Certificates of edges for whom their cluster vouches, in place of a join token.
+//!
+//! Whoever knows the cluster says which node asks; here is checked that the request names that node and nothing else, and
+//! that the node is not shut out. Of the request only the key is used (`certs::csr`). What is signed is noted on the disk
+//! before it leaves, as a joining by a token is: certificates that the node had before are not its own any more.
+
+use super::ledger::Ledger;
+use crate::state::Nodes;
+use causeway_certs::{CsrError, CsrKey, LiveCa, NodeName};
+use rustls::pki_types::UnixTime;
+use std::{fmt, time::Duration};
+use tokio::{sync::watch, task::spawn_blocking};
+
+/// The clocks of a cluster and of several gateways may differ by this much.
+const SKEW: Duration = Duration::from_mins(1);
+
+/// Who signs for edges of a cluster. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Signer {
+    pub(crate) ca: LiveCa,
+    pub(crate) nodes: Nodes,
+    pub(crate) ledger: Ledger,
+    /// Life of an edge's certificate.
+    pub(crate) lifetime: Duration,
+    /// The roots that edges are to believe, as PEM.
+    pub(crate) roots: watch::Receiver<String>,
+}
+
+/// Why nothing was signed: this gateway's own fault, which may pass.
+#[derive(Debug, thiserror::Error)]
+#[error("the certificate cannot be issued: {0}")]
+pub struct NotSigned(String);
+
+impl NotSigned {
+    fn because(why: impl fmt::Display) -> Self {
+        Self(why.to_string())
+    }
+}
+
+impl Signer {
+    /// The roots that edges are to believe, as PEM, and each change of them.
+    pub fn roots(&self) -> watch::Receiver<String> {
+        self.roots.clone()
+    }
+
+    /// The longest life of a certificate.
+    pub fn longest(&self) -> Duration {
+        self.lifetime
+    }
+
+    /// The key of a request in DER that names this node, and nothing else.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn read(&self, request: &[u8], node: &NodeName) -> Result<CsrKey, CsrError> {
+        CsrKey::of_edge(request, self.ca.get().trust_domain(), node)
+    }
+
+    /// Why the node may have no certificate now, if it may not.
+    pub fn refuses(&self, node: &NodeName) -> Option<String> {
+        let revoked = self.nodes.get(node).and_then(|known| known.revoked);
+        match self.nodes.is_clusters_edge(node) {
+            _ if revoked.is_some() => Some(format!(
+                "node {node} is revoked: {}; it is let in again by `causeway edge allow {node}`",
+                revoked.unwrap_or_default()
+            )),
+            None => Some(format!("the cluster has no Node {node}")),
+            Some(false) => Some(format!(
+                "Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels"
+            )),
+            Some(true) => None,
+        }
+    }
+
+    /// The certificate of a node that asked at that time, in Unix seconds, with what it hangs by, as PEM.
+    ///
+    /// # Errors
+    /// If it cannot be signed, or not be noted on the disk.
+    pub async fn sign(
+        &self,
+        (key, node): (CsrKey, &NodeName),
+        life: Option<Duration>,
+        asked_at: u64,
+    ) -> Result<String, NotSigned> {
+        let (ca, of) = (self.ca.get(), node.clone());
+        let life = life.map_or(self.lifetime, |life| life.min(self.lifetime));
+        // Of several requests the newest has to hold, in whatever order they are signed.
+        let since = asked_at
+            .min(UnixTime::now().as_secs())
+            .saturating_sub(SKEW.as_secs());
+        let issued = spawn_blocking(move || ca.issue_edge(&key, &of, life)).await;
+        let issued = issued
+            .map_err(NotSigned::because)?
+            .map_err(NotSigned::because)?;
+        let noted = self.ledger.joined(node, since, issued.clone()).await;
+        let noted = noted.map_err(NotSigned::because)?;
+        if let Some(revoked) = noted.and_then(|record| record.revoked) {
+            let why = format!("node {node} is revoked: {}", revoked.reason);
+            return Err(NotSigned(why));
+        }
+        Ok(issued.pem())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        control::world::{World, name},
+        state::Member,
+    };
+    use causeway_certs::{EdgeIdentity, EdgeKey, Revocation};
+
+    fn signer(world: &World) -> Signer {
+        let (_, roots) = watch::channel(world.ca.bundle_pem());
+        Signer {
+            ca: world.live.clone(),
+            nodes: world.reader(),
+            ledger: Ledger::new(&world.store, &world.nodes),
+            lifetime: Duration::from_hours(1),
+            roots,
+        }
+    }
+
+    fn member(edge: bool) -> Member {
+        Member {
+            edge,
+            ..Member::default()
+        }
+    }
+
+    fn request(world: &World, key: &EdgeKey, node: &str) -> Vec<u8> {
+        use rustls::pki_types::{CertificateSigningRequestDer, pem::PemObject};
+        let pem = key
+            .request_of(world.ca.trust_domain(), &name(node))
+            .unwrap();
+        let der = CertificateSigningRequestDer::from_pem_slice(pem.as_bytes());
+        der.unwrap().to_vec()
+    }
+
+    #[tokio::test]
+    async fn a_node_that_its_cluster_vouches_for_gets_a_certificate_which_ends_those_from_before() {
+        let world = World::start();
+        let (signer, key) = (signer(&world), EdgeKey::generate().unwrap());
+        world.nodes.cluster([(name("edge-1"), member(true))].into());
+        let now = UnixTime::now().as_secs();
+        let request = request(&world, &key, "edge-1");
+        let read = || signer.read(&request, &name("edge-1")).unwrap();
+        let shorter = Some(Duration::from_mins(10));
+        let node = name("edge-1");
+        let asked = signer.sign((read(), &node), shorter, now);
+        let chain = asked.await.unwrap();
+        let roots = signer.roots().borrow().clone();
+        let edge = EdgeIdentity::new(&roots, &chain, &key.key_pem()).unwrap();
+        assert_eq!(edge.node, name("edge-1"));
+        assert!(edge.leaf.not_after().as_secs() <= now + 660);
+        let known = world.reader().get(&name("edge-1")).unwrap();
+        assert_eq!(known.joined_at, now - 60, "as the clocks may differ");
+        // One that was asked for earlier does not put the newer one out.
+        let earlier = signer.sign((read(), &node), None, now - 500);
+        earlier.await.unwrap();
+        let known = world.reader().get(&name("edge-1")).unwrap();
+        assert_eq!(known.joined_at, now - 60);
+        assert_eq!(world.store.nodes().all().unwrap().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn who_is_no_edge_of_the_cluster_or_revoked_is_refused_with_the_reason() {
+        let world = World::start();
+        let signer = signer(&world);
+        let refused = |node: &str| signer.refuses(&name(node)).unwrap_or_default();
+        assert!(refused("edge-1").contains("no Node edge-1"));
+        world.nodes.cluster(
+            [
+                (name("edge-1"), member(true)),
+                (name("cloud"), member(false)),
+            ]
+            .into(),
+        );
+        assert_eq!(refused("edge-1"), "");
+        assert!(refused("cloud").contains("not at the edge"));
+        let revoked = Revocation {
+            at: 1,
+            reason: "stolen".to_owned(),
+        };
+        let store = &world.store;
+        store.nodes().shut_out(&name("edge-1"), &revoked).unwrap();
+        let key = EdgeKey::generate().unwrap();
+        let request = request(&world, &key, "edge-1");
+        let key = signer.read(&request, &name("edge-1")).unwrap();
+        // The disk has the last word.
+        let refusal = signer.sign((key, &name("edge-1")), None, 0).await;
+        assert!(refusal.unwrap_err().to_string().contains("stolen"));
+        assert!(refused("edge-1").contains("causeway edge allow edge-1"));
+    }
+}

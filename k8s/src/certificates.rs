@@ -1,0 +1,291 @@
+//! `CertificateSigningRequests` of our own signer's name: edges join by what their cluster knows of them.
+//!
+//! 1. `right` says whether a request is exactly what that node may ask for: who asks is the node, by the API server's word,
+//!    and what it asks for names it and nothing else. A request never changes, so that is judged once.
+//! 2. What is right, and of a Node at the edge, is approved and then signed by the gateway (`Signer`), whoever approved it.
+//!    Anything else is left as it is, for people to decide, with one event that says why (`told`). Where the Node may yet come,
+//!    it is looked at again.
+//! 3. Of several gateways one is first; a conflict says that it was another.
+//! 4. `bundle` publishes the CA that edges are to believe.
+//!
+//! Never ends the process.
+
+mod bundle;
+mod requests;
+mod right;
+mod told;
+
+use crate::{
+    client::{said, watch_said, watch_timeout},
+    objects::CertificateSigningRequest,
+    trouble::Trouble,
+};
+use bundle::Bundle;
+use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
+use causeway_tunnel::backoff::Backoff;
+use futures_util::StreamExt;
+use k8s_openapi::{ByteString, apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{Patch, PatchParams},
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use requests::{Request, Requests};
+use right::Right;
+use serde_json::{Value, json};
+use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
+use tokio::time::{Instant, sleep_until, timeout};
+use told::Teller;
+
+/// How long one request may take.
+const BOUND: Duration = Duration::from_secs(10);
+/// The longest pauses between tries.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+/// Requests in one answer of the API.
+const PAGE: u32 = 500;
+
+/// Signs what edges ask the cluster for.
+pub struct Certificates {
+    /// The cluster's API.
+    pub client: Client,
+    /// Who may ask, and where the CA is published.
+    pub rules: config::Certificates,
+    /// Who signs.
+    pub signer: Signer,
+    /// The table of nodes.
+    pub nodes: NodesWriter,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Who this gateway is, in events.
+    pub gateway: String,
+}
+
+impl Certificates {
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let bundle = Bundle::new(self.client.clone(), &self.rules, self.signer.roots());
+        tokio::select! {
+            never = self.sign() => never,
+            never = bundle.run() => never,
+        }
+    }
+
+    async fn sign(&self) -> Infallible {
+        let mut changes = self.nodes.changes();
+        // Before the cluster has named its nodes nobody is to hear that there is none.
+        while self.nodes.reader().places().is_none() && changes.changed().await.is_ok() {}
+        let wanted = format!("spec.signerName={}", self.rules.signer);
+        let config = watcher::Config::default().fields(&wanted).page_size(PAGE);
+        let mut work = Work::new(self);
+        let events = watcher(work.api.clone(), config.timeout(watch_timeout()));
+        let mut events = pin!(events.default_backoff());
+        loop {
+            tokio::select! {
+                biased;
+                Some(event) = events.next() => work.heard(event),
+                Ok(()) = changes.changed() => work.requests.again(),
+                () = work.due() => work.settle().await,
+            }
+        }
+    }
+}
+
+/// What is to be done yet.
+struct Work<'a> {
+    of: &'a Certificates,
+    api: Api<CertificateSigningRequest>,
+    requests: Requests,
+    backoff: Backoff,
+    /// Nothing is tried before.
+    not_before: Option<Instant>,
+    teller: Teller,
+    watching: Trouble,
+    settling: Trouble,
+}
+
+impl<'a> Work<'a> {
+    fn new(of: &'a Certificates) -> Self {
+        Self {
+            of,
+            api: Api::all(of.client.clone()),
+            requests: Requests::default(),
+            backoff: Backoff::new(PAUSES.0, PAUSES.1),
+            not_before: None,
+            teller: Teller::new(of.client.clone(), of.gateway.clone()),
+            watching: Trouble::new("watching requests for certificates"),
+            settling: Trouble::new("signing what edges ask the cluster for"),
+        }
+    }
+
+    fn heard(&mut self, event: Result<Event<CertificateSigningRequest>, watcher::Error>) {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => return self.watching.say(&watch_said(&error)),
+        };
+        let judge = |request: &CertificateSigningRequest| {
+            right::judge(request, &self.of.rules, &self.of.signer)
+        };
+        match event {
+            // A list begins before it is asked for.
+            Event::Init => return self.requests.listing(),
+            Event::InitApply(request) | Event::Apply(request) => {
+                self.requests.take(&request, judge);
+            }
+            Event::InitDone => self.requests.whole(),
+            Event::Delete(request) => self.requests.gone(&request.name_any()),
+        }
+        self.watching.over();
+    }
+
+    /// Returns when there is something to do.
+    async fn due(&self) {
+        match self.not_before {
+            _ if !self.requests.is_due() => std::future::pending().await,
+            Some(moment) => sleep_until(moment).await,
+            None => {}
+        }
+    }
+
+    /// Does one thing that is to be done.
+    async fn settle(&mut self) {
+        let Some(request) = self.requests.next() else {
+            return;
+        };
+        match self.attempt(&request).await {
+            Ok(()) => {
+                self.backoff.reset();
+                self.not_before = None;
+                self.settling.over();
+            }
+            Err(why) => {
+                self.of.metrics.cluster_certificate("failed");
+                self.settling.say(&why);
+                self.requests.put_back(&request);
+                let pause = self.backoff.refused(None, rand::random());
+                self.not_before = Some(Instant::now() + pause);
+            }
+        }
+    }
+
+    async fn attempt(&mut self, request: &Arc<Request>) -> Result<(), String> {
+        let right = match &request.judged {
+            Ok(right) => right,
+            Err(why) => {
+                self.leave(request, why).await;
+                return Ok(());
+            }
+        };
+        if let Some(why) = self.of.signer.refuses(&right.node) {
+            self.leave(request, &why).await;
+            return Ok(());
+        }
+        let version = if request.approved {
+            Some(request.version.clone())
+        } else {
+            self.approve(request, right).await?
+        };
+        if let Some(version) = version
+            && self.sign(request, right, &version).await?
+        {
+            self.requests.done(request);
+        }
+        Ok(())
+    }
+
+    /// Tells why, once.
+    async fn leave(&mut self, request: &Request, why: &str) {
+        let why = if request.approved {
+            format!("approved, but not signed: {why}")
+        } else {
+            why.to_owned()
+        };
+        if !self.requests.tells(request, &why) {
+            return;
+        }
+        tracing::info!(
+            request = request.name,
+            by = request.requester,
+            why,
+            "a request for a certificate is left as it is"
+        );
+        self.of.metrics.cluster_certificate("left");
+        self.teller.tell(request, &why).await;
+    }
+
+    /// Its version once it is approved; nothing where somebody was faster.
+    async fn approve(&self, request: &Request, right: &Right) -> Result<Option<String>, String> {
+        let message = format!(
+            "it is Node {} that asks for its own certificate",
+            right.node
+        );
+        let status = json!({ "conditions": [{
+            "type": "Approved", "status": "True", "reason": "CausewayEdge", "message": message,
+            "lastUpdateTime": Time(Timestamp::now()),
+        }] });
+        let approved = self.patch("approval", request, (&request.version, &status));
+        let approved = approved.await?;
+        if approved.is_some() {
+            self.of.metrics.cluster_certificate("approved");
+        }
+        Ok(approved.and_then(|approved| approved.resource_version()))
+    }
+
+    /// Whether it is signed now, and by us.
+    async fn sign(&self, request: &Request, right: &Right, version: &str) -> Result<bool, String> {
+        let signer = &self.of.signer;
+        let key = signer.read(&right.request, &right.node);
+        let key = key.map_err(|error| error.to_string())?;
+        let chain = signer.sign((key, &right.node), right.life, request.asked_at);
+        let chain = chain.await.map_err(|error| error.to_string())?;
+        let status = json!({ "certificate": ByteString(chain.into_bytes()) });
+        let patched = self.patch("status", request, (version, &status)).await?;
+        if patched.is_none() {
+            return Ok(false);
+        }
+        self.of.metrics.cluster_certificate("signed");
+        tracing::info!(node = %right.node, request = request.name, "issued an edge's certificate by the cluster's word");
+        Ok(true)
+    }
+
+    /// The request as it is then; nothing where it was another meanwhile, or is gone.
+    async fn patch(
+        &self,
+        part: &str,
+        request: &Request,
+        (version, status): (&str, &Value),
+    ) -> Result<Option<CertificateSigningRequest>, String> {
+        let patch = json!({ "metadata": { "resourceVersion": version }, "status": status });
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
+        let asked = self
+            .api
+            .patch_subresource(part, &request.name, &parameters, &patch);
+        match timeout(BOUND, asked).await {
+            Ok(Ok(patched)) => Ok(Some(patched)),
+            Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_not_found() => {
+                tracing::debug!(request = request.name, "another was faster");
+                Ok(None)
+            }
+            Ok(Err(error)) => Err(self.refused(part, &said(&error))),
+            Err(_) => Err("the cluster's API does not answer in time".to_owned()),
+        }
+    }
+
+    /// With the right that is missing, where the API server does not say it.
+    fn refused(&self, part: &str, said: &str) -> String {
+        let verb = if part == "approval" {
+            "approve"
+        } else {
+            "sign"
+        };
+        if said.contains("not permitted") {
+            let signer = &self.of.rules.signer;
+            return format!(
+                "{said} (it needs the verb \"{verb}\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
+            );
+        }
+        said.to_owned()
+    }
+}

@@ -1,0 +1,269 @@
+//! Edges that join by their cluster's word: `certificates.k8s.io`, with the rights of `examples/egress` and
+//! `examples/certificates` and no others.
+//!
+//! A gateway of the test's own on this machine; who asks are users of the cluster, by certificates of its CA.
+
+use std::{fs, path::Path, time::Duration};
+
+use libtest_mimic::Trial;
+use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
+use serde_json::{Value, json};
+
+use crate::{
+    nodes::{Passing, delete, node, number, watching},
+    trial,
+    world::{
+        World,
+        process::{Process, Program, until},
+        world,
+    },
+};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "certificates::a_node_gets_its_own_certificate_and_nobody_gets_another",
+            a_node_gets_its_own_certificate_and_nobody_gets_another,
+        ),
+        trial(
+            "certificates::an_outage_of_the_api_is_survived_and_missing_rights_are_named",
+            an_outage_of_the_api_is_survived_and_missing_rights_are_named,
+        ),
+    ]
+}
+
+const TUNNEL: u16 = 11_462;
+const ADMIN: u16 = 11_465;
+const DOMAIN: &str = "causeway.local";
+
+/// Nothing is left of a test before.
+fn clean(world: &World) {
+    let deletes = [
+        "csr --field-selector=spec.signerName=causeway.io/edge",
+        "-n kube-system configmap causeway-ca --ignore-not-found",
+        "-n default events.events.k8s.io --field-selector=reason=NotSigned",
+    ];
+    for what in deletes {
+        world.cluster.kubectl("delete").words(what).run().ok();
+    }
+    let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/certificates/rbac.yaml");
+    let delete = world.cluster.kubectl("delete --ignore-not-found -f");
+    delete.args([rights]).run().ok();
+}
+
+/// A gateway that signs, or tries to, in this folder.
+fn gateway(world: &World, folder: &Path) -> Process {
+    fs::create_dir_all(folder).unwrap();
+    let kubeconfig = world.cluster.account("egress");
+    let rules = json!({ "kubeconfig": kubeconfig, "certificates": {} });
+    watching(folder, (TUNNEL, ADMIN), &rules)
+}
+
+/// Asks as the user of this kubeconfig.
+fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
+    let request = data_encoding::BASE64.encode(wanted.request().as_bytes());
+    let object = json!({
+        "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
+        "metadata": { "name": name },
+        "spec": { "signerName": "causeway.io/edge", "usages": wanted.usages, "request": request },
+    });
+    Program::new(world.cluster.assets.join("kubectl"))
+        .args(["--kubeconfig", kubeconfig])
+        .words("create -f -")
+        .input(object.to_string())
+        .run()
+        .ok();
+}
+
+/// The chain that a request got, if any; and whether somebody approved it.
+fn got(world: &World, name: &str) -> (Option<String>, bool) {
+    let request = world.cluster.get(&format!("csr {name}")).unwrap();
+    let status = &request["status"];
+    let chain = status["certificate"].as_str().map(|chain| {
+        let chain = data_encoding::BASE64.decode(chain.as_bytes()).unwrap();
+        String::from_utf8(chain).unwrap()
+    });
+    let conditions = status["conditions"].as_array();
+    (chain, conditions.is_some_and(|all| !all.is_empty()))
+}
+
+fn signed(world: &World, name: &str) -> String {
+    until("it is signed", || got(world, name).0.is_some());
+    got(world, name).0.unwrap()
+}
+
+/// What was told on a request.
+fn told(world: &World, name: &str) -> Vec<String> {
+    let line = format!(
+        "-n default events.events.k8s.io --field-selector regarding.name={name},reason=NotSigned"
+    );
+    let events = world.cluster.get(&line).unwrap();
+    let note = |event: &Value| event["note"].as_str().unwrap().to_owned();
+    let events = events["items"].as_array().unwrap().iter();
+    events.map(note).collect()
+}
+
+/// What somebody asks for.
+struct Wanted {
+    names: Vec<SanType>,
+    usages: Vec<&'static str>,
+}
+
+impl Wanted {
+    /// What an edge asks for.
+    fn edge(node: &str) -> Self {
+        let uri = format!("spiffe://{DOMAIN}/edge/{node}");
+        Self {
+            names: vec![SanType::URI(uri.try_into().unwrap())],
+            usages: vec!["digital signature", "client auth"],
+        }
+    }
+
+    fn request(&self) -> String {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.subject_alt_names.clone_from(&self.names);
+        let key = KeyPair::generate().unwrap();
+        params.serialize_request(&key).unwrap().pem().unwrap()
+    }
+}
+
+/// The kubeconfig of a node, as its kubelet has one.
+fn kubelet(world: &World, name: &str) -> String {
+    let user = format!("system:node:{name}");
+    world.cluster.pki.client(name, &user, Some("system:nodes"));
+    world.cluster.kubeconfig(name)
+}
+
+fn metric(outcome: &str) -> u64 {
+    let url = format!("http://127.0.0.1:{ADMIN}/metrics");
+    let all = Program::new("curl").words("-sS").args([url]).run().text();
+    let name = format!("causeway_gateway_cluster_certificates_total{{outcome=\"{outcome}\"}} ");
+    number(&all, &name)
+}
+
+fn a_node_gets_its_own_certificate_and_nobody_gets_another() {
+    let world = world();
+    clean(&world);
+    world.cluster.apply_example("certificates/rbac.yaml");
+    let folder = world.path("certificates");
+    let running = gateway(&world, &folder);
+    let _nodes = ["csr-1", "csr-2"].map(|name| Passing(&world, name));
+    node(&world, "csr-1", true, &[]);
+    node(&world, "csr-2", false, &[]);
+    let own = kubelet(&world, "csr-1");
+    ask(&world, &own, "right", &Wanted::edge("csr-1"));
+    is_of_the_node(&folder, &signed(&world, "right"));
+    let map = world.cluster.get("-n kube-system configmap causeway-ca");
+    let root = fs::read_to_string(folder.join("data/ca.pem")).unwrap();
+    assert_eq!(map.unwrap()["data"]["ca.crt"], json!(root));
+
+    let wrong = ask_wrongly(&world, &own);
+    for (name, why) in wrong {
+        until("it is told", || !told(&world, name).is_empty());
+        let told = told(&world, name);
+        assert!(told[0].contains(why), "{name}: {told:?}");
+    }
+    // An approval by somebody else makes nothing right.
+    let approve = "certificate approve by-a-user for-another";
+    world.cluster.kubectl(approve).run().ok();
+    for name in ["by-a-user", "for-another"] {
+        until("that is told, too", || {
+            let mut all = told(&world, name).into_iter();
+            all.any(|told| told.contains("approved, but not signed"))
+        });
+    }
+
+    // Another gateway, or this one again, has nothing new to tell.
+    running.stop(Duration::from_secs(1));
+    let _running = gateway(&world, &folder);
+    until("all is looked at again", || metric("left") == 6);
+    let label = "label node csr-2 causeway.io/edge=true";
+    world.cluster.kubectl(label).run().ok();
+    signed(&world, "at-no-edge");
+    for (name, _) in wrong.iter().filter(|(name, _)| *name != "at-no-edge") {
+        let (chain, approved) = got(&world, name);
+        let by_hand = ["by-a-user", "for-another"].contains(name);
+        assert_eq!((chain, approved), (None, by_hand), "{name}");
+        let told = told(&world, name);
+        assert_eq!(told.len(), 1 + usize::from(by_hand), "{name}: {told:?}");
+    }
+    assert_eq!((metric("approved"), metric("signed")), (1, 1));
+    clean(&world);
+}
+
+/// Whether it is a client's certificate of `csr-1`, and nothing else.
+fn is_of_the_node(folder: &Path, chain: &str) {
+    let file = folder.join("right.pem");
+    fs::write(&file, chain).unwrap();
+    let shown = Program::new("openssl")
+        .words("x509 -noout -subject -ext subjectAltName,basicConstraints,extendedKeyUsage -in")
+        .args([&file])
+        .run()
+        .ok()
+        .text();
+    for part in [
+        "CN = csr-1",
+        "URI:spiffe://causeway.local/edge/csr-1",
+        "TLS Web Client Authentication",
+    ] {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    for part in ["CA:TRUE", "Server"] {
+        assert!(!shown.contains(part), "{part}: {shown}");
+    }
+}
+
+/// Asks in every way that is not right; by which names, and why they are not.
+fn ask_wrongly(world: &World, own: &str) -> [(&'static str, &'static str); 6] {
+    let mut name = Wanted::edge("csr-1");
+    let more = SanType::DnsName("gateway".try_into().unwrap());
+    name.names.push(more);
+    let mut usage = Wanted::edge("csr-1");
+    usage.usages.push("server auth");
+    let admin = world.cluster.pki.path("admin.kubeconfig");
+    let (elsewhere, nowhere) = (kubelet(world, "csr-2"), kubelet(world, "csr-3"));
+    ask(world, own, "for-another", &Wanted::edge("csr-2"));
+    ask(world, own, "a-name-more", &name);
+    ask(world, own, "a-usage-more", &usage);
+    ask(world, &admin, "by-a-user", &Wanted::edge("csr-1"));
+    ask(world, &elsewhere, "at-no-edge", &Wanted::edge("csr-2"));
+    ask(world, &nowhere, "of-no-node", &Wanted::edge("csr-3"));
+    [
+        ("for-another", "spiffe://causeway.local/edge/csr-2"),
+        ("a-name-more", "gateway"),
+        ("a-usage-more", "server auth"),
+        ("by-a-user", "\"admin\": neither a node"),
+        ("at-no-edge", "Node csr-2 is not at the edge"),
+        ("of-no-node", "the cluster has no Node csr-3"),
+    ]
+}
+
+fn an_outage_of_the_api_is_survived_and_missing_rights_are_named() {
+    let mut world = world();
+    clean(&world);
+    let running = gateway(&world, &world.path("certificates-rights"));
+    let says = |part: &str| until(part, || running.said().contains(part));
+    says("cannot list resource \\\"certificatesigningrequests\\\"");
+    says("cannot list resource \\\"configmaps\\\"");
+    world.cluster.apply_example("certificates/rbac.yaml");
+    let patch = r#"[{"op": "remove", "path": "/rules/2"}]"#;
+    let line = "patch clusterrole causeway-gateway-certificates --type json -p";
+    world.cluster.kubectl(line).args([patch]).run().ok();
+    node(&world, "csr-4", true, &[]);
+    let own = kubelet(&world, "csr-4");
+    ask(&world, &own, "first", &Wanted::edge("csr-4"));
+    says("named causeway.io/edge in API group");
+    world.cluster.apply_example("certificates/rbac.yaml");
+    signed(&world, "first");
+
+    world.cluster.stop();
+    until("it is lost", || {
+        running.said().contains("what was known is served on")
+    });
+    world.cluster.restart();
+    ask(&world, &own, "second", &Wanted::edge("csr-4"));
+    signed(&world, "second");
+    delete(&world, "csr-4");
+    clean(&world);
+}
