@@ -122,6 +122,11 @@ impl EdgeIdentity {
         })
     }
 
+    /// The trust domain that roots name.
+    pub fn domain_of(roots_pem: &str) -> Result<TrustDomain, EdgeIdentityError> {
+        read_roots(roots_pem).map(|(_, domain)| domain)
+    }
+
     /// What was checked when it was put together, or is going to be. The root that signed a certificate may have been
     /// retired while the certificate is there.
     fn assemble(roots_pem: &str, chain_pem: &str, key: &Secret) -> Result<Self, EdgeIdentityError> {

@@ -37,6 +37,9 @@ pub struct Config {
     pub join_file: Option<PathBuf>,
     /// A certificate that another system makes and renews, in place of the one that a token brings.
     pub identity: Option<Identity>,
+    /// The cluster that says who this node is, in place of a token; the gateways' `kubernetes.certificates` are for that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kubernetes: Option<Kubernetes>,
     /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
     /// Hosts, domains and networks that are dialled without the proxy; `NO_PROXY` if absent.
@@ -74,6 +77,7 @@ impl Default for Config {
             join: None,
             join_file: None,
             identity: None,
+            kubernetes: None,
             proxy: None,
             no_proxy: Vec::new(),
             admin: Admin::default(),
@@ -116,6 +120,32 @@ pub struct Identity {
 impl Identity {
     fn files(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.chain, &self.key, &self.ca].into_iter()
+    }
+}
+
+/// A cluster whose API is asked for this node's first certificate. Gateways renew it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Kubernetes {
+    /// File by which the API server is reached as this node, such as its kubelet's; without it the edge is a pod with a service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// Name of the signer that is asked, as `kubernetes.certificates.signer` of the gateway has it.
+    pub signer: String,
+    /// Namespace of the `ConfigMap` with the gateways' CA.
+    pub namespace: String,
+    /// Name of that `ConfigMap`, whose key `ca.crt` it is.
+    pub name: String,
+}
+
+impl Default for Kubernetes {
+    fn default() -> Self {
+        Self {
+            kubeconfig: None,
+            // As the gateway has them.
+            signer: "causeway.io/edge".to_owned(),
+            namespace: "kube-system".to_owned(),
+            name: "causeway-ca".to_owned(),
+        }
     }
 }
 

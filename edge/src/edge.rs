@@ -4,9 +4,11 @@
 //! runs, only its owner ends it: ask (`stop`), wait (`timeouts.drain`), end.
 
 mod brought;
+mod error;
 mod joining;
 mod reload;
 
+pub use error::Error;
 pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
@@ -15,20 +17,18 @@ use crate::{
         admin,
         changes::Changes,
         dial::Dialler,
-        enrol::EnrolError,
         gateways::Gateways,
         held::Held,
         link::{Links, Reached},
         renew,
+        vouch::Cluster,
     },
     metrics::Metrics,
-    proxy::{Policy, TlsError, Way},
+    proxy::{Policy, Way},
     state::{self, Reader, Status},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::{
-    Claim, EdgeIdentity, Store, StoreError, TokenError, store::Access, verify::tunnel_client,
-};
+use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use joining::{own, warn_of_expiry};
@@ -38,98 +38,13 @@ use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
-/// Why an edge cannot start.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// There is neither an identity nor a token to get one.
-    #[error("no identity in {0}; join with a token of `causeway token create`")]
-    NoIdentity(String),
-    /// Neither configuration nor an earlier hello names a gateway.
-    #[error("no gateway is known; name one as HOST:PORT")]
-    NoGateway,
-    /// The certificate is another node's than the configured one.
-    #[error("the certificate is for node {certificate}, the configuration says {configured}")]
-    OtherNode {
-        /// The configured name.
-        configured: String,
-        /// The certificate's.
-        certificate: String,
-    },
-    /// The file with the token cannot be read.
-    #[error(
-        "cannot read the join token in {path} (join_file): {source}; \
-         `causeway token create --node NAME` makes one"
-    )]
-    TokenFile {
-        /// The file.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// The certificate that another system makes cannot be used.
-    #[error("identity: {path}: {why}")]
-    Identity {
-        /// The file.
-        path: String,
-        /// Why.
-        why: String,
-    },
-    /// The token is none.
-    #[error(transparent)]
-    Token(#[from] TokenError),
-    /// The gateway did not let this node join.
-    #[error(transparent)]
-    Enrol(#[from] EnrolError),
-    /// The data directory cannot be used.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// TLS to an app cannot be set up.
-    #[error(transparent)]
-    App(#[from] TlsError),
-    /// TLS to gateways cannot be set up.
-    #[error("cannot set up TLS to gateways: {0}")]
-    Tls(#[from] causeway_certs::verify::TrustError),
-    /// The admin address cannot be bound.
-    #[error("cannot listen on {address} (admin.listen): {source}")]
-    Bind {
-        /// The address.
-        address: SocketAddr,
-        /// Why.
-        source: io::Error,
-    },
-    /// The edge was stopped before it had joined.
-    #[error("stopped before this node had joined")]
-    Stopped,
-}
-
-impl Error {
-    /// Whether an edge that is started again as it is would end the same way, until its owner changes something.
-    pub fn is_final(&self) -> bool {
-        match self {
-            Self::NoIdentity(_)
-            | Self::NoGateway
-            | Self::OtherNode { .. }
-            | Self::Token(_)
-            | Self::TokenFile { .. } => true,
-            // A portal or a wrong address may stand where a gateway is expected; that passes.
-            Self::Enrol(error) => error.is_of_token(),
-            // Whoever makes the certificate may come to it later.
-            Self::Identity { .. }
-            | Self::Store(_)
-            | Self::App(_)
-            | Self::Tls(_)
-            | Self::Bind { .. }
-            | Self::Stopped => false,
-        }
-    }
-}
-
 /// An edge that knows who it is.
 pub struct Edge {
     config: Config,
     store: Store,
     identity: EdgeIdentity,
     policy: Policy,
+    cluster: Option<Arc<dyn Cluster>>,
 }
 
 /// An edge that has its admin port.
@@ -143,6 +58,8 @@ pub struct Bound {
     instance: String,
     reloader: Reloader,
     reloads: Reloads,
+    /// Says who this node is, where its certificate has ended.
+    cluster: Option<Arc<dyn Cluster>>,
     /// Ends apps and admin at the end of the drain, and if whatever runs this edge is dropped.
     done: CancellationToken,
     /// Two edges of one identity would take the node from each other.
@@ -168,18 +85,30 @@ impl Edge {
         stop: &'a CancellationToken,
         tell: &'a (dyn Fn(&str) + Send + Sync),
     ) -> BoxFuture<'a, Result<Self, Error>> {
-        Box::pin(Self::opened(config, stop, tell))
+        Self::open_by(config, None, (stop, tell))
+    }
+
+    /// Does what [`Edge::open_telling`] does; where the configuration names a cluster, that one says who this node is.
+    ///
+    /// # Errors
+    /// If the edge cannot be who it should be, or its configuration does not hold.
+    pub fn open_by<'a>(
+        config: Config,
+        cluster: Option<Arc<dyn Cluster>>,
+        while_joining: (&'a CancellationToken, &'a (dyn Fn(&str) + Send + Sync)),
+    ) -> BoxFuture<'a, Result<Self, Error>> {
+        Box::pin(Self::opened(config, cluster, while_joining))
     }
 
     async fn opened(
         config: Config,
-        stop: &CancellationToken,
-        tell: &(dyn Fn(&str) + Send + Sync),
+        cluster: Option<Arc<dyn Cluster>>,
+        while_joining: (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
     ) -> Result<Self, Error> {
         let store = Store::open(&config.data_dir, Access::Create)?;
         let identity = match &config.identity {
             Some(files) => brought::open(files, &store)?,
-            None => own(&config, &store, (stop, tell)).await?,
+            None => own(&config, &store, cluster.as_deref(), while_joining).await?,
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -196,6 +125,7 @@ impl Edge {
             store,
             identity,
             policy,
+            cluster,
         })
     }
 
@@ -225,6 +155,7 @@ impl Edge {
             store,
             identity,
             policy,
+            cluster,
         } = self;
         let ports = policy.ports();
         let way = Way::new(
@@ -250,6 +181,7 @@ impl Edge {
                 given: watch::Sender::default(),
             }),
             reloads: Reloads::default(),
+            cluster,
             config,
             store,
             identity,
@@ -317,15 +249,16 @@ impl Bound {
             instance,
             reloader,
             reloads,
+            cluster,
             done,
             claim: _claim,
         } = self;
-        let fault = |source| Error::Bind { address, source };
-        let admin = TcpListener::from_std(admin).map_err(fault)?;
+        let admin = TcpListener::from_std(admin);
+        let admin = admin.map_err(|source| Error::Bind { address, source })?;
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = done.clone().drop_guard();
-        let writer = Arc::new(writer);
+        let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
         let Parts {
             now,
             ports,
@@ -335,9 +268,7 @@ impl Bound {
             ..
         } = reloader.parts();
         let made = given.subscribe();
-        let node = identity.node.as_str().to_owned();
-        warn_of_no_port(&config, &ports.load());
-        info!(node, admin = %address, ports = ?ports.load(), "edge runs");
+        announce(&config, (&node, address), &ports.load());
         let held = Held::new(identity, store);
         let links = Arc::new(Links {
             node,
@@ -355,6 +286,7 @@ impl Bound {
             renewal: watch::Sender::default(),
             stop,
             config,
+            cluster,
         });
         let shown = (reader, metrics.clone(), reloads);
         tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
@@ -369,7 +301,8 @@ impl Bound {
     }
 }
 
-fn warn_of_no_port(config: &Config, ports: &[u16]) {
+fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {
+    info!(node, %admin, ?ports, "edge runs");
     if ports.is_empty() && config.listed_ports.is_empty() {
         warn!(
             "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"

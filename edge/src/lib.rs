@@ -19,5 +19,6 @@ mod metrics;
 
 pub use config::Config;
 pub use control::enrol::EnrolError;
+pub use control::vouch::{Answer, Cluster, NoAnswer};
 pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader};
 pub use proxy::TlsError;

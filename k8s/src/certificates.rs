@@ -21,6 +21,7 @@ use crate::{
     trouble::Trouble,
 };
 use bundle::Bundle;
+pub(crate) use bundle::KEY;
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_tunnel::backoff::Backoff;
 use futures_util::StreamExt;
@@ -35,6 +36,7 @@ use kube::{
 };
 use requests::{Request, Requests};
 use right::Right;
+pub(crate) use right::USAGES;
 use serde_json::{Value, json};
 use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep_until, timeout};

@@ -1,10 +1,11 @@
-//! What Causeway knows of Kubernetes: one controller per file, each of which fills a table of the gateway.
+//! What Causeway knows of Kubernetes: one controller per file, each of which fills a table of the gateway; and an edge's one
+//! question to its cluster.
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
-//! lists; `certificates` signs what edges ask the cluster for, in place of tokens; `follow` watches one object; `egress` writes what kube-apiserver has to
+//! lists; `certificates` signs what edges ask the cluster for, in place of tokens, and `vouch` asks for it at an edge; `follow` watches one object; `egress` writes what kube-apiserver has to
 //! be told.
 
 pub mod certificates;
@@ -19,6 +20,7 @@ pub mod pods;
 pub mod ports;
 pub mod reviews;
 mod trouble;
+pub mod vouch;
 
 pub use certificates::Certificates;
 pub use client::{ClientError, client};
@@ -28,3 +30,4 @@ pub use nodes::Informer;
 pub use pods::Pods;
 pub use ports::Ports;
 pub use reviews::Reviews;
+pub use vouch::Vouch;

@@ -1,5 +1,5 @@
 //! The cluster beside a gateway: what keeps its table of nodes in step with the API, and a hosts file in step with the
-//! table, where these are configured.
+//! table, where these are configured; and that of an edge, which says who it is.
 //!
 //! A build without the feature `k8s` refuses such a configuration: a gateway that silently knew no node would be worse.
 
@@ -13,6 +13,26 @@ use causeway_gateway::config::{NodePorts, Reloads};
 use causeway_gateway::{Bound, Config, Gateway};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+
+/// Who an edge asks who it is, in place of a token.
+pub(super) type Vouching = Option<std::sync::Arc<dyn causeway_edge::Cluster>>;
+
+/// The cluster of an edge, if one is configured.
+#[cfg(feature = "k8s")]
+#[allow(clippy::unnecessary_wraps, reason = "as the other build has it")]
+pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouching> {
+    let rules = config.kubernetes.clone();
+    Ok(rules.map(|rules| std::sync::Arc::new(causeway_k8s::Vouch::new(rules)) as _))
+}
+
+/// As above, in a build that knows no cluster.
+#[cfg(not(feature = "k8s"))]
+pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouching> {
+    if config.kubernetes.is_some() {
+        anyhow::bail!("kubernetes: this build knows no Kubernetes; build it with --features k8s");
+    }
+    Ok(None)
+}
 
 /// Runs for as long as the gateway does.
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;

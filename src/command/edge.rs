@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::bail;
 use causeway_edge::{Config, Edge, Error, Reloader};
 
-use super::{admin, explain};
+use super::{admin, cluster, explain};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -25,7 +25,8 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let live = async {
         let drain = config.timeouts.drain;
         let tell = |why: &str| notify.not_joined(why);
-        let opening = Box::pin(Edge::open_telling(config, &stop, &tell));
+        let cluster = cluster::vouching(&config)?;
+        let opening = Box::pin(Edge::open_by(config, cluster, (&stop, &tell)));
         let bound = match Box::pin(notify.joining(opening)).await {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),

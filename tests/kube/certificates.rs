@@ -3,17 +3,18 @@
 //!
 //! A gateway of the test's own on this machine; who asks are users of the cluster, by certificates of its CA.
 
-use std::{fs, path::Path, time::Duration};
+use std::{fmt::Write, fs, path::Path, time::Duration};
 
 use libtest_mimic::Trial;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
 use serde_json::{Value, json};
 
 use crate::{
-    nodes::{Passing, delete, node, number, watching},
+    nodes::{Passing, delete, node, number, started, watching},
     trial,
     world::{
         World,
+        causeway::BINARY,
         process::{Process, Program, until},
         world,
     },
@@ -29,11 +30,16 @@ pub(crate) fn trials() -> Vec<Trial> {
             "certificates::an_outage_of_the_api_is_survived_and_missing_rights_are_named",
             an_outage_of_the_api_is_survived_and_missing_rights_are_named,
         ),
+        trial(
+            "certificates::an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed",
+            an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed,
+        ),
     ]
 }
 
 const TUNNEL: u16 = 11_462;
 const ADMIN: u16 = 11_465;
+const CALLED: &str = "127.0.0.2:11464";
 const DOMAIN: &str = "causeway.local";
 
 /// Nothing is left of a test before.
@@ -265,5 +271,141 @@ fn an_outage_of_the_api_is_survived_and_missing_rights_are_named() {
     ask(&world, &own, "second", &Wanted::edge("csr-4"));
     signed(&world, "second");
     delete(&world, "csr-4");
+    clean(&world);
+}
+
+/// One of the example's files, with these in place of those.
+fn text(name: &str, places: &[(&str, &str)]) -> String {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("examples/certificates")
+        .join(name);
+    let text = fs::read_to_string(file).unwrap();
+    places.iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "{name} has {from}");
+        text.replace(from, to)
+    })
+}
+
+/// The example's gateway, whose edges' certificates hold for 20 s.
+fn example(world: &World, folder: &Path) -> Process {
+    let kubeconfig = world.cluster.account("egress");
+    let places = [("/etc/causeway/gateway.kubeconfig", kubeconfig.as_str())];
+    let rest = json!({
+        "data_dir": folder.join("data"),
+        "tunnel": {
+            "listen": format!("127.0.0.1:{TUNNEL}"), "advertise": [format!("127.0.0.1:{TUNNEL}")],
+            "edge_certificate_lifetime": "20s",
+        },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "fronts": [{
+            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        }],
+    });
+    let mut config = text("gateway.yaml", &places);
+    for (key, value) in rest.as_object().unwrap() {
+        writeln!(config, "{key}: {value}").unwrap();
+    }
+    started(folder, &config)
+}
+
+/// The example's edge, with these credentials and nothing else.
+fn edge(folder: &Path, name: &str, kubeconfig: &str) -> Process {
+    let places = [
+        ("/etc/kubernetes/kubelet.conf", kubeconfig),
+        ("gw.example.com:10262", &format!("127.0.0.1:{TUNNEL}")),
+        ("10250: { scheme: tcp }", "9052: {}"),
+    ];
+    let data = folder.join(name);
+    let config = text("edge.yaml", &places)
+        + &format!(
+            "data_dir: {}\nadmin: {{ listen: 127.0.0.1:0 }}\n",
+            data.display()
+        );
+    let file = folder.join(format!("{name}.yaml"));
+    fs::write(&file, config).unwrap();
+    let edge = Program::new(BINARY).words("edge --config").args([&file]);
+    edge.start(&folder.join(format!("{name}.log")))
+}
+
+/// As kubelet has it: key and certificate in one file, which is named as both.
+fn in_one_file(world: &World, name: &str) -> String {
+    let kubeconfig = kubelet(world, name);
+    let path = |end: &str| world.cluster.pki.path(&format!("{name}{end}"));
+    let (certificate, key) = (path(".pem"), path(".key"));
+    let both = fs::read_to_string(&certificate).unwrap() + &fs::read_to_string(&key).unwrap();
+    let file = path("-current.pem");
+    fs::write(&file, both).unwrap();
+    let text = fs::read_to_string(&kubeconfig).unwrap();
+    fs::write(
+        &kubeconfig,
+        text.replace(&certificate, &file).replace(&key, &file),
+    )
+    .unwrap();
+    kubeconfig
+}
+
+fn status(node: &str) -> String {
+    Program::new("curl")
+        .words("-s -o /dev/null -w %{http_code} -H")
+        .args([format!("Host: {node}:9052"), format!("http://{CALLED}/")])
+        .run()
+        .text()
+}
+
+fn an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed() {
+    let world = world();
+    clean(&world);
+    world.cluster.apply_example("certificates/rbac.yaml");
+    let folder = world.path("certificates-edge");
+    fs::create_dir_all(&folder).unwrap();
+    let _node = Passing(&world, "csr-5");
+    node(&world, "csr-5", true, &[]);
+    let app = Program::new("python3")
+        .words("-u -m http.server --bind 127.0.0.1 9052 --directory")
+        .args([&folder]);
+    let mut app = app.start(&folder.join("app.log"));
+    app.says("Serving HTTP");
+
+    let mut own = edge(&folder, "edge", &in_one_file(&world, "csr-5"));
+    own.says("there is no ConfigMap kube-system/causeway-ca");
+    let _gateway = example(&world, &folder);
+    own.says("tunnel registered");
+    assert_eq!(status("csr-5"), "200");
+
+    // A pod's token says on which node it is.
+    let apply = |object: Value| world.cluster.apply(&object);
+    let named = json!({ "name": "causeway-edge", "namespace": "causeway-edge" });
+    apply(
+        json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "causeway-edge" } }),
+    );
+    apply(json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": named }));
+    let token = |more: &str| {
+        let line = format!("create token -n causeway-edge causeway-edge {more}");
+        world
+            .cluster
+            .kubectl(&line)
+            .run()
+            .ok()
+            .text()
+            .trim()
+            .to_owned()
+    };
+    let bound = token("--bound-object-kind Node --bound-object-name edge-1");
+    let bound = world.cluster.with_token("bound", &bound);
+    let mut pod = edge(&folder, "pod", &bound);
+    pod.says("tunnel registered");
+    assert_eq!(status("edge-1"), "200");
+    let free = world.cluster.with_token("free", &token(""));
+    ask(&world, &free, "unbound", &Wanted::edge("edge-1"));
+    until("it is told", || !told(&world, "unbound").is_empty());
+    assert!(told(&world, "unbound")[0].contains("does not say on which node"));
+
+    // From here on it is the gateway's affair, and no request is made any more.
+    own.says("this node's certificate is renewed");
+    assert_eq!(status("csr-5"), "200");
+    assert_eq!(metric("signed"), 2);
+    drop((own, pod));
+    let delete = "delete namespace causeway-edge --wait=false";
+    world.cluster.kubectl(delete).run().ok();
     clean(&world);
 }

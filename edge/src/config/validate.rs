@@ -43,6 +43,7 @@ impl Validate for Config {
                 );
             }
         }
+        self.cluster(&mut faults);
         if let Some(proxy) = &self.proxy
             && let Err(message) = proxy_address(proxy)
         {
@@ -70,6 +71,36 @@ impl Validate for Config {
 }
 
 impl Config {
+    /// One of a token, files and a cluster says who this node is.
+    fn cluster(&self, faults: &mut Faults) {
+        let Some(cluster) = &self.kubernetes else {
+            return;
+        };
+        let others = [
+            ("join", self.join.is_some()),
+            ("join_file", self.join_file.is_some()),
+            ("identity", self.identity.is_some()),
+        ];
+        for (key, given) in others {
+            if given {
+                let message = "the cluster (kubernetes) says who this node is; keep one of the two";
+                faults.add(key, message);
+            }
+        }
+        if !cluster.signer.contains('/') || cluster.signer.contains("kubernetes.io/") {
+            let message = format!(
+                "\"{}\" is no signer that a gateway can be; write it as the gateway's kubernetes.certificates.signer, such as causeway.io/edge",
+                cluster.signer
+            );
+            faults.add("kubernetes.signer", message);
+        }
+        for (key, name) in [("namespace", &cluster.namespace), ("name", &cluster.name)] {
+            if let Err(error) = NodeName::parse(name) {
+                faults.add(format!("kubernetes.{key}"), error.to_string());
+            }
+        }
+    }
+
     fn numbers(&self, faults: &mut Faults) {
         let timeouts = &self.timeouts;
         let spans = [
@@ -278,6 +309,38 @@ mod tests {
             json!({ "ports": { "80": { "target": "10" } } }),
             "ports.80.target",
             "HOST:PORT",
+        );
+    }
+
+    #[test]
+    fn a_cluster_is_in_place_of_a_token_and_of_files_and_its_signer_is_a_gateways() {
+        assert_eq!(faults(json!({ "kubernetes": {} })), Vec::<String>::new());
+        for (more, key) in [
+            (json!({ "join": "x" }), "join"),
+            (json!({ "join_file": "x" }), "join_file"),
+            (
+                json!({ "identity": { "chain": "a", "key": "b", "ca": "c" } }),
+                "identity",
+            ),
+        ] {
+            let mut config = json!({ "kubernetes": {} });
+            config
+                .as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
+            one_fault(config, key, "keep one of the two");
+        }
+        let signer = |signer: &str| json!({ "kubernetes": { "signer": signer } });
+        one_fault(
+            signer("kubernetes.io/kubelet-serving"),
+            "kubernetes.signer",
+            "causeway.io/edge",
+        );
+        one_fault(signer("edge"), "kubernetes.signer", "causeway.io/edge");
+        one_fault(
+            json!({ "kubernetes": { "name": "A_b" } }),
+            "kubernetes.name",
+            "A_b",
         );
     }
 

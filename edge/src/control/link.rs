@@ -12,7 +12,10 @@ mod reached;
 mod session;
 mod slots;
 
-use super::{changes::Changes, dial::Dialler, gateways::Gateways, held::Held, trouble::Trouble};
+use super::{
+    changes::Changes, dial::Dialler, gateways::Gateways, held::Held, trouble::Trouble,
+    vouch::Cluster,
+};
 use crate::{
     config::{AtGateways, Config},
     metrics::Metrics,
@@ -59,6 +62,8 @@ pub(crate) struct Links {
     pub(crate) renewal: watch::Sender<Duration>,
     /// The edge stops.
     pub(crate) stop: CancellationToken,
+    /// Says who this node is, where its certificate has ended.
+    pub(crate) cluster: Option<Arc<dyn Cluster>>,
 }
 
 /// Why there is no tunnel.

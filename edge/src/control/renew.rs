@@ -5,7 +5,8 @@
 //! 2. ask a gateway over a connection of its own, on which the certificate before says who asks;
 //! 3. check the answer, store it, and only then dial with it: whenever this process is killed, what is
 //!    on the disk is good;
-//! 4. on trouble wait as for a tunnel, and ask again with another key.
+//! 4. on trouble wait as for a tunnel, and ask again with another key; once the certificate has ended, ask the cluster, where
+//!    that says who this node is (`vouch`).
 //!
 //! Standing tunnels are dialled anew then, and keep their streams until these end (`link`).
 
@@ -16,6 +17,7 @@ use super::{
     held::Held,
     link::Links,
     trouble::Trouble,
+    vouch,
 };
 use causeway_certs::{
     Certificate, EdgeIdentity, EdgeKey,
@@ -161,7 +163,11 @@ async fn until_renewed(links: &Links, held: &Held, schedule: &Schedule) {
         let Err(trouble) = renewed else {
             return;
         };
-        let trouble = schedule.weigh(trouble, SystemTime::now());
+        let trouble = match links.cluster {
+            // What has ended is asked of the cluster.
+            Some(_) => trouble,
+            None => schedule.weigh(trouble, SystemTime::now()),
+        };
         let delay = trouble.delay(&mut backoff, rand::random());
         warn!(
             reason = trouble.word(),
@@ -178,7 +184,14 @@ async fn until_renewed(links: &Links, held: &Held, schedule: &Schedule) {
 
 async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
     let old = held.identity();
-    let new = ask(links, &old).await?;
+    let new = match &links.cluster {
+        // No gateway renews what has ended.
+        Some(cluster) if dates(&old).1 < SystemTime::now() => {
+            let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
+            vouch::asked(&**cluster, &links.config, &tell).await?
+        }
+        _ => ask(links, &old).await?,
+    };
     let tls = tunnel_client(&new).map_err(local)?;
     // Told by a gateway that hangs on a root which was known before.
     let (leaf, roots) = (new.leaf, new.roots);

@@ -1,4 +1,4 @@
-//! Who an edge is when it starts: by what it keeps, or by a token.
+//! Who an edge is when it starts: by what it keeps, or by a token, or by its cluster's word.
 //!
 //! A certificate that holds is enough. One that has ended is given up only for another: it may be the clock that
 //! is wrong.
@@ -6,7 +6,10 @@
 use super::Error;
 use crate::{
     config::{Config, Secret},
-    control::enrol,
+    control::{
+        enrol,
+        vouch::{self, Cluster},
+    },
 };
 use causeway_certs::{EdgeIdentity, JoinToken, Store};
 use std::time::{Duration, SystemTime};
@@ -17,13 +20,15 @@ use tracing::{info, warn};
 pub(super) async fn own(
     config: &Config,
     store: &Store,
+    cluster: Option<&dyn Cluster>,
     (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
 ) -> Result<EdgeIdentity, Error> {
     let (identity, expired) = usable(store.edge()?, config);
     if let Some(identity) = identity {
         return Ok(identity);
     }
-    let joined = stop.run_until_cancelled(join(config, store, tell)).await;
+    let joined = stop.run_until_cancelled(join(config, store, (cluster, tell)));
+    let joined = joined.await;
     match (joined.ok_or(Error::Stopped)?, expired) {
         // It may be the clock that is wrong: the certificate is tried until the one or the other is mended.
         (Err(Error::Enrol(error)), Some(identity)) if error.is_of_token() => {
@@ -43,14 +48,22 @@ fn usable(
         return (None, None);
     };
     let ended = end_of(&identity) < SystemTime::now();
-    let joins = config.join.is_some() || config.join_file.is_some();
+    let token = config.join.is_some() || config.join_file.is_some();
+    let joins = token || config.kubernetes.is_some();
     match (joins, ended) {
         (true, true) => {
-            info!("this node's certificate has expired: joining again with the token");
+            let by = if token {
+                "with the token"
+            } else {
+                "by the cluster's word"
+            };
+            info!("this node's certificate has expired: joining again {by}");
             (None, Some(identity))
         }
         (true, false) => {
-            info!("this node has joined already: its certificate holds, the token is not used");
+            if token {
+                info!("this node has joined already: its certificate holds, the token is not used");
+            }
             (Some(identity), None)
         }
         (false, _) => (Some(identity), None),
@@ -94,15 +107,21 @@ fn token(config: &Config) -> Result<JoinToken, Error> {
 async fn join(
     config: &Config,
     store: &Store,
-    tell: &enrol::Listener<'_>,
+    (cluster, tell): (Option<&dyn Cluster>, &enrol::Listener<'_>),
 ) -> Result<EdgeIdentity, Error> {
-    let token = token(config)?;
+    let token = match config.kubernetes {
+        Some(_) => None,
+        None => Some(token(config)?),
+    };
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
     // A token is good once: it is not given for an identity that cannot be kept.
     store.prepare_edge()?;
-    let identity = enrol::join(&token, config, tell).await?;
+    let identity = match token {
+        Some(token) => enrol::join(&token, config, tell).await?,
+        None => vouch::join(cluster.ok_or(Error::NoCluster)?, config, tell).await,
+    };
     store.save_edge(&identity)?;
     Ok(identity)
 }

@@ -4,7 +4,7 @@
 //! token of a service account that was given to a pod on that node. Whatever is more or less than what an edge needs is wrong:
 //! this grants nothing that somebody should have looked at.
 
-use crate::objects::CertificateSigningRequest;
+use crate::{objects::CertificateSigningRequest, vouch::NODE};
 use causeway_certs::NodeName;
 use causeway_gateway::{config::Certificates, control::signer::Signer};
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
@@ -12,8 +12,6 @@ use std::time::Duration;
 
 /// What edges need: they sign a handshake as clients.
 pub(crate) const USAGES: [&str; 2] = ["client auth", "digital signature"];
-/// Where a token of a pod says on which node that is.
-const NODE: &str = "authentication.kubernetes.io/node-name";
 
 /// A request that is right.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -14,7 +14,7 @@ use crate::config::Config;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Certificates {
-    /// Name of the signer that this gateway is, `DOMAIN/NAME`.
+    /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`.
     pub signer: String,
     /// Service accounts `NAMESPACE/NAME` whose tokens speak for the node that their pod is on. A node's own kubelet always does.
     pub service_accounts: Vec<String>,

@@ -242,6 +242,29 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     assert_eq!(before[0].enrolled_at, after[0].enrolled_at);
 }
 
+#[tokio::test]
+async fn an_edge_that_another_gateway_let_in_by_the_clusters_word_is_renewed_here() {
+    let counter = Counter::open();
+    let body = || json!({ "csr": counter.csr() }).to_string();
+    let edge = || Some(Identity::Edge(name("edge-1")));
+    let cluster = |edge| {
+        let member = crate::state::Member {
+            edge,
+            ..Default::default()
+        };
+        counter
+            .world
+            .nodes
+            .cluster([(name("edge-1"), member)].into());
+    };
+    cluster(false);
+    assert_eq!(counter.post("/v1/renew", edge(), body()).await.0, 403);
+    cluster(true);
+    assert_eq!(counter.post("/v1/renew", edge(), body()).await.0, 200);
+    let records = counter.world.store.nodes().all().unwrap();
+    assert!(records.len() == 1 && !records[0].serial.is_empty());
+}
+
 /// On a connection that is older than the end of a root, or than its node's new beginning.
 #[tokio::test]
 async fn a_certificate_that_is_good_no_more_renews_nothing() {

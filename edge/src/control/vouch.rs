@@ -1,0 +1,160 @@
+//! Joining without a token: the node's cluster says who asks, and the gateway's CA signs what the cluster has been asked for.
+//!
+//! 1. the CA to believe is what the cluster publishes; which node this is, the API server says;
+//! 2. the key is made here and stays here; a request for it is put to the cluster;
+//! 3. the answer is waited for, and why it takes long is told at each look. A request that nobody has answered within
+//!    an hour, or that was denied, is followed by another for another key;
+//! 4. what comes has to be for this node and to hang on that CA.
+//!
+//! Only the first certificate, and the one after one that has ended, come this way: gateways renew (`renew`). Nothing here knows
+//! Kubernetes: whoever does is a [`Cluster`].
+
+use super::{enrol::Listener, trouble::Trouble};
+use crate::config::Config;
+use causeway_certs::{EdgeIdentity, EdgeKey, NodeName};
+use causeway_tunnel::backoff::Backoff;
+use futures_util::future::BoxFuture;
+use std::{fmt::Display, time::Duration};
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+
+/// So long is one request waited for: a cluster forgets those that nobody approves after a day.
+const PATIENCE: Duration = Duration::from_hours(1);
+
+/// The cluster that this node is of.
+pub trait Cluster: Send + Sync {
+    /// The name of this node, as the API server knows who asks.
+    fn node(&self) -> BoxFuture<'_, Result<String, NoAnswer>>;
+    /// The CA certificates of gateways, as PEM.
+    fn roots(&self) -> BoxFuture<'_, Result<String, NoAnswer>>;
+    /// Asks for a certificate by a request in PEM. The name under which to look for the answer.
+    fn ask<'a>(
+        &'a self,
+        node: &'a str,
+        request: &'a str,
+    ) -> BoxFuture<'a, Result<String, NoAnswer>>;
+    /// What became of a request until now.
+    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>>;
+}
+
+/// What became of a request for a certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The certificate with what it hangs by, as PEM.
+    Signed(String),
+    /// Not yet; what is waited for.
+    Waiting(String),
+    /// Nothing will come of it.
+    Refused(String),
+}
+
+/// Why a cluster says nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoAnswer {
+    /// Nobody is there.
+    Silent(String),
+    /// It does not let this node.
+    Refused(String),
+}
+
+impl From<NoAnswer> for Trouble {
+    fn from(why: NoAnswer) -> Self {
+        match why {
+            NoAnswer::Silent(why) => Self::silent(why),
+            NoAnswer::Refused(why) => Self::refused(why),
+        }
+    }
+}
+
+/// Joins by the cluster's word. Returns only with an identity: everything else is tried again, and `tell` hears of it each
+/// time. Drop the future to stop.
+pub(crate) async fn join(
+    cluster: &dyn Cluster,
+    config: &Config,
+    tell: &Listener<'_>,
+) -> EdgeIdentity {
+    let mut backoff = bounds(config);
+    loop {
+        let trouble = match asked(cluster, config, tell).await {
+            Ok(identity) => {
+                info!(
+                    node = identity.node.as_str(),
+                    "joined by the cluster's word"
+                );
+                return identity;
+            }
+            Err(trouble) => trouble,
+        };
+        let delay = trouble.delay(&mut backoff, rand::random());
+        warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
+        tell(trouble.what());
+        sleep(delay).await;
+    }
+}
+
+/// One request, and what comes of it.
+pub(crate) async fn asked(
+    cluster: &dyn Cluster,
+    config: &Config,
+    tell: &Listener<'_>,
+) -> Result<EdgeIdentity, Trouble> {
+    let roots = cluster.roots().await?;
+    let domain = EdgeIdentity::domain_of(&roots);
+    let domain = domain.map_err(|error| unsound(&"the CA that the cluster publishes", &error))?;
+    let node = match &config.node {
+        Some(node) => node.clone(),
+        None => cluster.node().await?,
+    };
+    let node = NodeName::parse(&node).map_err(|error| unsound(&"the node's name", &error))?;
+    let own = |error| unsound(&"the key", &error);
+    let key = EdgeKey::generate().map_err(own)?;
+    let request = key.request_of(&domain, &node).map_err(own)?;
+    let name = cluster.ask(node.as_str(), &request).await?;
+    let chain = answered(cluster, &name, (config, tell)).await?;
+    // They may be others by now.
+    let roots = cluster.roots().await?;
+    let identity = EdgeIdentity::new(&roots, &chain, &key.key_pem());
+    let identity = identity.map_err(|error| unsound(&"the answer", &error))?;
+    if identity.node != node {
+        let other = format!("it is for node {}", identity.node);
+        return Err(unsound(&"the answer", &other));
+    }
+    Ok(identity)
+}
+
+async fn answered(
+    cluster: &dyn Cluster,
+    name: &str,
+    (config, tell): (&Config, &Listener<'_>),
+) -> Result<String, Trouble> {
+    let (mut backoff, until) = (bounds(config), Instant::now() + PATIENCE);
+    loop {
+        let trouble = match cluster.answer(name).await {
+            Ok(Answer::Signed(chain)) => return Ok(chain),
+            Ok(Answer::Refused(why)) => return Err(Trouble::unwelcome(why)),
+            Ok(Answer::Waiting(why)) => Trouble::refused(why),
+            Err(why) => why.into(),
+        };
+        if Instant::now() >= until {
+            return Err(trouble);
+        }
+        let delay = trouble.delay(&mut backoff, rand::random());
+        // The first look is a moment after the question.
+        if delay > Duration::from_secs(1) {
+            warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
+        }
+        tell(trouble.what());
+        sleep(delay).await;
+    }
+}
+
+fn bounds(config: &Config) -> Backoff {
+    Backoff::new(config.backoff.silent_max, config.backoff.refused_max)
+}
+
+fn unsound(what: &dyn Display, why: &dyn Display) -> Trouble {
+    Trouble::unwelcome(format!("{what} cannot be used: {why}"))
+}
+
+#[cfg(test)]
+mod tests;

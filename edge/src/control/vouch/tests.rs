@@ -1,0 +1,128 @@
+use super::*;
+use crate::{Edge, Error, config};
+use causeway_certs::{Ca, CsrKey, TrustDomain};
+use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+use tokio_util::sync::CancellationToken;
+
+/// A cluster that knows who asks, and signs at the third look.
+struct Api {
+    ca: Ca,
+    /// For which node it signs, whoever asks.
+    signs: &'static str,
+    asked: Mutex<Vec<String>>,
+    looks: AtomicUsize,
+    denied: AtomicUsize,
+}
+
+impl Api {
+    fn new(signs: &'static str) -> Self {
+        let domain = TrustDomain::parse("test.example").unwrap();
+        Self {
+            ca: Ca::create(&domain).unwrap(),
+            signs,
+            asked: Mutex::default(),
+            looks: AtomicUsize::new(0),
+            denied: AtomicUsize::new(0),
+        }
+    }
+
+    fn signed(&self, name: &str) -> String {
+        let asked = self.asked.lock().unwrap();
+        let request = &asked[name.parse::<usize>().unwrap()];
+        let der = CertificateSigningRequestDer::from_pem_slice(request.as_bytes()).unwrap();
+        let node = NodeName::parse("edge-1").unwrap();
+        let key = CsrKey::of_edge(&der, self.ca.trust_domain(), &node).unwrap();
+        let node = NodeName::parse(self.signs).unwrap();
+        let life = Duration::from_hours(1);
+        self.ca.issue_edge(&key, &node, life).unwrap().pem()
+    }
+}
+
+impl Cluster for Api {
+    fn node(&self) -> BoxFuture<'_, Result<String, NoAnswer>> {
+        Box::pin(async { Ok("edge-1".to_owned()) })
+    }
+
+    fn roots(&self) -> BoxFuture<'_, Result<String, NoAnswer>> {
+        Box::pin(async { Ok(self.ca.bundle_pem()) })
+    }
+
+    fn ask<'a>(&'a self, _: &'a str, request: &'a str) -> BoxFuture<'a, Result<String, NoAnswer>> {
+        let mut asked = self.asked.lock().unwrap();
+        asked.push(request.to_owned());
+        let name = (asked.len() - 1).to_string();
+        Box::pin(async { Ok(name) })
+    }
+
+    fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>> {
+        let looks = self.looks.fetch_add(1, Relaxed);
+        let denied = self.denied.load(Relaxed) > 0;
+        Box::pin(async move {
+            match looks {
+                0 => Err(NoAnswer::Silent("nobody is there".to_owned())),
+                1 if denied => Ok(Answer::Refused("it was denied".to_owned())),
+                1 => Ok(Answer::Waiting("it is not approved yet".to_owned())),
+                _ => Ok(Answer::Signed(self.signed(name))),
+            }
+        })
+    }
+}
+
+fn config(data: &std::path::Path) -> Config {
+    Config {
+        data_dir: data.to_owned(),
+        gateways: vec!["127.0.0.1:9".to_owned()],
+        kubernetes: Some(config::Kubernetes::default()),
+        ..Config::default()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_edge_waits_for_its_clusters_word_says_why_and_keeps_what_it_got() {
+    let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
+    let (api, told) = (Arc::new(Api::new("edge-1")), Mutex::new(Vec::new()));
+    let tell = |why: &str| told.lock().unwrap().push(why.to_owned());
+    let open = || Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &tell));
+    assert_eq!(open().await.unwrap().node(), "edge-1");
+    let whys = told.lock().unwrap().clone();
+    assert_eq!(whys, ["nobody is there", "it is not approved yet"]);
+    // It is not asked for what the data directory has.
+    assert_eq!(open().await.unwrap().node(), "edge-1");
+    assert_eq!(api.asked.lock().unwrap().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_refusal_another_request_is_for_another_key() {
+    let api = Api::new("edge-1");
+    api.denied.store(1, Relaxed);
+    let data = tempfile::tempdir().unwrap();
+    let identity = join(&api, &config(data.path()), &|_| {}).await;
+    assert_eq!(identity.node.as_str(), "edge-1");
+    let asked = api.asked.lock().unwrap();
+    assert!(asked.len() == 2 && asked[0] != asked[1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_certificate_for_another_node_is_not_taken() {
+    let api = Api::new("edge-2");
+    let data = tempfile::tempdir().unwrap();
+    let trouble = asked(&api, &config(data.path()), &|_| {})
+        .await
+        .unwrap_err();
+    assert!(
+        trouble.what().contains("it is for node edge-2"),
+        "{}",
+        trouble.what()
+    );
+}
+
+#[tokio::test]
+async fn where_nobody_knows_the_cluster_an_edge_says_so() {
+    let data = tempfile::tempdir().unwrap();
+    let opened = Edge::open(config(data.path()), &CancellationToken::new()).await;
+    assert!(matches!(opened, Err(Error::NoCluster)));
+}
