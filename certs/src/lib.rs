@@ -38,7 +38,7 @@ pub use edge::EdgeIdentity;
 pub use identity::{Identity, Issuing};
 pub use leaf::{Leaf, LeafError};
 pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, NodePattern, TrustDomain};
-pub use pem::encode_chain;
+pub use pem::{certificates, encode_chain};
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
 pub use store::{

@@ -37,7 +37,7 @@ pub fn encode_chain(chain: &[CertificateDer<'_>]) -> String {
 }
 
 /// All certificates of a text, at least one.
-pub(crate) fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
+pub fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, String> {
     let found = CertificateDer::pem_slice_iter(text.as_bytes())
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| error.to_string())?;

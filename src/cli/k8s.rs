@@ -4,10 +4,23 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use super::DataDir;
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum K8s {
     /// Print the configuration of the egress selector by which kube-apiserver comes through a connect front
     EgressConfig(EgressConfig),
+    /// Print the CAs that kube-apiserver's `--kubelet-certificate-authority` has to know where fronts show certificates by the gateway's CA
+    CaBundle(CaBundle),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaBundle {
+    /// File of the CA of kubelets that are reached without a front, such as those of the cloud (again for each)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kubelet_ca: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]

@@ -222,6 +222,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
             "identity",
             began.identity.is_some() != now.identity.is_some(),
         ),
+        ("kubernetes", began.kubernetes != now.kubernetes),
         ("proxy", began.proxy != now.proxy),
         ("no_proxy", began.no_proxy != now.no_proxy),
         ("admin", began.admin != now.admin),

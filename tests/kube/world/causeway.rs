@@ -209,10 +209,9 @@ impl Road {
     /// The CAs by which kube-apiserver checks who says to be a kubelet: the cluster's, and this gateway's.
     pub(crate) fn authority(&self, checks: Checks, cluster: &Cluster) -> Option<PathBuf> {
         let file = self.folder.join("kubelets-ca.pem");
-        let pem = |path: &Path| fs::read_to_string(path).unwrap();
-        let ours = pem(&self.ca());
-        let theirs = pem(cluster.pki.path("ca.pem").as_ref());
-        fs::write(&file, format!("{theirs}\n{ours}")).unwrap();
+        let bundle = causeway(&self.folder).words("k8s ca-bundle --kubelet-ca");
+        let bundle = bundle.args([cluster.pki.path("ca.pem")]).run().ok();
+        fs::write(&file, bundle.stdout).unwrap();
         (checks == Checks::On).then_some(file)
     }
 
