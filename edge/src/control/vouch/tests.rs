@@ -1,11 +1,12 @@
 use super::*;
 use crate::{Edge, Error, config};
-use causeway_certs::{Ca, CsrKey, TrustDomain};
+use causeway_certs::{Access, Ca, CsrKey, Store, TrustDomain};
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::sync::{
     Arc, Mutex,
     atomic::{AtomicUsize, Ordering::Relaxed},
 };
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 /// A cluster that knows who asks, and signs at the third look.
@@ -125,4 +126,35 @@ async fn where_nobody_knows_the_cluster_an_edge_says_so() {
     let data = tempfile::tempdir().unwrap();
     let opened = Edge::open(config(data.path()), &CancellationToken::new()).await;
     assert!(matches!(opened, Err(Error::NoCluster)));
+}
+
+/// On real sockets, since nothing of an edge that runs stands still.
+#[tokio::test]
+async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
+    let (api, data) = (Arc::new(Api::new("edge-1")), tempfile::tempdir().unwrap());
+    let key = EdgeKey::generate().unwrap();
+    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let soon = Duration::from_secs(3);
+    let issued = api.ca.issue_edge(&csr, &node, soon).unwrap();
+    let before = EdgeIdentity::new(&api.ca.bundle_pem(), &issued.pem(), &key.key_pem());
+    let store = Store::open(data.path(), Access::Create).unwrap();
+    store.save_edge(&before.unwrap()).unwrap();
+    let mut config = config(data.path());
+    config.admin.listen = "127.0.0.1:0".parse().unwrap();
+    let stop = CancellationToken::new();
+    let edge = Edge::open_by(config, Some(api.clone()), (&stop, &|_| {}));
+    let bound = edge.await.unwrap().bind().unwrap();
+    assert!(api.asked.lock().unwrap().is_empty(), "it holds yet");
+    let key = key.key_pem();
+    let another = async {
+        while store.edge().unwrap().unwrap().leaf.key_pem() == key {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::select! {
+        done = timeout(Duration::from_secs(20), another) => done.unwrap(),
+        ended = bound.run(stop.clone()) => panic!("{ended:?}"),
+    }
+    assert_eq!(api.asked.lock().unwrap().len(), 1);
 }
