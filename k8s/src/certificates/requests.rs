@@ -35,6 +35,8 @@ struct Entry {
     told: Option<String>,
     /// We have signed it; what is heard of its way there is old.
     done: bool,
+    /// It is due already.
+    due: bool,
     /// It was in the list that is under way.
     listed: bool,
 }
@@ -78,14 +80,15 @@ impl Requests {
         if over || certificate.is_some_and(|certificate| !certificate.0.is_empty()) {
             return;
         }
-        let (judged, told, done) = match known {
+        let (judged, told, done, due) = match known {
             Some(Entry {
                 request,
                 told,
                 done,
+                due,
                 ..
-            }) => (request.judged.clone(), told, done),
-            None => (judge(heard), None, false),
+            }) => (request.judged.clone(), told, done, due),
+            None => (judge(heard), None, false, false),
         };
         let asked_at = heard.creation_timestamp();
         let asked_at = asked_at.and_then(|time| time.0.as_second().try_into().ok());
@@ -103,9 +106,10 @@ impl Requests {
             request: Arc::new(request),
             told,
             done,
+            due: due || !done,
             listed: true,
         };
-        if !done && !self.due.contains(&name) {
+        if !done && !due {
             self.due.push_back(name.clone());
         }
         self.all.insert(name, entry);
@@ -118,19 +122,12 @@ impl Requests {
 
     /// What hangs on the table of nodes is looked at again.
     pub(super) fn again(&mut self) {
-        let waiting = |entry: &&Entry| !entry.done && entry.request.judged.is_ok();
-        let waiting = self.all.values().filter(waiting);
-        let names = waiting.map(|entry| entry.request.name.clone());
-        self.due = names.chain(self.judged_wrong()).collect();
-    }
-
-    /// Those that are due, and will never be right.
-    fn judged_wrong(&self) -> Vec<String> {
-        let wrong = |name: &&String| {
-            let entry = self.all.get(*name);
-            entry.is_some_and(|entry| entry.request.judged.is_err())
-        };
-        self.due.iter().filter(wrong).cloned().collect()
+        for (name, entry) in &mut self.all {
+            if !entry.done && !entry.due && entry.request.judged.is_ok() {
+                entry.due = true;
+                self.due.push_back(name.clone());
+            }
+        }
     }
 
     pub(super) fn is_due(&self) -> bool {
@@ -139,13 +136,19 @@ impl Requests {
 
     /// The next that is due, if it is there still.
     pub(super) fn next(&mut self) -> Option<Arc<Request>> {
-        let entry = self.all.get(&self.due.pop_front()?)?;
+        let entry = self.all.get_mut(&self.due.pop_front()?)?;
+        entry.due = false;
         (!entry.done).then(|| entry.request.clone())
     }
 
     /// It is tried again, after the others.
     pub(super) fn put_back(&mut self, request: &Request) {
-        self.due.push_back(request.name.clone());
+        if let Some(entry) = self.all.get_mut(&request.name)
+            && !entry.due
+        {
+            entry.due = true;
+            self.due.push_back(request.name.clone());
+        }
     }
 
     /// It is signed.
@@ -228,5 +231,28 @@ mod tests {
         requests.listing();
         requests.whole();
         assert!(requests.next().is_none());
+    }
+
+    #[test]
+    fn each_is_due_once_and_what_failed_comes_after_the_others() {
+        let mut requests = Requests::default();
+        let right = |_: &CertificateSigningRequest| {
+            Ok(Right {
+                node: causeway_certs::NodeName::parse("edge-1").unwrap(),
+                request: Vec::new(),
+                life: None,
+            })
+        };
+        requests.take(&heard("a", "1", None), right);
+        requests.take(&heard("b", "2", None), right);
+        requests.take(&heard("a", "1", None), never);
+        requests.again();
+        let first = requests.next().unwrap();
+        requests.put_back(&first);
+        requests.put_back(&first);
+        let names = std::iter::from_fn(|| requests.next().map(|one| one.name.clone()));
+        assert_eq!(names.collect::<Vec<_>>(), ["b", "a"]);
+        requests.again();
+        assert!(requests.is_due());
     }
 }
