@@ -93,14 +93,6 @@ pub(super) struct World {
     _dir: tempfile::TempDir,
 }
 
-fn impatient() -> config::Tunnel {
-    config::Tunnel {
-        handshake_timeout: SHORT,
-        hello_timeout: SHORT,
-        ..config::Tunnel::default()
-    }
-}
-
 impl World {
     pub(super) fn start() -> Self {
         Self::on(&Cores::here())
