@@ -1,0 +1,133 @@
+//! The one hand that writes the table of nodes: each change is a new table, made of what records and cluster say.
+
+use super::{Member, Node, Nodes, Table};
+use causeway_certs::NodeName;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+use tokio::sync::watch;
+
+/// The writing side.
+#[derive(Clone, Debug, Default)]
+pub struct NodesWriter {
+    nodes: Nodes,
+    /// Held while a new table is made from the old one.
+    making: Arc<Mutex<()>>,
+    /// Says that there is another table; readers on the way of a request never look here.
+    changes: Arc<watch::Sender<()>>,
+}
+
+impl NodesWriter {
+    /// The reading side of this table.
+    pub fn reader(&self) -> Nodes {
+        self.nodes.clone()
+    }
+
+    /// Hears of each change of this table from now on, for what makes something else of it.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
+    }
+
+    /// Adds or replaces one node; one that is revoked stays so.
+    pub fn put(&self, name: NodeName, mut node: Node) {
+        self.change(|nodes| {
+            if let Some(before) = nodes.get(&name) {
+                node.revoked.clone_from(&before.revoked);
+            }
+            nodes.insert(name, node);
+        });
+    }
+
+    /// Replaces what the cluster says of its nodes.
+    pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.nodes.0.load();
+        let (records, zones) = (before.records.clone(), before.zones.clone());
+        self.publish(Table::of(records, Some(Arc::new(members)), zones));
+    }
+
+    /// Replaces the zones in which nodes have names as well, `NODE.ZONE`.
+    pub fn zones(&self, zones: &[String]) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.nodes.0.load();
+        let behind =
+            |zone: &String| format!(".{}", zone.trim_end_matches('.').to_ascii_lowercase());
+        let zones: Arc<[String]> = zones
+            .iter()
+            .map(behind)
+            .filter(|zone| zone != ".")
+            .collect();
+        if before.zones == zones {
+            return;
+        }
+        let (records, cluster) = (before.records.clone(), before.cluster.clone());
+        self.publish(Table::of(records, cluster, zones));
+    }
+
+    /// Takes up those that are `written` now; nobody changes them meanwhile.
+    ///
+    /// # Errors
+    /// As writing says; then all is as it was.
+    pub fn add<E>(
+        &self,
+        written: impl FnOnce() -> Result<Vec<(NodeName, Node)>, E>,
+    ) -> Result<(), E> {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = written()?;
+        if written.is_empty() {
+            return Ok(());
+        }
+        self.store(|records| {
+            for (name, node) in written {
+                records.insert(name, node);
+            }
+        });
+        Ok(())
+    }
+
+    /// Replaces all nodes by what is `read` now; nobody changes them meanwhile.
+    ///
+    /// # Errors
+    /// As reading says; then all is as it was.
+    pub fn refresh<E>(
+        &self,
+        read: impl FnOnce() -> Result<BTreeMap<NodeName, Node>, E>,
+    ) -> Result<(), E> {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = read()?;
+        self.store(|records| *records = read);
+        Ok(())
+    }
+
+    /// Removes one node.
+    pub fn remove(&self, name: &NodeName) {
+        self.change(|nodes| {
+            nodes.remove(name);
+        });
+    }
+
+    /// Replaces all nodes.
+    pub fn replace(&self, all: BTreeMap<NodeName, Node>) {
+        self.change(|nodes| *nodes = all);
+    }
+
+    fn change(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        self.store(edit);
+    }
+
+    /// Only while `making` is held.
+    fn store(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
+        let before = self.nodes.0.load();
+        let mut records = before.records.clone();
+        edit(&mut records);
+        let (cluster, zones) = (before.cluster.clone(), before.zones.clone());
+        self.publish(Table::of(records, cluster, zones));
+    }
+
+    fn publish(&self, table: Table) {
+        self.nodes.0.store(Arc::new(table));
+        self.changes.send_replace(());
+    }
+}
