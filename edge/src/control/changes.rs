@@ -5,9 +5,8 @@
 //! back-off does.
 
 use causeway_tunnel::task::Tasks;
-use futures_util::StreamExt;
-use rtnetlink::{MulticastGroup, new_multicast_connection};
-use std::time::Duration;
+use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
+use std::{io, time::Duration};
 use tokio::{
     sync::watch,
     time::{sleep, timeout},
@@ -19,13 +18,32 @@ const QUIET: Duration = Duration::from_millis(100);
 /// A network that never rests is told of this often.
 const BURST: Duration = Duration::from_millis(500);
 
-const GROUPS: [MulticastGroup; 5] = [
-    MulticastGroup::Link,
-    MulticastGroup::Ipv4Ifaddr,
-    MulticastGroup::Ipv4Route,
-    MulticastGroup::Ipv6Ifaddr,
-    MulticastGroup::Ipv6Route,
-];
+/// Links, and addresses and routes of both families (RTMGRP_…, rtnetlink(7)).
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
+/// ENOBUFS, as Linux has it on x86 and ARM.
+const NO_BUFFERS: i32 = 105;
+/// What a change is does not matter: the rest of a longer message is dropped.
+const GLANCE: usize = 64;
+
+fn listening() -> io::Result<TokioSocket> {
+    let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
+    socket.socket_mut().bind(&SocketAddr::new(0, GROUPS))?;
+    Ok(socket)
+}
+
+/// Waits for a message; false where none will come any more.
+async fn heard(socket: &TokioSocket) -> bool {
+    let mut glance = [0; GLANCE];
+    match socket.recv(&mut &mut glance[..]).await {
+        Ok(()) => true,
+        // More changed than the kernel has kept for us (ENOBUFS).
+        Err(error) if error.raw_os_error() == Some(NO_BUFFERS) => true,
+        Err(error) => {
+            debug!(%error, "changes of the network are not heard any more");
+            false
+        }
+    }
+}
 
 /// Counts the changes of the machine's network.
 #[derive(Clone, Debug)]
@@ -35,19 +53,16 @@ impl Changes {
     /// Begins to listen, with tasks of `tasks`.
     pub(crate) fn listen(tasks: &Tasks) -> Self {
         let (told, changes) = watch::channel(0);
-        let (connection, handle, mut messages) = match new_multicast_connection(&GROUPS) {
-            Ok(opened) => opened,
+        let socket = match listening() {
+            Ok(socket) => socket,
             Err(error) => {
                 debug!(%error, "netlink is not to be had; changes of the network are not heard");
                 return Self(changes);
             }
         };
-        tasks.spawn(info_span!("netlink"), connection);
         tasks.spawn(info_span!("changes"), async move {
-            let _listening = handle;
-            while messages.next().await.is_some() {
-                let burst =
-                    async { while let Ok(Some(_)) = timeout(QUIET, messages.next()).await {} };
+            while heard(&socket).await {
+                let burst = async { while let Ok(true) = timeout(QUIET, heard(&socket)).await {} };
                 let _ = timeout(BURST, burst).await;
                 told.send_modify(|count| *count = count.wrapping_add(1));
             }
