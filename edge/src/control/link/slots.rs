@@ -347,7 +347,8 @@ impl Slots {
             _ = anew.changed() => backoff.reset(),
             () = stop.cancelled() => {}
             () = old_is_over => {}
-            () = self.unwanted() => {}
+            // While one stands another attempt is made all the same: at its time.
+            () = self.unwanted(), if old.is_none() => {}
         }
     }
 }
