@@ -168,24 +168,15 @@ impl Notify {
     pub(crate) async fn redirector<T>(
         &self,
         redirector: Fares,
-        (stop, grace): (CancellationToken, Duration),
+        stopping: (CancellationToken, Duration),
         run: impl Future<Output = T>,
     ) -> T {
-        beside(run, async {
-            self.rhythm().await;
-            loop {
-                self.alive();
-                if stop.is_cancelled() {
-                    self.stopping(grace);
-                } else {
-                    let led = count(redirector.addresses(), "address", "addresses");
-                    let led = || format!("callers of {led} of nodes are led to gateways");
-                    self.ready(&redirector.trouble().unwrap_or_else(led));
-                }
-                self.pause(LOOK, &stop).await;
-            }
-        })
-        .await
+        let fares = || {
+            let led = count(redirector.addresses(), "address", "addresses");
+            let led = || format!("callers of {led} of nodes are led to gateways");
+            redirector.trouble().unwrap_or_else(led)
+        };
+        beside(run, self.watch(stopping, fares)).await
     }
 
     /// Joins, if an edge still has to. It counts as started once the first attempt came to nothing: the reason is
@@ -214,22 +205,10 @@ impl Notify {
     pub(crate) async fn edge<T>(
         &self,
         reader: Reader,
-        (stop, grace): (CancellationToken, Duration),
+        stopping: (CancellationToken, Duration),
         run: impl Future<Output = T>,
     ) -> T {
-        beside(run, async {
-            self.rhythm().await;
-            loop {
-                self.alive();
-                if stop.is_cancelled() {
-                    self.stopping(grace);
-                } else {
-                    self.ready(&fares(&reader.status()));
-                }
-                self.pause(LOOK, &stop).await;
-            }
-        })
-        .await
+        beside(run, self.watch(stopping, || fares(&reader.status()))).await
     }
 
     /// Ready, if that was not said before.
@@ -245,6 +224,24 @@ impl Notify {
         match &self.0 {
             Some(channel) => channel.rhythm(),
             None => pending().await,
+        }
+    }
+
+    /// Tells how something fares that is ready as soon as it runs, until it is dropped.
+    async fn watch(
+        &self,
+        (stop, grace): (CancellationToken, Duration),
+        fares: impl Fn() -> String,
+    ) -> Infallible {
+        self.rhythm().await;
+        loop {
+            self.alive();
+            if stop.is_cancelled() {
+                self.stopping(grace);
+            } else {
+                self.ready(&fares());
+            }
+            self.pause(LOOK, &stop).await;
         }
     }
 

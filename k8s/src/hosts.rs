@@ -10,7 +10,7 @@
 mod content;
 mod maps;
 
-use crate::{lease::Lease, trouble::Trouble};
+use crate::{due::due, lease::Lease, trouble::Trouble};
 use causeway_gateway::{config, metrics::Metrics, state::NodesWriter};
 use causeway_tunnel::backoff::Backoff;
 use content::{LIMIT, Style};
@@ -24,7 +24,7 @@ use maps::{Failure, Maps, Version, is_ours, others};
 use std::{collections::BTreeMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
-    time::{Instant, sleep, sleep_until},
+    time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -171,17 +171,11 @@ impl<'a> Writer<'a> {
 
     /// Waits for a reason to look again; after a failure the nodes' changes are none.
     async fn reason(&mut self, pause: Option<Duration>) {
-        let due = pause.map(|pause| Instant::now() + pause);
+        let again = pause.map(|pause| Instant::now() + pause);
         loop {
-            let again = async {
-                match due {
-                    Some(due) => sleep_until(due).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 // Never an error: the writing side is ours.
-                _ = self.changes.changed(), if due.is_none() => break,
+                _ = self.changes.changed(), if again.is_none() => break,
                 Some((number, version)) = self.watched.next() => match version {
                     Ok(version) => {
                         self.watching.over();
@@ -193,7 +187,7 @@ impl<'a> Writer<'a> {
                     }
                     Err(why) => self.watching.say(&why),
                 },
-                () = again => return,
+                () = due(again) => return,
             }
         }
         sleep(GATHER).await;

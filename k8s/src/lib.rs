@@ -10,6 +10,7 @@
 
 pub mod certificates;
 pub mod client;
+mod due;
 pub mod egress;
 mod follow;
 pub mod hosts;

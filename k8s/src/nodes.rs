@@ -8,6 +8,7 @@
 
 use crate::{
     client::{watch_said, watch_timeout},
+    due::due,
     objects::Node,
 };
 use causeway_certs::NodeName;
@@ -28,7 +29,7 @@ use kube::{
 };
 use rustls_pki_types::UnixTime;
 use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
 /// Nodes in one answer of the API.
 const PAGE: u32 = 500;
@@ -63,14 +64,8 @@ impl Informer {
         let mut events = pin!(events);
         let mut known = Known::default();
         let mut touch = Touch::new(hold, self.metrics.clone());
-        let mut due: Option<Instant> = None;
+        let mut write: Option<Instant> = None;
         loop {
-            let written = async {
-                match due {
-                    Some(due) => sleep_until(due).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 event = events.next() => match event {
                     Some(Ok(seen)) => {
@@ -79,15 +74,15 @@ impl Informer {
                             touch.heard();
                         }
                         if known.take(seen) {
-                            due.get_or_insert_with(|| Instant::now() + GATHER);
+                            write.get_or_insert_with(|| Instant::now() + GATHER);
                         }
                     }
                     Some(Err(error)) => touch.lost(&error),
                     // A watcher never ends.
                     None => return,
                 },
-                () = written => {
-                    due = None;
+                () = due(write) => {
+                    write = None;
                     self.nodes.cluster(known.members.clone());
                     touch.written(&known.members);
                 }

@@ -12,6 +12,7 @@ mod list;
 
 use crate::{
     client::said,
+    due::due,
     follow::{Now, follow},
     objects::Service,
     trouble::Trouble,
@@ -32,7 +33,7 @@ use serde_json::json;
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
-    time::{sleep, timeout},
+    time::{Instant, timeout},
 };
 
 /// How long one request may take.
@@ -74,22 +75,16 @@ impl Ports {
         let mut keeper = Keeper::new(&self);
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
-            let pause = if keeper.settle().await {
+            let again = if keeper.settle().await {
                 backoff.reset();
                 None
             } else {
-                Some(backoff.refused(None, rand::random()))
-            };
-            let again = async {
-                match pause {
-                    Some(pause) => sleep(pause).await,
-                    None => std::future::pending().await,
-                }
+                Some(Instant::now() + backoff.refused(None, rand::random()))
             };
             tokio::select! {
                 Some(map) = maps.next() => keeper.heard(map),
                 Some(service) = service.next() => keeper.stirred(service),
-                () = again => {}
+                () = due(again) => {}
             }
         }
     }

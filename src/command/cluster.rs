@@ -38,6 +38,10 @@ pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouchin
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
 
 /// Where the ports go that a cluster lists, and by which they are taken up.
+#[cfg_attr(
+    not(feature = "k8s"),
+    expect(dead_code, reason = "only a cluster lists any")
+)]
 pub(super) struct Listing {
     pub(super) ports: watch::Sender<Option<NodePorts>>,
     pub(super) reloads: Reloads,

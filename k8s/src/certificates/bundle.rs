@@ -7,6 +7,7 @@
 use super::{BOUND, PAUSES};
 use crate::{
     client::said,
+    due::due,
     follow::{Now, follow},
     trouble::Trouble,
 };
@@ -23,7 +24,7 @@ use serde_json::json;
 use std::convert::Infallible;
 use tokio::{
     sync::watch,
-    time::{sleep, timeout},
+    time::{Instant, timeout},
 };
 
 /// The key, as Kubernetes itself names it in `kube-root-ca.crt`.
@@ -70,7 +71,7 @@ impl Bundle {
         let mut roots = self.roots.clone();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
-            let pause = match self.settle(&maps).await {
+            let again = match self.settle(&maps).await {
                 Ok(()) => {
                     backoff.reset();
                     self.writing.over();
@@ -78,19 +79,13 @@ impl Bundle {
                 }
                 Err(why) => {
                     self.writing.say(&why);
-                    Some(backoff.refused(None, rand::random()))
-                }
-            };
-            let again = async {
-                match pause {
-                    Some(pause) => sleep(pause).await,
-                    None => std::future::pending().await,
+                    Some(Instant::now() + backoff.refused(None, rand::random()))
                 }
             };
             tokio::select! {
                 Some(now) = states.next() => self.heard(now),
                 Ok(()) = roots.changed() => self.exactly = true,
-                () = again => {}
+                () = due(again) => {}
             }
         }
     }
