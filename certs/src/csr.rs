@@ -12,6 +12,7 @@ use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
+use crate::cluster::ClusterSubject;
 use crate::identity::edge_uri;
 use crate::name::{NodeName, TrustDomain};
 use crate::secret::Secret;
@@ -47,6 +48,16 @@ pub enum CsrError {
         asks: String,
         /// What it should name.
         uri: String,
+    },
+    /// A cluster's own signer would name somebody else.
+    #[error(
+        "the certificate request {asks}; that of an edge has exactly the subject {wanted}, and nothing else"
+    )]
+    Subject {
+        /// What is wrong with it.
+        asks: String,
+        /// What it should name.
+        wanted: String,
     },
     /// The key could not be made or used on this machine.
     #[error("cannot make the key or its request: {0}")]
@@ -88,6 +99,26 @@ impl CsrKey {
             None => Ok(key),
             Some(asks) => Err(CsrError::Asks { asks, uri }),
         }
+    }
+
+    /// The same of a request in which a signer of the cluster's own finds exactly this node as the subject.
+    pub fn of_subject(
+        der: &[u8],
+        subject: ClusterSubject,
+        node: &NodeName,
+    ) -> Result<Self, CsrError> {
+        let key = Self::verify(der)?;
+        let (_, request) = X509CertificationRequest::from_der(der)
+            .map_err(|error| CsrError::Malformed(error.to_string()))?;
+        let info = &request.certification_request_info;
+        let asks = match subject.node(&info.subject) {
+            Some(found) if found != *node => format!("is for node {found}, and not for {node}"),
+            None => format!("has the subject \"{}\"", info.subject),
+            Some(_) if !info.attributes().is_empty() => "asks for more than its subject".to_owned(),
+            Some(_) => return Ok(key),
+        };
+        let wanted = subject.to_string();
+        Err(CsrError::Subject { asks, wanted })
     }
 
     pub(crate) fn public_key(&self) -> &SubjectPublicKeyInfo {
@@ -179,6 +210,20 @@ impl EdgeKey {
         let uri = edge_uri(domain, node);
         let uri = uri.try_into().map_err(CsrError::Local)?;
         params.subject_alt_names = vec![SanType::URI(uri)];
+        let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
+        request.pem().map_err(CsrError::Local)
+    }
+
+    /// The same as a signer of the cluster's own wants it.
+    pub fn request_as(&self, subject: ClusterSubject, node: &NodeName) -> Result<String, CsrError> {
+        let mut params = CertificateParams::default();
+        let mut name = rcgen::DistinguishedName::new();
+        name.push(rcgen::DnType::OrganizationName, subject.organization());
+        name.push(
+            rcgen::DnType::CommonName,
+            format!("{}{node}", subject.prefix()),
+        );
+        params.distinguished_name = name;
         let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
         request.pem().map_err(CsrError::Local)
     }

@@ -20,6 +20,7 @@ pub mod leaf;
 pub mod caller;
 pub mod token;
 
+pub mod cluster;
 pub mod edge;
 pub mod given;
 
@@ -33,6 +34,7 @@ mod pem;
 pub use ca::{Above, Ca, CaError, Issued, LiveCa, OperatorCa, Stage, Step};
 pub use caller::{CallerToken, CallerTokens};
 pub use certificate::Certificate;
+pub use cluster::{ClusterSubject, ClusterTrust};
 pub use csr::{CsrError, CsrKey, EdgeKey};
 pub use edge::EdgeIdentity;
 pub use identity::{Identity, Issuing};

@@ -24,7 +24,9 @@ use rustls_pki_types::{CertificateDer, TrustAnchor};
 use thiserror::Error;
 
 pub use any::AcceptAny;
-pub use client::{WrongCa, control_client, join_client, pinned_root, tunnel_client};
+pub use client::{
+    WrongCa, control_client, join_client, pinned_root, tunnel_client, vouched_client,
+};
 pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
 pub use server::{front_server, join_server, tunnel_server};
 pub use tickets::TicketSecret;
@@ -217,6 +219,16 @@ fn verifier(roots: &Arc<RootCertStore>) -> Result<Arc<dyn ClientCertVerifier>, T
     WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
         .build()
         .map_err(|error| TrustError::Root(error.to_string()))
+}
+
+/// The same below these.
+pub(crate) fn clients_below(
+    roots: &[CertificateDer<'static>],
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+    if roots.is_empty() {
+        return Err(TrustError::NobodyTrusted);
+    }
+    verifier(&store(roots)?)
 }
 
 #[cfg(test)]

@@ -129,7 +129,7 @@ impl Identity {
 pub struct Kubernetes {
     /// File by which the API server is reached as this node, such as its kubelet's; without it the edge is a pod with a service account.
     pub kubeconfig: Option<PathBuf>,
-    /// Name of the signer that is asked, as `kubernetes.certificates.signer` of the gateway has it.
+    /// Name of the signer that is asked, as `kubernetes.certificates.signer` of the gateway has it. What one of the cluster's own makes is shown to a gateway, which gives one of Causeway's for it.
     pub signer: String,
     /// Namespace of the `ConfigMap` with the gateways' CA.
     pub namespace: String,

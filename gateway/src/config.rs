@@ -120,7 +120,12 @@ impl Config {
         let tunnel = self.tunnel.identity.iter().flat_map(Identity::files);
         let policy = self.policy.0.iter().chain(tunnel).cloned();
         let apps = self.apps.values().flat_map(App::files).cloned();
-        policy.chain(fronts).chain(apps).collect()
+        let cluster = self.signer().into_iter().flat_map(|rules| &rules.client_ca);
+        policy
+            .chain(fronts)
+            .chain(apps)
+            .chain(cluster.cloned())
+            .collect()
     }
 }
 

@@ -34,7 +34,7 @@ use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
@@ -293,8 +293,12 @@ impl Bound {
             nodes: authority.roll.nodes.reader(),
             ledger: authority.ledger.clone(),
             lifetime: self.config.tunnel.edge_certificate_lifetime,
-            roots: authority.roots.subscribe(),
         }
+    }
+
+    /// The roots that edges are to believe, as PEM, and each change of them.
+    pub fn roots(&self) -> watch::Receiver<String> {
+        self.reloader.parts().authority.roots.subscribe()
     }
 
     /// What the gateway counts.

@@ -1,10 +1,10 @@
-//! `CertificateSigningRequests` of our own signer's name: edges join by what their cluster knows of them.
+//! `CertificateSigningRequests` of edges: they join by what their cluster knows of them.
 //!
 //! 1. `right` says whether a request is exactly what that node may ask for: who asks is the node, by the API server's word,
 //!    and what it asks for names it and nothing else. A request never changes, so that is judged once.
 //! 2. What is right, and of a Node at the edge, is approved and then signed by the gateway (`Signer`), whoever approved it.
 //!    Anything else is left as it is, for people to decide, with one event that says why (`told`). Where the Node may yet come,
-//!    it is looked at again.
+//!    it is looked at again. Where a signer of the cluster's own is asked, it is approved alone, or not even that.
 //! 3. Of several gateways one is first; a conflict says that it was another.
 //! 4. `bundle` publishes the CA that edges are to believe.
 //!
@@ -22,6 +22,7 @@ use crate::{
 };
 use bundle::Bundle;
 pub(crate) use bundle::KEY;
+use causeway_certs::ClusterSubject;
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_tunnel::backoff::Backoff;
 use futures_util::StreamExt;
@@ -39,7 +40,10 @@ use right::Right;
 pub(crate) use right::USAGES;
 use serde_json::{Value, json};
 use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until, timeout},
+};
 use told::Teller;
 
 /// How long one request may take.
@@ -57,6 +61,8 @@ pub struct Certificates {
     pub rules: config::Certificates,
     /// Who signs.
     pub signer: Signer,
+    /// The roots that edges are to believe, as PEM.
+    pub roots: watch::Receiver<String>,
     /// The table of nodes.
     pub nodes: NodesWriter,
     /// What is counted.
@@ -68,7 +74,11 @@ pub struct Certificates {
 impl Certificates {
     /// Never ends.
     pub async fn run(self) -> Infallible {
-        let bundle = Bundle::new(self.client.clone(), &self.rules, self.signer.roots());
+        let bundle = Bundle::new(self.client.clone(), &self.rules, self.roots.clone());
+        if self.rules.subject() == Some(ClusterSubject::Kubelet) {
+            // The cluster approves these, and signs them.
+            return bundle.run().await;
+        }
         tokio::select! {
             never = self.sign() => never,
             never = bundle.run() => never,
@@ -134,7 +144,9 @@ impl<'a> Work<'a> {
             // A list begins before it is asked for.
             Event::Init => return self.requests.listing(),
             Event::InitApply(request) | Event::Apply(request) => {
-                self.requests.take(&request, judge);
+                if right::is_meant(&request, &self.of.rules) {
+                    self.requests.take(&request, judge);
+                }
             }
             Event::InitDone => self.requests.whole(),
             Event::Delete(request) => self.requests.gone(&request.name_any()),
@@ -189,6 +201,13 @@ impl<'a> Work<'a> {
         } else {
             self.approve(request, right).await?
         };
+        if self.of.rules.subject().is_some() {
+            // The cluster's own signer sees to the rest.
+            if version.is_some() {
+                self.requests.done(request);
+            }
+            return Ok(());
+        }
         if let Some(version) = version
             && self.sign(request, right, &version).await?
         {

@@ -8,6 +8,7 @@ use crate::{
     client::{client, said},
     objects::{CertificateSigningRequest, RequestSpec},
 };
+use causeway_certs::ClusterSubject;
 use causeway_edge::{Answer, Cluster, NoAnswer, config::Kubernetes};
 use futures_util::future::BoxFuture;
 use k8s_openapi::{
@@ -21,6 +22,8 @@ use tokio::time::timeout;
 
 /// How long one question may take.
 const BOUND: Duration = Duration::from_secs(10);
+/// Life of what a signer of the cluster's own makes, in seconds: it is shown to a gateway, and not needed any more.
+pub(crate) const SHOWN_WITHIN: i64 = 2 * 60 * 60;
 /// Where a token of a pod says on which node that is.
 pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 
@@ -74,6 +77,7 @@ impl Cluster for Vouch {
         request: &'a str,
     ) -> BoxFuture<'a, Result<String, NoAnswer>> {
         Box::pin(async move {
+            let short = self.subject().map(|_| SHOWN_WITHIN);
             let wanted = CertificateSigningRequest {
                 metadata: ObjectMeta {
                     generate_name: Some(format!("causeway-edge-{node}-")),
@@ -83,6 +87,7 @@ impl Cluster for Vouch {
                     request: ByteString(request.as_bytes().to_vec()),
                     signer_name: self.rules.signer.clone(),
                     usages: USAGES.map(str::to_owned).into(),
+                    expiration_seconds: short,
                     ..RequestSpec::default()
                 },
                 status: None,
@@ -97,6 +102,10 @@ impl Cluster for Vouch {
             );
             Ok(name)
         })
+    }
+
+    fn subject(&self) -> Option<ClusterSubject> {
+        ClusterSubject::of(&self.rules.signer)
     }
 
     fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>> {

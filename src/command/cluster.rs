@@ -144,6 +144,7 @@ impl Parts {
             client: self.client.clone(),
             rules: self.rules.certificates.clone()?,
             signer: bound.signer(),
+            roots: bound.roots(),
             nodes: bound.nodes(),
             metrics: bound.metrics(),
             gateway: this_gateway(),

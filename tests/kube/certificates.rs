@@ -6,7 +6,7 @@
 use std::{fmt::Write, fs, path::Path, time::Duration};
 
 use libtest_mimic::Trial;
-use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, SanType};
 use serde_json::{Value, json};
 
 use crate::{
@@ -34,6 +34,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             "certificates::an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed",
             an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed,
         ),
+        trial(
+            "certificates::what_the_clusters_own_signers_make_for_a_node_lets_it_join",
+            what_the_clusters_own_signers_make_for_a_node_lets_it_join,
+        ),
     ]
 }
 
@@ -41,11 +45,16 @@ const TUNNEL: u16 = 11_462;
 const ADMIN: u16 = 11_465;
 const CALLED: &str = "127.0.0.2:11464";
 const DOMAIN: &str = "causeway.local";
+/// Signers of the cluster's own: for whoever is approved, and for kubelets.
+const CLIENTS: &str = "kubernetes.io/kube-apiserver-client";
+const KUBELETS: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 
 /// Nothing is left of a test before.
 fn clean(world: &World) {
     let deletes = [
         "csr --field-selector=spec.signerName=causeway.io/edge",
+        "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client",
+        "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client-kubelet",
         "-n kube-system configmap causeway-ca --ignore-not-found",
         "-n default events.events.k8s.io --field-selector=reason=NotSigned",
     ];
@@ -59,9 +68,14 @@ fn clean(world: &World) {
 
 /// A gateway that signs, or tries to, in this folder.
 fn gateway(world: &World, folder: &Path) -> Process {
+    by(world, folder, &json!({}))
+}
+
+/// The same by these rules.
+fn by(world: &World, folder: &Path, certificates: &Value) -> Process {
     fs::create_dir_all(folder).unwrap();
     let kubeconfig = world.cluster.account("egress");
-    let rules = json!({ "kubeconfig": kubeconfig, "certificates": {} });
+    let rules = json!({ "kubeconfig": kubeconfig, "certificates": certificates });
     watching(folder, (TUNNEL, ADMIN), &rules)
 }
 
@@ -71,7 +85,7 @@ fn ask(world: &World, kubeconfig: &str, name: &str, wanted: &Wanted) {
     let object = json!({
         "apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest",
         "metadata": { "name": name },
-        "spec": { "signerName": "causeway.io/edge", "usages": wanted.usages, "request": request },
+        "spec": { "signerName": wanted.signer, "usages": wanted.usages, "request": request, "expirationSeconds": wanted.life },
     });
     Program::new(world.cluster.assets.join("kubectl"))
         .args(["--kubeconfig", kubeconfig])
@@ -111,7 +125,10 @@ fn told(world: &World, name: &str) -> Vec<String> {
 
 /// What somebody asks for.
 struct Wanted {
+    signer: &'static str,
+    subject: DistinguishedName,
     names: Vec<SanType>,
+    life: Option<u32>,
     usages: Vec<&'static str>,
 }
 
@@ -120,14 +137,31 @@ impl Wanted {
     fn edge(node: &str) -> Self {
         let uri = format!("spiffe://{DOMAIN}/edge/{node}");
         Self {
+            signer: "causeway.io/edge",
+            subject: DistinguishedName::new(),
             names: vec![SanType::URI(uri.try_into().unwrap())],
+            life: None,
+            usages: vec!["digital signature", "client auth"],
+        }
+    }
+
+    /// What is asked of the cluster's signer for clients.
+    fn client(organization: &str, name: &str) -> Self {
+        let mut subject = DistinguishedName::new();
+        subject.push(DnType::OrganizationName, organization);
+        subject.push(DnType::CommonName, name);
+        Self {
+            signer: CLIENTS,
+            subject,
+            names: Vec::new(),
+            life: Some(3600),
             usages: vec!["digital signature", "client auth"],
         }
     }
 
     fn request(&self) -> String {
         let mut params = CertificateParams::default();
-        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name = self.subject.clone();
         params.subject_alt_names.clone_from(&self.names);
         let key = KeyPair::generate().unwrap();
         params.serialize_request(&key).unwrap().pem().unwrap()
@@ -407,5 +441,70 @@ fn an_edge_needs_no_token_where_its_cluster_knows_it_and_is_renewed() {
     drop((own, pod));
     let delete = "delete namespace causeway-edge --wait=false";
     world.cluster.kubectl(delete).run().ok();
+    clean(&world);
+}
+
+fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
+    let world = world();
+    clean(&world);
+    world.cluster.apply_example("certificates/rbac.yaml");
+    let folder = world.path("certificates-signers");
+    let rules =
+        |signer| json!({ "signer": signer, "client_ca": [world.cluster.pki.path("ca.pem")] });
+    let _node = Passing(&world, "csr-6");
+    node(&world, "csr-6", true, &[]);
+    let own = kubelet(&world, "csr-6");
+    let by_signer = |name: &str, signer: &str| {
+        let lines = format!("{own}\n  signer: {signer}");
+        edge(&folder, name, &lines)
+    };
+
+    // The gateway approves what is exactly right, and the cluster signs it.
+    let running = by(&world, &folder, &rules(CLIENTS));
+    let mut asking = by_signer("client", CLIENTS);
+    let says = |part: &str| until(part, || running.said().contains(part));
+    says("named kubernetes.io/kube-apiserver-client in API group");
+    let names = json!([{ "op": "replace", "path": "/rules/2/resourceNames/0", "value": CLIENTS }]);
+    let line = "patch clusterrole causeway-gateway-certificates --type json -p";
+    let patched = world.cluster.kubectl(line).args([names.to_string()]);
+    patched.run().ok();
+    asking.says("joined by the cluster's word");
+    asking.says("tunnel registered");
+    ask(
+        &world,
+        &own,
+        "another",
+        &Wanted::client("causeway:edges", "causeway:edge:csr-7"),
+    );
+    ask(
+        &world,
+        &own,
+        "no-edge",
+        &Wanted::client("others", "somebody"),
+    );
+    until("it is told", || !told(&world, "another").is_empty());
+    assert!(told(&world, "another")[0].contains("for node csr-7, and not for csr-6"));
+    assert_eq!(got(&world, "another"), (None, false));
+    // What others ask that signer for is none of a gateway's business.
+    assert_eq!(
+        (told(&world, "no-edge"), got(&world, "no-edge")),
+        (vec![], (None, false))
+    );
+    assert_eq!(metric("approved"), 1);
+    drop(asking);
+    running.stop(Duration::from_secs(1));
+
+    // Of kubelets' the cluster itself approves.
+    let binding = "create clusterrolebinding nodes-ask-for-themselves --group=system:nodes --clusterrole=system:certificates.k8s.io:certificatesigningrequests:selfnodeclient";
+    world.cluster.kubectl(binding).run().ok();
+    let folder = world.path("certificates-kubelets");
+    let _running = by(&world, &folder, &rules(KUBELETS));
+    let lines = format!("{own}\n  signer: {KUBELETS}");
+    let mut asking = edge(&folder, "kubelet", &lines);
+    asking.says("joined by the cluster's word");
+    asking.says("tunnel registered");
+    let delete = "delete clusterrolebinding nodes-ask-for-themselves";
+    world.cluster.kubectl(delete).run().ok();
+    drop(asking);
     clean(&world);
 }

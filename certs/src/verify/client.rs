@@ -1,4 +1,4 @@
-//! The dialling ends: an edge's tunnel, its other requests, and joining by a token.
+//! The dialling ends: an edge's tunnel, its other requests, and joining by a token or by its cluster's word.
 //!
 //! A gateway is recognised by its certificate alone: below one of our private roots, by the one that signs replicas, for
 //! servers, with the URI `spiffe://<trust domain>/gateway`. The dialled name is not compared: that URI is given
@@ -24,6 +24,8 @@ use super::{PeerRefused, provider};
 use crate::certificate::Certificate;
 use crate::edge::EdgeIdentity;
 use crate::identity;
+use crate::leaf::Leaf;
+use crate::pem;
 use crate::secret::Fingerprint;
 
 /// The gateway belongs to another CA than the token.
@@ -84,6 +86,15 @@ pub fn join_client(root: Fingerprint) -> Result<Arc<ClientConfig>, TrustError> {
     Ok(Arc::new(config))
 }
 
+/// Joining by what a cluster's signer has made for this node: gateways are recognised by these roots.
+pub fn vouched_client(roots_pem: &str, shown: &Leaf) -> Result<Arc<ClientConfig>, TrustError> {
+    let unusable = |error: &dyn StdError| TrustError::Root(error.to_string());
+    let roots = pem::certificates(roots_pem).map_err(TrustError::Root)?;
+    let domain = EdgeIdentity::domain_of(roots_pem).map_err(|error| unusable(&error))?;
+    let anchor = Anchor::Root(Trust::below(&roots, &domain)?);
+    showing(anchor, (shown.chain().to_vec(), shown), &ALPN_CONTROL)
+}
+
 /// The certificate of a chain that has this fingerprint: after joining, the root to keep.
 pub fn pinned_root(
     chain: &[CertificateDer<'_>],
@@ -99,12 +110,19 @@ fn enrolled(edge: &EdgeIdentity, alpn: &[&[u8]]) -> Result<Arc<ClientConfig>, Tr
     // Who of ours has signed it is known where it is shown.
     let shown = if edge.given { usize::MAX } else { 1 };
     let own = edge.leaf.chain().iter().take(shown).cloned().collect();
-    let anchor = Anchor::Root(edge.trust()?);
+    showing(Anchor::Root(edge.trust()?), (own, &edge.leaf), alpn)
+}
+
+fn showing(
+    anchor: Anchor,
+    (own, leaf): (Vec<CertificateDer<'static>>, &Leaf),
+    alpn: &[&[u8]],
+) -> Result<Arc<ClientConfig>, TrustError> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(GatewayVerifier::new(anchor)))
-        .with_client_auth_cert(own, edge.leaf.key())?;
+        .with_client_auth_cert(own, leaf.key())?;
     config.alpn_protocols = owned(alpn);
     Ok(Arc::new(config))
 }

@@ -93,6 +93,16 @@ pub enum PeerRefused {
         /// What its signer signs.
         found: Issuing,
     },
+    /// A cluster's CA has signed it, and for somebody else than a node.
+    #[error(
+        "the certificate is that of \"{found}\"; of the cluster's CA only exactly \"{wanted}\" without further names is an edge's"
+    )]
+    Subject {
+        /// Whose it is.
+        found: String,
+        /// How nodes are named.
+        wanted: String,
+    },
     /// Genuine, but no longer welcome.
     #[error("the certificate of {0} is revoked")]
     Revoked(String),

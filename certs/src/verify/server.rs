@@ -16,6 +16,7 @@ use rustls::{SupportedProtocolVersion, version};
 use super::known::Clients;
 use super::tickets::{TicketSecret, Tickets};
 use super::{ALPN_CONTROL, ALPN_TUNNEL, Trust, TrustError, provider};
+use crate::cluster::ClusterTrust;
 use crate::identity::Issuing;
 
 /// The tunnel: TLS 1.3, `rh2`, a client certificate required of those whom `trust` names.
@@ -24,19 +25,21 @@ pub fn tunnel_server(
     trust: &Trust,
     tickets: &TicketSecret,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = edges(trust, true)?;
+    let clients = edges(trust, None, true)?;
     let tickets = Some(Arc::new(Tickets::new(tickets)) as Arc<dyn ProducesTickets>);
     let versions = [&version::TLS13];
     Ok(config(&versions, clients, leaf, &[ALPN_TUNNEL], tickets)?)
 }
 
 /// Joining and the edge's other requests: TLS 1.3, `h2` or `http/1.1`, such a
-/// certificate optional. Nothing resumes here: whoever asks for a certificate proves its key each time.
+/// certificate optional, and as good one of the cluster's. Nothing resumes here: whoever asks for a certificate proves its
+/// key each time.
 pub fn join_server(
     leaf: Arc<dyn ResolvesServerCert>,
     trust: &Trust,
+    cluster: Option<&ClusterTrust>,
 ) -> Result<Arc<ServerConfig>, TrustError> {
-    let clients = edges(trust, false)?;
+    let clients = edges(trust, cluster, false)?;
     Ok(config(
         &[&version::TLS13],
         clients,
@@ -46,13 +49,15 @@ pub fn join_server(
     )?)
 }
 
-fn edges(trust: &Trust, required: bool) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
+fn edges(
+    trust: &Trust,
+    cluster: Option<&ClusterTrust>,
+    required: bool,
+) -> Result<Arc<dyn ClientCertVerifier>, TrustError> {
     let asked = (Issuing::Edges, required);
-    Ok(Clients::new(
-        trust.issuers.clone(),
-        trust.of_others()?,
-        asked,
-    ))
+    let others = trust.of_others()?;
+    let others = others.or_else(|| cluster.map(|cluster| cluster.verifier.clone()));
+    Ok(Clients::new(trust.issuers.clone(), others, asked))
 }
 
 /// A front: TLS 1.2 and 1.3, client certificates of those whom `trust` names, `required` or not.

@@ -60,7 +60,7 @@ impl World {
     }
 
     fn join(&self) -> Arc<ServerConfig> {
-        join_server(self.gateway().resolver(), &self.trust).unwrap()
+        join_server(self.gateway().resolver(), &self.trust, None).unwrap()
     }
 
     /// The joining port as it must not be: it gives tickets, by these keys.
@@ -280,7 +280,7 @@ fn a_stranger_who_shows_our_root_behind_his_leaf_is_refused() {
     let key = leaf.key_pem();
     let chain = pem_chain(&[leaf.chain()[0].clone(), world.ca.root().clone()]);
     let forged = Leaf::load(&chain, key.expose()).unwrap();
-    let server = join_server(forged.resolver(), &stranger.trust).unwrap();
+    let server = join_server(forged.resolver(), &stranger.trust, None).unwrap();
     let client = join_client(world.ca.fingerprint()).unwrap();
     assert_eq!(
         dial(&client, &server, "gw").unwrap_err(),

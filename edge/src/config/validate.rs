@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use causeway_certs::NodeName;
+use causeway_certs::{ClusterSubject, NodeName};
 use causeway_config::{Fault, Faults, Secret, Validate, host_port};
 use causeway_tunnel::wire::MOST_TUNNELS;
 
@@ -87,9 +87,12 @@ impl Config {
                 faults.add(key, message);
             }
         }
-        if !cluster.signer.contains('/') || cluster.signer.contains("kubernetes.io/") {
+        let clusters = cluster.signer.contains("kubernetes.io/");
+        if !cluster.signer.contains('/')
+            || clusters && ClusterSubject::of(&cluster.signer).is_none()
+        {
             let message = format!(
-                "\"{}\" is no signer that a gateway can be; write it as the gateway's kubernetes.certificates.signer, such as causeway.io/edge",
+                "\"{}\" is no signer that a gateway can be; write it as the gateway's kubernetes.certificates.signer, such as causeway.io/edge or kubernetes.io/kube-apiserver-client",
                 cluster.signer
             );
             faults.add("kubernetes.signer", message);

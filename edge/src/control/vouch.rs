@@ -4,14 +4,22 @@
 //! 2. the key is made here and stays here; a request for it is put to the cluster;
 //! 3. the answer is waited for, and why it takes long is told at each look. A request that nobody has answered within
 //!    an hour, or that was denied, is followed by another for another key;
-//! 4. what comes has to be for this node and to hang on that CA.
+//! 4. what comes has to be for this node and to hang on that CA; where a signer of the cluster's own has made it, it is shown
+//!    to a gateway, once, for such a one.
 //!
 //! Only the first certificate, and the one after one that has ended, come this way: gateways renew (`renew`). Nothing here knows
 //! Kubernetes: whoever does is a [`Cluster`].
 
-use super::{enrol::Listener, trouble::Trouble};
+use super::{
+    ask::{self, Asking, Failed},
+    dial::Dialler,
+    enrol::Listener,
+    trouble::Trouble,
+};
 use crate::config::Config;
-use causeway_certs::{EdgeIdentity, EdgeKey, NodeName};
+use causeway_certs::{
+    ClusterSubject, EdgeIdentity, EdgeKey, Leaf, NodeName, verify::vouched_client,
+};
 use causeway_tunnel::backoff::Backoff;
 use futures_util::future::BoxFuture;
 use std::{fmt::Display, time::Duration};
@@ -33,6 +41,8 @@ pub trait Cluster: Send + Sync {
         node: &'a str,
         request: &'a str,
     ) -> BoxFuture<'a, Result<String, NoAnswer>>;
+    /// How its signer names nodes, where that is one of the cluster's own.
+    fn subject(&self) -> Option<ClusterSubject>;
     /// What became of a request until now.
     fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>>;
 }
@@ -108,17 +118,66 @@ pub(crate) async fn asked(
     let node = NodeName::parse(&node).map_err(|error| unsound(&"the node's name", &error))?;
     let own = |error| unsound(&"the key", &error);
     let key = EdgeKey::generate().map_err(own)?;
-    let request = key.request_of(&domain, &node).map_err(own)?;
+    let subject = cluster.subject();
+    let request = match subject {
+        Some(subject) => key.request_as(subject, &node),
+        None => key.request_of(&domain, &node),
+    };
+    let request = request.map_err(own)?;
     let name = cluster.ask(node.as_str(), &request).await?;
     let chain = answered(cluster, &name, (config, tell)).await?;
     // They may be others by now.
     let roots = cluster.roots().await?;
-    let identity = EdgeIdentity::new(&roots, &chain, &key.key_pem());
-    let identity = identity.map_err(|error| unsound(&"the answer", &error))?;
+    let unusable = |error: &dyn Display| unsound(&"the answer", error);
+    let identity = if subject.is_some() {
+        let shown = Leaf::load(&chain, key.key_pem().expose());
+        let shown = shown.map_err(|error| unusable(&error))?;
+        exchanged(&roots, &shown, (config, tell)).await?
+    } else {
+        let identity = EdgeIdentity::new(&roots, &chain, &key.key_pem());
+        identity.map_err(|error| unusable(&error))?
+    };
     if identity.node != node {
         let other = format!("it is for node {}", identity.node);
         return Err(unsound(&"the answer", &other));
     }
+    Ok(identity)
+}
+
+/// One of the gateways' certificates for that of the cluster, with a key of its own.
+async fn exchanged(
+    roots: &str,
+    shown: &Leaf,
+    (config, tell): (&Config, &Listener<'_>),
+) -> Result<EdgeIdentity, Trouble> {
+    let own = |error: &dyn Display| unsound(&"the cluster's certificate", error);
+    let tls = vouched_client(roots, shown).map_err(|error| own(&error))?;
+    let key = EdgeKey::generate().map_err(|error| own(&error))?;
+    let asking = Asking::new(&key).map_err(|error| own(&error))?;
+    let dialler = Dialler::new(ask::http1(&tls), config);
+    let (mut backoff, until) = (bounds(config), Instant::now() + PATIENCE);
+    let granted = loop {
+        let asked = asking.ask(&dialler, &config.gateways, "/v1/vouched").await;
+        let trouble = match asked {
+            Ok(granted) => break granted,
+            Err(Failed::Trouble(trouble)) => trouble,
+            Err(Failed::Answer(why)) => return Err(unsound(&"the gateway's answer", &why)),
+            Err(Failed::Refused { reason, detail }) => {
+                let why = format!("the gateway refuses this node ({reason}): {detail}");
+                return Err(Trouble::unwelcome(why));
+            }
+        };
+        if Instant::now() >= until {
+            return Err(trouble);
+        }
+        let delay = trouble.delay(&mut backoff, rand::random());
+        warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
+        tell(trouble.what());
+        sleep(delay).await;
+    };
+    let identity = EdgeIdentity::new(&granted.root, &granted.certificate, &key.key_pem());
+    let mut identity = identity.map_err(|error| unsound(&"the gateway's answer", &error))?;
+    identity.gateways = granted.gateways;
     Ok(identity)
 }
 

@@ -312,9 +312,15 @@ impl Desk {
     }
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
-        let (identity, issued, root) = match self.admission.tls.load().check(&io) {
-            Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root),
-            Err(PeerRefused::Missing) => (None, 0, None),
+        let tls = self.admission.tls.load_full();
+        let nobody = (None, 0, None, None);
+        let (identity, issued, root, vouched) = match tls.check(&io) {
+            Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root, None),
+            Err(PeerRefused::Missing) => nobody,
+            Err(refused @ PeerRefused::UnknownIssuer) => match tls.joins(&io) {
+                Some(node) => (None, 0, None, Some(node?)),
+                None => return Err(refused.into()),
+            },
             Err(refused) => return Err(refused.into()),
         };
         let _permit = self.joining.try_acquire().map_err(|_| Failed::Full)?;
@@ -323,6 +329,7 @@ impl Desk {
             identity,
             issued,
             root,
+            vouched,
         };
         http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
         Ok(())

@@ -1,4 +1,4 @@
-//! Joining and renewing: an edge's certificate for a token, or for its certificate before.
+//! Joining and renewing: an edge's certificate for a token, for its certificate before, or for one of its cluster's.
 //!
 //! The edge's request proves that it holds its key; that is checked first, so that a bad request does not
 //! burn a token. The name comes from the token or from the certificate shown, never from the
@@ -30,6 +30,7 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{CsrKey, Identity, JoinToken, LiveCa, NodeName, Store, TokenRefused};
+use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
@@ -65,6 +66,8 @@ pub struct Enrolment {
     pub advertised: Advertised,
     /// Edges of the cluster join by their cluster's word, here or at another gateway of this CA.
     pub vouched: bool,
+    /// They do so by a certificate that a signer of the cluster's own has made.
+    pub by_cluster: bool,
 }
 
 /// An edge that joins.
@@ -106,7 +109,7 @@ struct Desk {
     strangers: Strangers,
 }
 
-/// The edges' own requests: `POST /v1/enrol` and `POST /v1/renew`.
+/// The edges' own requests: `POST /v1/enrol`, `POST /v1/vouched` and `POST /v1/renew`.
 pub fn router(enrolment: Enrolment) -> Router {
     let desk = Desk {
         enrolment,
@@ -115,6 +118,7 @@ pub fn router(enrolment: Enrolment) -> Router {
     };
     let routes = Router::new()
         .route("/v1/enrol", post(enrol))
+        .route("/v1/vouched", post(vouched))
         .route("/v1/renew", post(renew));
     bounded(routes).with_state(Arc::new(desk))
 }
@@ -133,6 +137,7 @@ pub fn closed(metrics: Arc<Metrics>) -> Router {
     bounded(
         Router::new()
             .route("/v1/enrol", post(refused.clone()))
+            .route("/v1/vouched", post(refused.clone()))
             .route("/v1/renew", post(refused)),
     )
 }
@@ -169,6 +174,18 @@ async fn renew(
         Err(rejection) => Err(unreadable(&rejection)),
     };
     report(&desk.enrolment.metrics, "renew", &peer, done)
+}
+
+async fn vouched(
+    State(desk): State<Arc<Desk>>,
+    Extension(peer): Extension<Peer>,
+    body: Result<Json<Renew>, JsonRejection>,
+) -> Result<Json<Enrolled>, Problem> {
+    let done = match body {
+        Ok(Json(asked)) => desk.clone().vouched(&peer, asked).await,
+        Err(rejection) => Err(unreadable(&rejection)),
+    };
+    report(&desk.enrolment.metrics, "vouched", &peer, done)
 }
 
 impl Desk {
@@ -216,6 +233,29 @@ impl Desk {
             self.strangers.failed(address);
         }
         enrolled
+    }
+
+    async fn vouched(self: Arc<Self>, peer: &Peer, asked: Renew) -> Result<Enrolled, Problem> {
+        let Some(node) = peer.vouched.clone() else {
+            let detail = if self.enrolment.by_cluster {
+                "this needs the certificate that the cluster's signer has made for the node"
+            } else {
+                "this gateway signs for the cluster itself, or not at all: kubernetes.signer of the edge has to be kubernetes.certificates.signer of the gateway"
+            };
+            let status = StatusCode::UNAUTHORIZED;
+            return Err(refuse(status, "certificate_missing", detail));
+        };
+        let key = key(&asked.csr)?;
+        let signer = self.enrolment.signer();
+        if let Some(why) = signer.refuses(&node) {
+            return Err(refuse(StatusCode::FORBIDDEN, "node_refused", why));
+        }
+        let version = asked.version;
+        info!(%node, ?version, "a node joins by a certificate of its cluster's");
+        let now = UnixTime::now().as_secs();
+        let issued = signer.issue((key, &node), None, now).await;
+        let issued = issued.map_err(|error| broken(&error))?;
+        Ok(self.granted(node, &issued))
     }
 
     async fn renew(self: Arc<Self>, peer: &Peer, renew: Renew) -> Result<Enrolled, Problem> {

@@ -6,10 +6,10 @@
 
 use super::ledger::Ledger;
 use crate::state::Nodes;
-use causeway_certs::{CsrError, CsrKey, LiveCa, NodeName};
+use causeway_certs::{CsrError, CsrKey, Issued, LiveCa, NodeName};
 use rustls::pki_types::UnixTime;
 use std::{fmt, time::Duration};
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::task::spawn_blocking;
 
 /// The clocks of a cluster and of several gateways may differ by this much.
 const SKEW: Duration = Duration::from_mins(1);
@@ -22,8 +22,6 @@ pub struct Signer {
     pub(crate) ledger: Ledger,
     /// Life of an edge's certificate.
     pub(crate) lifetime: Duration,
-    /// The roots that edges are to believe, as PEM.
-    pub(crate) roots: watch::Receiver<String>,
 }
 
 /// Why nothing was signed: this gateway's own fault, which may pass.
@@ -38,11 +36,6 @@ impl NotSigned {
 }
 
 impl Signer {
-    /// The roots that edges are to believe, as PEM, and each change of them.
-    pub fn roots(&self) -> watch::Receiver<String> {
-        self.roots.clone()
-    }
-
     /// The longest life of a certificate.
     pub fn longest(&self) -> Duration {
         self.lifetime
@@ -82,6 +75,17 @@ impl Signer {
         life: Option<Duration>,
         asked_at: u64,
     ) -> Result<String, NotSigned> {
+        let issued = self.issue((key, node), life, asked_at).await?;
+        Ok(issued.pem())
+    }
+
+    /// The same for whoever tells more with it.
+    pub(super) async fn issue(
+        &self,
+        (key, node): (CsrKey, &NodeName),
+        life: Option<Duration>,
+        asked_at: u64,
+    ) -> Result<Issued, NotSigned> {
         let (ca, of) = (self.ca.get(), node.clone());
         let life = life.map_or(self.lifetime, |life| life.min(self.lifetime));
         // Of several requests the newest has to hold, in whatever order they are signed.
@@ -98,7 +102,7 @@ impl Signer {
             let why = format!("node {node} is revoked: {}", revoked.reason);
             return Err(NotSigned(why));
         }
-        Ok(issued.pem())
+        Ok(issued)
     }
 }
 
@@ -112,13 +116,11 @@ mod tests {
     use causeway_certs::{EdgeIdentity, EdgeKey, Revocation};
 
     fn signer(world: &World) -> Signer {
-        let (_, roots) = watch::channel(world.ca.bundle_pem());
         Signer {
             ca: world.live.clone(),
             nodes: world.reader(),
             ledger: Ledger::new(&world.store, &world.nodes),
             lifetime: Duration::from_hours(1),
-            roots,
         }
     }
 
@@ -150,8 +152,7 @@ mod tests {
         let node = name("edge-1");
         let asked = signer.sign((read(), &node), shorter, now);
         let chain = asked.await.unwrap();
-        let roots = signer.roots().borrow().clone();
-        let edge = EdgeIdentity::new(&roots, &chain, &key.key_pem()).unwrap();
+        let edge = EdgeIdentity::new(&world.ca.bundle_pem(), &chain, &key.key_pem()).unwrap();
         assert_eq!(edge.node, name("edge-1"));
         assert!(edge.leaf.not_after().as_secs() <= now + 660);
         let known = world.reader().get(&name("edge-1")).unwrap();

@@ -15,8 +15,8 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName, Store, Trust,
-    TrustDomain, install_provider,
+    Access, Ca, ClusterTrust, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName,
+    Store, Trust, TrustDomain, install_provider,
     verify::{self, TicketSecret},
 };
 use causeway_tunnel::{
@@ -121,6 +121,7 @@ impl World {
             lifetime: LIFE,
             advertised: advertised(&["gw.example:10262"]),
             vouched: true,
+            by_cluster: true,
         };
         let admission = Admission {
             instance: "gateway".into(),
@@ -169,6 +170,14 @@ impl World {
         let trust = Trust::of(&self.live.get()).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, &tickets);
         self.tls.store(Arc::new(tls.unwrap()));
+    }
+
+    /// The tunnel port lets nodes join as which the cluster's own signers have named them.
+    pub(super) fn believe(&self, cluster: ClusterTrust, tickets: &TicketSecret) {
+        let trust = Trust::of(&self.ca).unwrap();
+        let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
+        let tls = tls.vouched(self.leaf.resolver(), Some(cluster)).unwrap();
+        self.tls.store(Arc::new(tls));
     }
 
     /// Who is welcome.

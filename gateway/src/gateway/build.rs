@@ -108,7 +108,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
     let (dns, names) = dns(&config, &shared)?;
-    let port = (&config.tunnel, base.given.clone());
+    let port = (&config, base.given.clone());
     let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
     let fronts = Arc::new(Fronts::new(&base.ca, &shared, &cores, (&tasks, &ending)));
@@ -343,6 +343,7 @@ fn admission(
 ) -> Result<Admission, BindError> {
     let settings = config.tunnel.clone();
     let ledger = Ledger::new(&base.store, &base.nodes);
+    let by_cluster = config.signer().and_then(config::Certificates::subject);
     let enrolment = enrol::Enrolment {
         ca: base.ca.clone(),
         store: base.store.clone(),
@@ -352,6 +353,7 @@ fn admission(
         lifetime: settings.edge_certificate_lifetime,
         advertised: advertised.clone(),
         vouched: config.signer().is_some(),
+        by_cluster: by_cluster.is_some(),
     };
     let tls = identity.tls(&base.ca.get())?;
     let enrol = match base.given {

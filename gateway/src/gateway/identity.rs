@@ -4,13 +4,17 @@
 //! files of another system, which are read at each reload, and whoever renews them causes one. Which of the two it is holds
 //! as long as the gateway runs.
 
+mod cluster;
+
 use super::{BindError, authority::warn_of_ends};
 use crate::{config, control::admit::Tls, metrics::Metrics};
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Ca, CaError, Certificate, HostName, Leaf, LiveCa, LiveLeaf, Store, Trust, TrustDomain, given,
+    Ca, CaError, Certificate, ClusterTrust, HostName, Leaf, LiveCa, LiveLeaf, Store, Trust,
+    TrustDomain, given,
 };
 use causeway_tunnel::target;
+use cluster::Cluster;
 use rustls::{
     pki_types::{CertificateDer, UnixTime},
     server::ResolvesServerCert,
@@ -27,6 +31,8 @@ use tokio::time::sleep;
 const LIFETIME: Duration = Duration::from_hours(7 * 24);
 /// Of which part of its life nothing is left when whoever renews what was given should have: Vault's agent does at a tenth.
 const LATE: u64 = 20;
+/// The key of what another system gives.
+const WHAT: &str = "tunnel.identity";
 /// How often that is looked at, at least. A timer stands still while a machine is suspended.
 const LOOK: Duration = Duration::from_hours(1);
 
@@ -38,6 +44,7 @@ pub(super) struct Identity {
     names: Arc<ArcSwap<Vec<HostName>>>,
     leaf: Arc<LiveLeaf>,
     given: Option<Arc<Mutex<Given>>>,
+    cluster: Option<Cluster>,
     metrics: Arc<Metrics>,
 }
 
@@ -57,18 +64,19 @@ pub(super) struct Next {
     names: Vec<HostName>,
     leaf: Option<Leaf>,
     given: Option<(Given, Tls)>,
+    cluster: Option<(ClusterTrust, Tls)>,
 }
 
 impl Given {
     /// Reads the files.
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
-        let (chain, key) = (text(&files.chain)?, text(&files.key)?);
+        let (chain, key) = (text(WHAT, &files.chain)?, text(WHAT, &files.key)?);
         let read = given::gateway(&chain, &key);
-        let (leaf, domain) = read.map_err(|error| file(&files.chain, error.to_string()))?;
+        let (leaf, domain) = read.map_err(|error| file(WHAT, &files.chain, error.to_string()))?;
         let mut roots = Vec::new();
         for path in &files.client_ca {
-            let found = given::roots(&text(path)?);
-            roots.extend(found.map_err(|error| file(path, error.to_string()))?);
+            let found = given::roots(&text(WHAT, path)?);
+            roots.extend(found.map_err(|error| file(WHAT, path, error.to_string()))?);
         }
         Ok(Self {
             leaf,
@@ -112,9 +120,11 @@ impl Identity {
     pub(super) fn new(
         ca: &LiveCa,
         store: &Store,
-        (config, given): (&config::Tunnel, Option<Given>),
+        (config, given): (&config::Config, Option<Given>),
         metrics: &Arc<Metrics>,
     ) -> Result<Self, BindError> {
+        let cluster = Cluster::read(config.signer())?;
+        let config = &config.tunnel;
         let names = names(&config.advertise, config.listen.ip())?;
         let leaf = match &given {
             Some(given) => given.leaf.clone(),
@@ -128,6 +138,7 @@ impl Identity {
             names: Arc::new(ArcSwap::from_pointee(names)),
             leaf: Arc::new(LiveLeaf::new(leaf)),
             given: given.map(|given| Arc::new(Mutex::new(given))),
+            cluster,
         })
     }
 
@@ -142,9 +153,14 @@ impl Identity {
         if let Some(given) = self.given() {
             return given.tls(self.leaf.clone(), &self.store);
         }
+        self.signing(ca, self.cluster.as_ref().map(Cluster::trust))
+    }
+
+    fn signing(&self, ca: &Ca, cluster: Option<ClusterTrust>) -> Result<Tls, BindError> {
         let trust = Trust::of(ca).map_err(unbuilt)?;
         let tickets = self.store.ticket_secret()?;
-        Tls::new(self.leaf.clone(), trust, &tickets).map_err(unbuilt)
+        let tls = Tls::new(self.leaf.clone(), trust, &tickets).map_err(unbuilt)?;
+        tls.vouched(self.leaf.clone(), cluster).map_err(unbuilt)
     }
 
     /// What a configuration asks for.
@@ -156,6 +172,7 @@ impl Identity {
                 if next.domain != now.domain {
                     let (next, now) = (next.domain, now.domain);
                     return Err(file(
+                        WHAT,
                         &files.chain,
                         format!(
                             "it is of trust domain {next}, and this gateway of {now} until its next start"
@@ -170,6 +187,7 @@ impl Identity {
                     names,
                     leaf: None,
                     given: given.transpose()?,
+                    cluster: None,
                 })
             }
             // That waits for the next start.
@@ -177,6 +195,7 @@ impl Identity {
                 names,
                 leaf: None,
                 given: None,
+                cluster: None,
             }),
             (_, None) => {
                 let same = **self.names.load() == names;
@@ -185,9 +204,20 @@ impl Identity {
                     leaf: leaf.transpose()?,
                     names,
                     given: None,
+                    cluster: self.another_cluster()?,
                 })
             }
         }
+    }
+
+    /// The cluster's CA, where its files are others than those that are believed.
+    fn another_cluster(&self) -> Result<Option<(ClusterTrust, Tls)>, BindError> {
+        let next = self.cluster.as_ref().map(Cluster::again).transpose()?;
+        let Some(next) = next.flatten() else {
+            return Ok(None);
+        };
+        let tls = self.signing(&self.ca.get(), Some(next.clone()))?;
+        Ok(Some((next, tls)))
     }
 
     /// Shows that from now on, and renews it under its names. What the tunnel port believes then, if that is new.
@@ -195,6 +225,10 @@ impl Identity {
         self.names.store(Arc::new(next.names));
         if let Some(leaf) = next.leaf {
             self.show(leaf);
+        }
+        if let (Some(cluster), Some((next, tls))) = (&self.cluster, next.cluster) {
+            cluster.turn(next);
+            return Some(tls);
         }
         let (next, tls) = next.given?;
         self.show(next.leaf.clone());
@@ -267,13 +301,13 @@ pub(super) fn names(texts: &[String], listen: IpAddr) -> Result<Vec<HostName>, B
     Ok(names)
 }
 
-fn text(path: &Path) -> Result<String, BindError> {
-    std::fs::read_to_string(path).map_err(|error| file(path, error.to_string()))
+fn text(what: &str, path: &Path) -> Result<String, BindError> {
+    std::fs::read_to_string(path).map_err(|error| file(what, path, error.to_string()))
 }
 
-fn file(path: &Path, why: String) -> BindError {
+fn file(what: &str, path: &Path, why: String) -> BindError {
     BindError::File {
-        what: "tunnel.identity".to_owned(),
+        what: what.to_owned(),
         path: path.to_owned(),
         why,
     }

@@ -4,8 +4,11 @@
 //! token of a service account that was given to a pod on that node. Whatever is more or less than what an edge needs is wrong:
 //! this grants nothing that somebody should have looked at.
 
-use crate::{objects::CertificateSigningRequest, vouch::NODE};
-use causeway_certs::NodeName;
+use crate::{
+    objects::CertificateSigningRequest,
+    vouch::{NODE, SHOWN_WITHIN},
+};
+use causeway_certs::{CsrKey, NodeName};
 use causeway_gateway::{config::Certificates, control::signer::Signer};
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::time::Duration;
@@ -30,19 +33,33 @@ pub(super) fn judge(
     signer: &Signer,
 ) -> Result<Right, String> {
     let node = node(asked, &rules.service_accounts)?;
-    let life = life(asked, signer.longest())?;
+    let request = request(asked)?;
+    let (read, life) = match rules.subject() {
+        Some(subject) => (CsrKey::of_subject(&request, subject, &node), shown(asked)?),
+        None => (signer.read(&request, &node), life(asked, signer.longest())?),
+    };
     usages(asked)?;
-    let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0)
-        .map_err(|error| format!("the certificate request is no PEM: {error:?}"))?;
-    let request = request.to_vec();
-    signer
-        .read(&request, &node)
-        .map_err(|error| error.to_string())?;
+    read.map_err(|error| error.to_string())?;
     Ok(Right {
         node,
         request,
         life,
     })
+}
+
+/// Whether it is one that edges ask for: the cluster's own signers are asked by others, too.
+pub(super) fn is_meant(asked: &CertificateSigningRequest, rules: &Certificates) -> bool {
+    let request = request(asked).unwrap_or_default();
+    let subject = rules.subject();
+    subject.is_none_or(|subject| subject.is_meant(&request))
+}
+
+/// In DER.
+fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
+    let request = CertificateSigningRequestDer::from_pem_slice(&asked.spec.request.0);
+    let request =
+        request.map_err(|error| format!("the certificate request is no PEM: {error:?}"))?;
+    Ok(request.to_vec())
 }
 
 /// Which node asks.
@@ -109,6 +126,17 @@ fn life(asked: &CertificateSigningRequest, longest: Duration) -> Result<Option<D
     Ok(Some(life))
 }
 
+/// The cluster's signer makes it for a year, if that is not said.
+fn shown(asked: &CertificateSigningRequest) -> Result<Option<Duration>, String> {
+    match asked.spec.expiration_seconds {
+        Some(1..=SHOWN_WITHIN) => Ok(None),
+        other => Err(format!(
+            "it asks for {} s; an edge shows the cluster's certificate once, so it holds for {SHOWN_WITHIN} s at most",
+            other.map_or_else(|| "unlimited".to_owned(), |seconds| seconds.to_string())
+        )),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -169,6 +197,20 @@ mod tests {
         // An account of that name in a namespace that reads alike is another.
         let alike = asked("system:serviceaccount:edges/edge", &[]);
         assert!(node(&alike, &accounts).is_err());
+    }
+
+    #[test]
+    fn what_the_clusters_own_signer_makes_holds_for_hours_and_no_longer() {
+        let mut csr = asked("", &[]);
+        for (seconds, fits) in [
+            (None, false),
+            (Some(0), false),
+            (Some(SHOWN_WITHIN), true),
+            (Some(SHOWN_WITHIN + 1), false),
+        ] {
+            csr.spec.expiration_seconds = seconds;
+            assert_eq!(shown(&csr).is_ok(), fits, "{seconds:?}");
+        }
     }
 
     #[test]

@@ -363,6 +363,7 @@ fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {
         "endpoints-controller",
         "namespace-controller",
         "certificatesigningrequest-signing-controller",
+        "certificatesigningrequest-approving-controller",
     ];
     Program::new(assets.join("kube-controller-manager"))
         .args([

@@ -614,7 +614,7 @@ async fn enrolling(
         .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
         .unwrap();
     let trust = Trust::of(ca).unwrap();
-    let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust).unwrap());
+    let acceptor = TlsAcceptor::from(join_server(leaf.resolver(), &trust, None).unwrap());
     tasks.spawn(info_span!("enrol"), async move {
         while let Ok((tcp, _)) = listener.accept().await {
             let Ok(mut tls) = acceptor.accept(tcp).await else {

@@ -131,7 +131,7 @@ impl Gateway {
         let name = GatewayName::parse("localhost").unwrap();
         let leaf = ca.issue_gateway(&[name], HOUR).unwrap();
         let trust = Trust::of(ca).unwrap();
-        let config = join_server(leaf.resolver(), &trust).unwrap();
+        let config = join_server(leaf.resolver(), &trust, None).unwrap();
         let mut config = rustls::ServerConfig::clone(&config);
         config.alpn_protocols = vec![wire::ALPN_TUNNEL.to_vec(), wire::ALPN_HTTP11.to_vec()];
         let acceptor = TlsAcceptor::from(Arc::new(config));

@@ -59,6 +59,10 @@ impl Cluster for Api {
         Box::pin(async { Ok(name) })
     }
 
+    fn subject(&self) -> Option<ClusterSubject> {
+        None
+    }
+
     fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>> {
         let looks = self.looks.fetch_add(1, Relaxed);
         let denied = self.denied.load(Relaxed) > 0;

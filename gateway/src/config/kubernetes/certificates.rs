@@ -1,11 +1,13 @@
 //! The section `kubernetes.certificates`: edges join by what their cluster knows of them, in place of tokens.
 //!
 //! Only a signer of our own name is one that we can be: those of `kubernetes.io` are the cluster's, whose certificates other
-//! nodes, users and components have as well.
+//! nodes, users and components have as well. What such a signer makes for clients is shown here once, for one of ours.
 
+use causeway_certs::ClusterSubject;
 use causeway_config::Faults;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 use super::hosts::{check_names, is_name};
 use crate::config::Config;
@@ -14,8 +16,11 @@ use crate::config::Config;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Certificates {
-    /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`.
+    /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`. Or one of the cluster's own for clients: `kubernetes.io/kube-apiserver-client` (the gateway approves), `kubernetes.io/kube-apiserver-client-kubelet` (the cluster approves, and for nodes alone).
     pub signer: String,
+    /// CA certificates of the cluster's own signers, in files (PEM); for these alone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub client_ca: Vec<PathBuf>,
     /// Service accounts `NAMESPACE/NAME` whose tokens speak for the node that their pod is on. A node's own kubelet always does.
     pub service_accounts: Vec<String>,
     /// Namespace of the `ConfigMap` in which edges find the CA.
@@ -28,6 +33,7 @@ impl Default for Certificates {
     fn default() -> Self {
         Self {
             signer: "causeway.io/edge".to_owned(),
+            client_ca: Vec::new(),
             service_accounts: Vec::new(),
             namespace: "kube-system".to_owned(),
             name: "causeway-ca".to_owned(),
@@ -36,28 +42,13 @@ impl Default for Certificates {
 }
 
 impl Certificates {
+    /// How the signer names nodes, where it is one of the cluster's own.
+    pub fn subject(&self) -> Option<ClusterSubject> {
+        ClusterSubject::of(&self.signer)
+    }
+
     fn validate(&self, faults: &mut Faults) {
-        let path = "kubernetes.certificates.signer";
-        let of = self.signer.split_once('/');
-        match of {
-            Some((domain, _))
-                if domain == "kubernetes.io" || domain.ends_with(".kubernetes.io") =>
-            {
-                let message = format!(
-                    "\"{}\" is a signer of the cluster's own, which this gateway cannot be; write a name of another domain, such as causeway.io/edge",
-                    self.signer
-                );
-                faults.add(path, message);
-            }
-            Some((domain, name)) if domain.contains('.') && is_name(domain) && is_name(name) => {}
-            _ => {
-                let message = format!(
-                    "\"{}\" is no name of a signer; write DOMAIN/NAME, such as causeway.io/edge",
-                    self.signer
-                );
-                faults.add(path, message);
-            }
-        }
+        self.validate_signer(faults);
         let names = [
             ("namespace", Some(&self.namespace)),
             ("name", Some(&self.name)),
@@ -68,6 +59,48 @@ impl Certificates {
             if !parts.is_some_and(|(namespace, name)| is_name(namespace) && is_name(name)) {
                 let path = format!("kubernetes.certificates.service_accounts[{index}]");
                 let message = format!("\"{account}\" is no service account; write NAMESPACE/NAME");
+                faults.add(path, message);
+            }
+        }
+        let by_nodes = self.subject() == Some(ClusterSubject::Kubelet);
+        if by_nodes && !self.service_accounts.is_empty() {
+            let message = "the cluster itself approves what this signer is asked for, and for nodes alone; leave the accounts out, or write signer: kubernetes.io/kube-apiserver-client";
+            faults.add("kubernetes.certificates.service_accounts", message);
+        }
+        let path = "kubernetes.certificates.client_ca";
+        match (self.subject(), self.client_ca.is_empty()) {
+            (Some(_), true) => {
+                let message = "the cluster signs, so its CA for clients has to be known here; name the file (kubeadm: /etc/kubernetes/pki/ca.crt)";
+                faults.add(path, message);
+            }
+            (None, false) => {
+                let message = "this gateway signs itself, by its own CA; leave the key out";
+                faults.add(path, message);
+            }
+            _ => {}
+        }
+    }
+
+    fn validate_signer(&self, faults: &mut Faults) {
+        let path = "kubernetes.certificates.signer";
+        let of = self.signer.split_once('/');
+        match of {
+            _ if self.subject().is_some() => {}
+            Some((domain, _))
+                if domain == "kubernetes.io" || domain.ends_with(".kubernetes.io") =>
+            {
+                let message = format!(
+                    "\"{}\" is a signer of the cluster's own, which this gateway cannot be, and none for clients; write a name of another domain, such as causeway.io/edge, or kubernetes.io/kube-apiserver-client",
+                    self.signer
+                );
+                faults.add(path, message);
+            }
+            Some((domain, name)) if domain.contains('.') && is_name(domain) && is_name(name) => {}
+            _ => {
+                let message = format!(
+                    "\"{}\" is no name of a signer; write DOMAIN/NAME, such as causeway.io/edge",
+                    self.signer
+                );
                 faults.add(path, message);
             }
         }

@@ -4,7 +4,7 @@ use super::Io;
 use crate::state::registry::Shown;
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    PeerRefused, Purpose, Trust,
+    ClusterTrust, NodeName, PeerRefused, Purpose, Trust,
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
@@ -27,6 +27,8 @@ pub struct Tls {
     join: Arc<ServerConfig>,
     trust: Trust,
     any_node: bool,
+    /// Whom the cluster's own signers name, for joining.
+    cluster: Option<ClusterTrust>,
 }
 
 /// The tunnel port's TLS as it is now.
@@ -44,9 +46,10 @@ impl Tls {
     ) -> Result<Self, TrustError> {
         Ok(Self {
             tunnel: verify::tunnel_server(leaf.clone(), &trust, tickets)?,
-            join: verify::join_server(leaf, &trust)?,
+            join: verify::join_server(leaf, &trust, None)?,
             trust,
             any_node: false,
+            cluster: None,
         })
     }
 
@@ -54,6 +57,25 @@ impl Tls {
     #[must_use]
     pub fn any_node(self, any_node: bool) -> Self {
         Self { any_node, ..self }
+    }
+
+    /// Whose word for a node is enough to join as it.
+    ///
+    /// # Errors
+    /// If nobody could be believed so.
+    pub fn vouched(
+        self,
+        leaf: Arc<dyn ResolvesServerCert>,
+        cluster: Option<ClusterTrust>,
+    ) -> Result<Self, TrustError> {
+        if cluster.is_none() {
+            return Ok(self);
+        }
+        Ok(Self {
+            join: verify::join_server(leaf, &self.trust, cluster.as_ref())?,
+            cluster,
+            ..self
+        })
     }
 
     /// Who is believed.
@@ -94,6 +116,13 @@ impl Tls {
             &self.trust,
             &verify::none_revoked,
         )
+    }
+
+    /// Which node it is that may join by the cluster's certificate which it shows, where such count.
+    pub(super) fn joins(&self, io: &Io) -> Option<Result<NodeName, PeerRefused>> {
+        let chain = io.get_ref().1.peer_certificates();
+        let cluster = self.cluster.as_ref()?;
+        Some(cluster.node(chain, UnixTime::now()))
     }
 
     /// Finishes TLS, and takes the time that its last flight needed: one round trip.

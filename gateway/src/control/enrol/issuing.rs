@@ -2,7 +2,7 @@
 
 use super::{Desk, Enrolled, Enrolment, broken, refuse, refused, revoked, unknown};
 use crate::{
-    control::{expel::retired, http::Problem},
+    control::{expel::retired, http::Problem, signer::Signer},
     state::{Node, registry::Shown},
 };
 use axum::http::StatusCode;
@@ -12,6 +12,18 @@ use causeway_certs::{
 use rustls::pki_types::UnixTime;
 use std::sync::Arc;
 use tokio::task::spawn_blocking;
+
+impl Enrolment {
+    /// Who signs by the cluster's word.
+    pub(super) fn signer(&self) -> Signer {
+        Signer {
+            ca: self.ca.clone(),
+            nodes: self.nodes.reader(),
+            ledger: self.ledger.clone(),
+            lifetime: self.lifetime,
+        }
+    }
+}
 
 impl Desk {
     /// Spends the token. Blocks on the disk.
@@ -137,7 +149,7 @@ impl Desk {
         issued.map_err(|error| broken(&error))
     }
 
-    fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
+    pub(super) fn granted(&self, node: NodeName, issued: &Issued) -> Enrolled {
         let Enrolment { ca, advertised, .. } = &self.enrolment;
         let ca = ca.get();
         Enrolled {

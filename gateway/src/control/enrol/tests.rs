@@ -1,3 +1,5 @@
+mod cluster;
+
 use super::*;
 use crate::control::world::{World, identity, name};
 use axum::{body::Body, http::Request};
@@ -30,6 +32,7 @@ impl Counter {
             lifetime: Duration::from_hours(1),
             advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
             vouched: true,
+            by_cluster: true,
         });
         Self {
             world,
@@ -60,6 +63,7 @@ impl Counter {
             root: None,
             address: Some(HOME),
             identity: peer,
+            vouched: None,
         };
         self.post_as(path, peer, body).await
     }
@@ -277,6 +281,7 @@ async fn a_certificate_that_is_good_no_more_renews_nothing() {
         root: Some(counter.world.live.get().fingerprint()),
         address: Some(HOME),
         identity: Some(Identity::Edge(name("edge-1"))),
+        vouched: None,
     };
     let retired = Peer {
         root: Some(crate::control::world::new_ca("test.example").fingerprint()),

@@ -1,0 +1,156 @@
+//! Certificates by which a cluster's own signers name a node (`kubernetes.io/…`): shown once, for one of ours.
+//!
+//! The CA behind these signers has made the certificates of kubelets, users and components as well. So nothing counts but
+//! the exact subject: one organization and one common name, those that the signer gives to nodes, and no alternative name.
+
+use rustls::server::danger::ClientCertVerifier;
+use rustls_pki_types::{CertificateDer, UnixTime};
+use std::{fmt, sync::Arc};
+use x509_parser::{
+    oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME},
+    prelude::{FromDer, X509Certificate, X509CertificationRequest},
+    x509::X509Name,
+};
+
+use crate::name::NodeName;
+use crate::verify::{self, PeerRefused, Purpose, TrustError};
+
+/// How a signer of the cluster's own names a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClusterSubject {
+    /// `kubernetes.io/kube-apiserver-client-kubelet`: as kubelets are named, `O=system:nodes, CN=system:node:NODE`.
+    Kubelet,
+    /// `kubernetes.io/kube-apiserver-client`: `O=causeway:edges, CN=causeway:edge:NODE`.
+    Client,
+}
+
+impl ClusterSubject {
+    /// By the name of a signer; nothing where that is none of the cluster's own for clients.
+    pub fn of(signer: &str) -> Option<Self> {
+        match signer {
+            "kubernetes.io/kube-apiserver-client-kubelet" => Some(Self::Kubelet),
+            "kubernetes.io/kube-apiserver-client" => Some(Self::Client),
+            _ => None,
+        }
+    }
+
+    /// The one organization.
+    pub fn organization(self) -> &'static str {
+        match self {
+            Self::Kubelet => "system:nodes",
+            Self::Client => "causeway:edges",
+        }
+    }
+
+    /// What stands before the node's name in the one common name.
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Self::Kubelet => "system:node:",
+            Self::Client => "causeway:edge:",
+        }
+    }
+
+    /// Whether a request in DER is meant as that of an edge: others ask these signers, too.
+    pub fn is_meant(self, request: &[u8]) -> bool {
+        let Ok((_, request)) = X509CertificationRequest::from_der(request) else {
+            return false;
+        };
+        let subject = &request.certification_request_info.subject;
+        let mut organizations = subject.iter_organization();
+        let mut names = subject.iter_common_name();
+        organizations.any(|name| name.as_str() == Ok(self.organization()))
+            || names.any(|name| {
+                name.as_str()
+                    .is_ok_and(|name| name.starts_with(self.prefix()))
+            })
+    }
+
+    /// The node of a subject that is exactly one of these.
+    pub(crate) fn node(self, subject: &X509Name<'_>) -> Option<NodeName> {
+        let (mut organization, mut common) = (None, None);
+        for attribute in subject.iter_attributes() {
+            let place = match attribute.attr_type() {
+                oid if *oid == OID_X509_ORGANIZATION_NAME => &mut organization,
+                oid if *oid == OID_X509_COMMON_NAME => &mut common,
+                _ => return None,
+            };
+            if place.replace(attribute.as_str().ok()?).is_some() {
+                return None;
+            }
+        }
+        if organization? != self.organization() {
+            return None;
+        }
+        let name = common?.strip_prefix(self.prefix())?;
+        let node = NodeName::parse(name).ok()?;
+        (node.as_str() == name).then_some(node)
+    }
+}
+
+impl fmt::Display for ClusterSubject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "O={}, CN={}NODE", self.organization(), self.prefix())
+    }
+}
+
+/// The CA of a cluster's signers, and how they name nodes.
+#[derive(Debug, Clone)]
+pub struct ClusterTrust {
+    subject: ClusterSubject,
+    roots: Vec<CertificateDer<'static>>,
+    pub(crate) verifier: Arc<dyn ClientCertVerifier>,
+}
+
+/// Two are the same that let the same nodes in.
+impl PartialEq for ClusterTrust {
+    fn eq(&self, other: &Self) -> bool {
+        (self.subject, &self.roots) == (other.subject, &other.roots)
+    }
+}
+
+impl ClusterTrust {
+    /// Below these roots.
+    pub fn new(
+        roots: Vec<CertificateDer<'static>>,
+        subject: ClusterSubject,
+    ) -> Result<Self, TrustError> {
+        let verifier = verify::clients_below(&roots)?;
+        Ok(Self {
+            subject,
+            roots,
+            verifier,
+        })
+    }
+
+    /// Which node shows this chain, now.
+    pub fn node(
+        &self,
+        chain: Option<&[CertificateDer<'_>]>,
+        now: UnixTime,
+    ) -> Result<NodeName, PeerRefused> {
+        let (leaf, issuers) = chain
+            .and_then(<[_]>::split_first)
+            .ok_or(PeerRefused::Missing)?;
+        let verified = self.verifier.verify_client_cert(leaf, issuers, now);
+        verified.map_err(|error| PeerRefused::Invalid(error.to_string()))?;
+        let unreadable = |why: &dyn fmt::Display| PeerRefused::Invalid(why.to_string());
+        let (_, parsed) = X509Certificate::from_der(leaf).map_err(|error| unreadable(&error))?;
+        let usage = parsed.extended_key_usage();
+        let usage = usage.map_err(|error| unreadable(&error))?;
+        if !usage.is_some_and(|usage| usage.value.client_auth) {
+            let wanted = Purpose::Edge;
+            return Err(PeerRefused::WrongPurpose { wanted });
+        }
+        let names = parsed.subject_alternative_name();
+        let names = names.map_err(|error| unreadable(&error))?;
+        let node = self.subject.node(parsed.subject());
+        node.filter(|_| names.is_none())
+            .ok_or_else(|| PeerRefused::Subject {
+                found: parsed.subject().to_string(),
+                wanted: self.subject.to_string(),
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests;

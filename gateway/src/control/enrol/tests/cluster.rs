@@ -1,0 +1,134 @@
+//! Joining by a certificate that a signer of the cluster's own has made.
+
+use super::{Counter, over_the_port};
+use crate::{
+    control::world::{World, identity, name},
+    state::Member,
+};
+use causeway_certs::{
+    ClusterSubject, ClusterTrust, EdgeIdentity, Leaf,
+    verify::{TicketSecret, vouched_client},
+};
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair,
+};
+use rustls::ClientConfig;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The cluster's CA, which has made certificates for more than nodes.
+struct Signer(Issuer<'static, KeyPair>);
+
+impl Signer {
+    /// Whom the gateway believes from now on.
+    fn believed_by(world: &World) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name = subject(None, "kubernetes");
+        let key = KeyPair::generate().unwrap();
+        let root = params.self_signed(&key).unwrap().der().clone();
+        let trust = ClusterTrust::new(vec![root], ClusterSubject::Kubelet).unwrap();
+        world.believe(trust, &TicketSecret::random());
+        Self(Issuer::new(params, key))
+    }
+
+    fn client(&self, organization: &str, name: &str) -> Leaf {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = subject(Some(organization), name);
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate().unwrap();
+        let made = params.signed_by(&key, &self.0).unwrap();
+        Leaf::load(&made.pem(), &key.serialize_pem()).unwrap()
+    }
+
+    fn kubelet(&self, node: &str) -> Leaf {
+        self.client("system:nodes", &format!("system:node:{node}"))
+    }
+}
+
+fn subject(organization: Option<&str>, common: &str) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    if let Some(organization) = organization {
+        name.push(DnType::OrganizationName, organization);
+    }
+    name.push(DnType::CommonName, common);
+    name
+}
+
+fn showing(world: &World, leaf: &Leaf) -> Arc<ClientConfig> {
+    vouched_client(&world.ca.bundle_pem(), leaf).unwrap()
+}
+
+async fn asks(counter: &Counter, path: &str, leaf: &Leaf) -> Value {
+    let body = json!({ "csr": counter.csr(), "version": "1" });
+    let config = showing(&counter.world, leaf);
+    over_the_port(&counter.world, config, path, body).await
+}
+
+#[tokio::test]
+async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
+    let counter = Counter::open();
+    let world = &counter.world;
+    let signer = Signer::believed_by(world);
+    let edge = Member {
+        edge: true,
+        ..Member::default()
+    };
+    let members = [(name("edge-1"), edge), (name("cloud"), Member::default())];
+    world.nodes.cluster(members.into());
+    let kubelet = signer.kubelet("edge-1");
+    let said = asks(&counter, "/v1/vouched", &kubelet).await;
+    let (root, chain) = (&said["root"], &said["certificate"]);
+    let (root, chain) = (root.as_str().unwrap(), chain.as_str().unwrap());
+    let edge = EdgeIdentity::new(root, chain, &counter.key.key_pem()).unwrap();
+    assert_eq!(edge.node, name("edge-1"));
+    world.joined(&edge, "a", 0).await;
+
+    for (leaf, path, reason) in [
+        (&kubelet, "/v1/renew", "certificate_missing"),
+        (&signer.kubelet("cloud"), "/v1/vouched", "node_refused"),
+        (&signer.kubelet("edge-9"), "/v1/vouched", "node_refused"),
+        (&edge.leaf, "/v1/vouched", "certificate_missing"),
+    ] {
+        let said = asks(&counter, path, leaf).await;
+        assert_eq!(said["reason"], reason, "{said}");
+    }
+}
+
+#[tokio::test]
+async fn no_other_certificate_of_the_clusters_ca_gets_anything_nor_is_any_a_tunnels() {
+    let counter = Counter::open();
+    let world = &counter.world;
+    let signer = Signer::believed_by(world);
+    for leaf in [
+        signer.client("system:masters", "admin"),
+        signer.client("system:masters", "system:node:edge-1"),
+        signer.client("system:nodes", "edge-1"),
+    ] {
+        let io = world.tls(showing(world, &leaf)).await;
+        let mut io = io.unwrap();
+        // The handshake is over for the client before the gateway has judged.
+        let said = tokio::io::AsyncReadExt::read(&mut io, &mut [0; 1]).await;
+        assert!(!matches!(said, Ok(1)), "{said:?}");
+    }
+    world
+        .until(|world| {
+            world.counted(r#"handshakes_failed_total{listener="tunnel",why="certificate"} 3"#)
+        })
+        .await;
+    let mut tunnel = ClientConfig::clone(&showing(world, &signer.kubelet("edge-1")));
+    tunnel.alpn_protocols = vec![b"rh2".to_vec()];
+    let io = world.tls(Arc::new(tunnel)).await;
+    let refused = match io {
+        Ok(mut io) => tokio::io::AsyncReadExt::read(&mut io, &mut [0; 1]).await,
+        Err(error) => Err(error),
+    };
+    assert!(!matches!(refused, Ok(1)), "{refused:?}");
+    assert!(
+        world
+            .reader()
+            .get(&identity(&world.ca, "edge-1").node)
+            .is_none()
+    );
+}
