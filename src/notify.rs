@@ -179,17 +179,23 @@ impl Notify {
         beside(run, self.watch(stopping, fares)).await
     }
 
-    /// Joins, if an edge still has to. It counts as started once the first attempt came to nothing: the reason is
-    /// in the status then, and whoever started it is not held up until a gateway comes.
+    /// Joins, if an edge still has to.
     pub(crate) async fn joining<T>(&self, join: impl Future<Output = T>) -> T {
-        beside(join, async {
+        let silence = "not joined yet: no gateway has answered so far";
+        self.beginning(join, silence).await
+    }
+
+    /// Does what has to be done before the rest can begin. It counts as started once the first attempt came to nothing: the
+    /// reason is in the status then, and whoever started it is not held up until somebody else does his part.
+    pub(crate) async fn beginning<T>(&self, work: impl Future<Output = T>, silence: &str) -> T {
+        beside(work, async {
             self.rhythm().await;
             let begun = Instant::now();
             loop {
                 sleep(LOOK).await;
                 self.alive();
                 if begun.elapsed() >= JOINING {
-                    self.told_ready("not joined yet: no gateway has answered so far");
+                    self.told_ready(silence);
                 }
             }
         })
@@ -199,6 +205,11 @@ impl Notify {
     /// Why an edge has not joined yet.
     pub(crate) fn not_joined(&self, why: &str) {
         self.ready(&format!("not joined yet: {why}"));
+    }
+
+    /// Why a gateway has not begun yet.
+    pub(crate) fn not_begun(&self, why: &str) {
+        self.ready(&format!("not serving yet: {why}"));
     }
 
     /// Runs an edge that knows who it is, and tells how it fares.

@@ -33,7 +33,7 @@ impl Signals {
     }
 
     /// Runs `work` until it ends (its outcome), or until a second signal ends it (none).
-    pub(crate) async fn run<T>(mut self, work: impl Future<Output = T>) -> Option<T> {
+    pub(crate) async fn run<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {

@@ -13,8 +13,8 @@ use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
 use crate::cluster::ClusterSubject;
-use crate::identity::edge_uri;
-use crate::name::{NodeName, TrustDomain};
+use crate::identity::{edge_uri, gateway_uri};
+use crate::name::{HostName, NodeName, TrustDomain};
 use crate::secret::Secret;
 
 /// Largest request that is looked at: an RSA-8192 request takes about 3 KiB.
@@ -175,7 +175,7 @@ fn check_strength(key: &x509_parser::x509::SubjectPublicKeyInfo<'_>) -> Result<(
     }
 }
 
-/// The edge's own key, P-256. `Debug` does not show it.
+/// The own key of an edge, or of a gateway whose certificate another system makes: P-256. `Debug` does not show it.
 pub struct EdgeKey(KeyPair);
 
 impl std::fmt::Debug for EdgeKey {
@@ -224,6 +224,23 @@ impl EdgeKey {
             format!("{}{node}", subject.prefix()),
         );
         params.distinguished_name = name;
+        let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
+        request.pem().map_err(CsrError::Local)
+    }
+
+    /// A request for this key that names a gateway as another system's signer is asked for it, in PEM.
+    pub fn request_of_gateway(
+        &self,
+        domain: &TrustDomain,
+        names: &[HostName],
+    ) -> Result<String, CsrError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        let uri = gateway_uri(domain).try_into();
+        let own = SanType::URI(uri.map_err(CsrError::Local)?);
+        let names = names.iter().map(HostName::alternative);
+        let names: Result<Vec<_>, _> = std::iter::once(Ok(own)).chain(names).collect();
+        params.subject_alt_names = names.map_err(CsrError::Local)?;
         let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
         request.pem().map_err(CsrError::Local)
     }

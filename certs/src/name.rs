@@ -285,6 +285,16 @@ impl HostName {
     }
 }
 
+impl HostName {
+    /// As a certificate's alternative name.
+    pub(crate) fn alternative(&self) -> Result<rcgen::SanType, rcgen::Error> {
+        Ok(match self {
+            Self::Dns(name) => rcgen::SanType::DnsName(name.as_ref().try_into()?),
+            Self::Ip(address) => rcgen::SanType::IpAddress(*address),
+        })
+    }
+}
+
 impl FromStr for HostName {
     type Err = NameError;
     fn from_str(text: &str) -> Result<Self, NameError> {

@@ -7,6 +7,7 @@
 mod app;
 mod dns;
 mod front;
+mod identity;
 pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
@@ -29,6 +30,7 @@ use causeway_tunnel::hello::Listed;
 pub use app::App;
 pub use dns::Dns;
 pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
+pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{Certificates, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports};
@@ -194,27 +196,6 @@ impl Default for Tunnel {
             // Long enough for a node that is off over a weekend, short for a stolen key.
             edge_certificate_lifetime: Duration::from_hours(7 * 24),
         }
-    }
-}
-
-/// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Identity {
-    /// File of the gateway's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.
-    pub chain: PathBuf,
-    /// File of the key.
-    pub key: PathBuf,
-    /// Files of the CAs of edges, whose certificates have the one URI `spiffe://TRUST-DOMAIN/edge/NODE`.
-    pub client_ca: Vec<PathBuf>,
-    /// Let in each node that has such a certificate; otherwise those of `causeway edge add` only.
-    #[serde(default)]
-    pub any_node: bool,
-}
-
-impl Identity {
-    fn files(&self) -> impl Iterator<Item = &PathBuf> {
-        [&self.chain, &self.key].into_iter().chain(&self.client_ca)
     }
 }
 

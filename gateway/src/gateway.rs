@@ -30,7 +30,7 @@ use crate::{
     proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
     state::{NodesWriter, PolicyReader},
 };
-use causeway_certs::{CaError, Claim, Store, StoreError, verify::TrustError};
+use causeway_certs::{CaError, Claim, HostName, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
@@ -199,6 +199,14 @@ impl Gateway {
     pub fn bind(self) -> Result<Bound, BindError> {
         build::bound(self)
     }
+}
+
+/// The names under which edges reach a gateway of this configuration: those of its certificate.
+///
+/// # Errors
+/// If an address has no name.
+pub fn names(config: &Config) -> Result<Vec<HostName>, BindError> {
+    identity::names(&config.tunnel.advertise, config.tunnel.listen.ip())
 }
 
 /// A gateway whose listeners are bound.

@@ -5,15 +5,17 @@
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
-//! lists; `certificates` signs what edges ask the cluster for, in place of tokens, and `vouch` asks for it at an edge; `follow` watches one object; `egress` writes what kube-apiserver has to
+//! lists; `certificates` signs what edges ask the cluster for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches one object; `egress` writes what kube-apiserver has to
 //! be told.
 
+mod asking;
 pub mod certificates;
 pub mod client;
 mod due;
 pub mod egress;
 mod follow;
 pub mod hosts;
+pub mod identity;
 mod lease;
 pub mod nodes;
 mod objects;
@@ -26,6 +28,7 @@ pub mod vouch;
 pub use certificates::Certificates;
 pub use client::{ClientError, client};
 pub use hosts::Hosts;
+pub use identity::OwnCertificate;
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;

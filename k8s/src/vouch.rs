@@ -4,24 +4,16 @@
 //! and may not have any yet. What is asked for is what `certificates` approves, and nothing more.
 
 use crate::{
+    asking::{self, Wanted, bounded},
     certificates::{KEY, USAGES},
-    client::{client, said},
-    objects::{CertificateSigningRequest, RequestSpec},
+    client::client,
 };
 use causeway_certs::ClusterSubject;
 use causeway_edge::{Answer, Cluster, NoAnswer, config::Kubernetes};
 use futures_util::future::BoxFuture;
-use k8s_openapi::{
-    ByteString,
-    api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap},
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
-};
-use kube::{Api, Client, ResourceExt, api::PostParams};
-use std::{future::Future, time::Duration};
-use tokio::time::timeout;
+use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMap};
+use kube::{Api, Client, api::PostParams};
 
-/// How long one question may take.
-const BOUND: Duration = Duration::from_secs(10);
 /// Life of what a signer of the cluster's own makes, in seconds: it is shown to a gateway, and not needed any more.
 pub(crate) const SHOWN_WITHIN: i64 = 2 * 60 * 60;
 /// Where a token of a pod says on which node that is.
@@ -77,24 +69,14 @@ impl Cluster for Vouch {
         request: &'a str,
     ) -> BoxFuture<'a, Result<String, NoAnswer>> {
         Box::pin(async move {
-            let short = self.subject().map(|_| SHOWN_WITHIN);
-            let wanted = CertificateSigningRequest {
-                metadata: ObjectMeta {
-                    generate_name: Some(format!("causeway-edge-{node}-")),
-                    ..ObjectMeta::default()
-                },
-                spec: RequestSpec {
-                    request: ByteString(request.as_bytes().to_vec()),
-                    signer_name: self.rules.signer.clone(),
-                    usages: USAGES.map(str::to_owned).into(),
-                    expiration_seconds: short,
-                    ..RequestSpec::default()
-                },
-                status: None,
+            let wanted = Wanted {
+                name: format!("causeway-edge-{node}-"),
+                signer: &self.rules.signer,
+                usages: USAGES,
+                seconds: self.subject().map(|_| SHOWN_WITHIN),
+                request,
             };
-            let api = Api::<CertificateSigningRequest>::all(self.client().await?);
-            let made = bounded(api.create(&PostParams::default(), &wanted)).await?;
-            let name = made.name_any();
+            let name = asking::ask(self.client().await?, wanted).await?;
             tracing::info!(
                 request = name,
                 signer = self.rules.signer,
@@ -109,25 +91,7 @@ impl Cluster for Vouch {
     }
 
     fn answer<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Answer, NoAnswer>> {
-        Box::pin(async move {
-            let api = Api::<CertificateSigningRequest>::all(self.client().await?);
-            let request = bounded(api.get_opt(name)).await?;
-            Ok(answer(name, request))
-        })
-    }
-}
-
-async fn bounded<T>(asked: impl Future<Output = kube::Result<T>>) -> Result<T, NoAnswer> {
-    match timeout(BOUND, asked).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error @ kube::Error::Api(_))) => Err(NoAnswer::Refused(said(&error))),
-        Ok(Err(error)) => Err(NoAnswer::Silent(format!(
-            "the cluster's API does not answer: {}",
-            said(&error)
-        ))),
-        Err(_) => Err(NoAnswer::Silent(
-            "the cluster's API does not answer in time".to_owned(),
-        )),
+        Box::pin(async move { asking::answer(self.client().await?, name).await })
     }
 }
 
@@ -150,34 +114,9 @@ fn named(review: SelfSubjectReview) -> Result<String, NoAnswer> {
     }
 }
 
-fn answer(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
-    let Some(request) = request else {
-        return Answer::Refused(format!("the request {name} is not there any more"));
-    };
-    for (kind, what) in [("Denied", "was denied"), ("Failed", "has failed")] {
-        if let Some(condition) = request.condition(kind) {
-            return Answer::Refused(format!("the request {name} {what}: {}", condition.message));
-        }
-    }
-    let certificate = request
-        .status
-        .as_ref()
-        .and_then(|status| status.certificate.as_ref());
-    match certificate.filter(|certificate| !certificate.0.is_empty()) {
-        Some(ByteString(chain)) => Answer::Signed(String::from_utf8_lossy(chain).into_owned()),
-        None if request.condition("Approved").is_some() => {
-            Answer::Waiting(format!("the request {name} is approved and not signed yet"))
-        }
-        None => Answer::Waiting(format!(
-            "the request {name} is not approved yet; `kubectl describe csr {name}` says why, if a gateway leaves it as it is"
-        )),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::objects::{RequestCondition, RequestStatus};
     use k8s_openapi::api::authentication::v1::{SelfSubjectReviewStatus, UserInfo};
 
     fn review(who: &str, node: &[&str]) -> SelfSubjectReview {
@@ -210,40 +149,5 @@ mod tests {
             };
             assert!(why.contains("kubernetes.kubeconfig"), "{why}");
         }
-    }
-
-    #[test]
-    fn what_became_of_a_request_is_told_in_words() {
-        let request = |kinds: &[&str], certificate: &str| {
-            let condition = |kind: &&str| RequestCondition {
-                kind: (*kind).to_owned(),
-                message: "said so".to_owned(),
-            };
-            Some(CertificateSigningRequest {
-                status: Some(RequestStatus {
-                    conditions: kinds.iter().map(condition).collect(),
-                    certificate: Some(ByteString(certificate.as_bytes().to_vec())),
-                }),
-                ..CertificateSigningRequest::default()
-            })
-        };
-        let waits = |kinds, part: &str| match answer("x", request(kinds, "")) {
-            Answer::Waiting(why) => assert!(why.contains(part), "{why}"),
-            other => panic!("{other:?}"),
-        };
-        waits(&[], "x is not approved yet");
-        waits(&["Approved"], "not signed yet");
-        for (request, part) in [
-            (request(&["Denied"], ""), "was denied: said so"),
-            (request(&["Approved", "Failed"], ""), "has failed: said so"),
-            (None, "not there any more"),
-        ] {
-            match answer("x", request) {
-                Answer::Refused(why) => assert!(why.contains(part), "{why}"),
-                other => panic!("{other:?}"),
-            }
-        }
-        let signed = answer("x", request(&["Approved"], "PEM"));
-        assert_eq!(signed, Answer::Signed("PEM".to_owned()));
     }
 }

@@ -8,9 +8,11 @@ use std::future::Future;
 use std::pin::Pin;
 
 #[cfg(feature = "k8s")]
-use causeway_gateway::config::Kubernetes;
+use causeway_certs::{Access, Store};
 use causeway_gateway::config::{NodePorts, Reloads};
 use causeway_gateway::{Bound, Config, Gateway};
+#[cfg(feature = "k8s")]
+use causeway_gateway::{config::Kubernetes, gateway::names};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -55,6 +57,8 @@ pub(super) struct Cluster(Option<Parts>);
 struct Parts {
     rules: Kubernetes,
     client: causeway_k8s::Client,
+    /// Asks for this gateway's own certificate.
+    own: Option<causeway_k8s::OwnCertificate>,
     /// What the hosts file says of edges' nodes.
     addresses: Vec<std::net::IpAddr>,
 }
@@ -68,10 +72,23 @@ impl Cluster {
         };
         let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
         Ok(Self(Some(Parts {
+            own: own(&client, config)?,
             rules,
             client,
             addresses: config.hosted_addresses(),
         })))
+    }
+
+    /// Returns once there is what a gateway cannot begin without: its own certificate, where the cluster makes that.
+    pub(super) async fn begin(
+        &self,
+        config: &Config,
+        tell: &(dyn Fn(&str) + Sync),
+    ) -> anyhow::Result<()> {
+        if let Some(own) = self.0.as_ref().and_then(|parts| parts.own.as_ref()) {
+            own.first(&names(config)?, tell).await;
+        }
+        Ok(())
     }
 
     /// A gateway that asks it where pods are, and about callers.
@@ -95,6 +112,7 @@ impl Cluster {
         };
         let (hosts, listed) = (parts.hosts(bound), parts.listed(bound, listing));
         let certificates = parts.certificates(bound);
+        let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
             rules: parts.rules,
@@ -120,7 +138,13 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
-            let ((), (), never, _) = tokio::join!(informer.run(hold), hosts, listed, signed);
+            let own = async {
+                match own {
+                    Some(own) => own.run(|| reloader.names()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let ((), (), never, ..) = tokio::join!(informer.run(hold), hosts, listed, signed, own);
             never
         })
     }
@@ -163,6 +187,26 @@ impl Parts {
     }
 }
 
+/// What asks for this gateway's own certificate, where the cluster is to be asked for it.
+#[cfg(feature = "k8s")]
+fn own(
+    client: &causeway_k8s::Client,
+    config: &Config,
+) -> anyhow::Result<Option<causeway_k8s::OwnCertificate>> {
+    let identity = config.tunnel.identity.as_ref();
+    let Some((signer, domain)) = identity.and_then(causeway_gateway::config::Identity::asked)
+    else {
+        return Ok(None);
+    };
+    Ok(Some(causeway_k8s::OwnCertificate {
+        client: client.clone(),
+        signer: signer.to_owned(),
+        domain,
+        store: Store::open(&config.data_dir, Access::Create)?,
+        gateway: this_gateway(),
+    }))
+}
+
 /// Its name to others: the host's.
 #[cfg(feature = "k8s")]
 fn this_gateway() -> String {
@@ -189,6 +233,10 @@ impl Cluster {
             );
         }
         Ok(Self)
+    }
+
+    pub(super) async fn begin(&self, _: &Config, _: &(dyn Fn(&str) + Sync)) -> anyhow::Result<()> {
+        Ok(())
     }
 
     pub(super) fn beside(&self, gateway: Gateway) -> Gateway {

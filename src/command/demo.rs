@@ -42,7 +42,7 @@ const DRAIN: Duration = Duration::from_millis(500);
 
 /// Runs the demo until Ctrl-C.
 pub(crate) async fn run(args: cli::Demo) -> anyhow::Result<()> {
-    let signals = Signals::listen()?;
+    let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let live = Box::pin(live(args, stop));
     signals.run(live).await.unwrap_or(Ok(()))

@@ -19,6 +19,7 @@ use crate::signal::Signals;
 
 /// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
 pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+    let config = config.completed();
     let mut noted = Noted::default();
     noted.files(files(&config, &sources));
     let mut signals = Signals::listen()?;
@@ -30,6 +31,11 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let cluster = Cluster::read(&config)
         .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
+    match begun(&cluster, &config, (&mut signals, &notify)).await {
+        Some(begun) => begun?,
+        // Asked to stop before anything was begun.
+        None => return Ok(()),
+    }
     let (reloads, asked) = causeway_config::reloads();
     let reasons = Reasons {
         hangup: signals.hangup.take(),
@@ -72,6 +78,19 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     Ok(())
 }
 
+/// What a gateway cannot begin without; nothing if it is asked to stop meanwhile.
+async fn begun(
+    cluster: &Cluster,
+    config: &Config,
+    (signals, notify): (&mut Signals, &Notify),
+) -> Option<anyhow::Result<()>> {
+    let stop = signals.stop.clone();
+    let tell = |why: &str| notify.not_begun(why);
+    let begin = stop.run_until_cancelled(Box::pin(cluster.begin(config, &tell)));
+    let silence = "not serving yet: the cluster's API has not answered so far";
+    signals.run(notify.beginning(begin, silence)).await?
+}
+
 /// A gateway that runs.
 struct Live {
     sources: Sources,
@@ -88,6 +107,7 @@ impl Live {
     fn reload(&self, noted: &mut Noted) -> anyhow::Result<String> {
         noted.files(self.sources.file.clone());
         let config: Config = settings::load_anew(&self.sources)?;
+        let config = config.completed();
         noted.files(config.files());
         let rules = Rules::read(&config)?;
         let config = listing(config, self.listed.borrow().as_ref())?;

@@ -13,7 +13,7 @@ use crate::signal::Signals;
 
 /// Binds everything, passes callers on until SIGTERM or SIGINT, then drains.
 pub(crate) async fn run(mut config: Config) -> anyhow::Result<()> {
-    let signals = Signals::listen()?;
+    let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let notify = Notify::from_environment();
     let told = |error: &anyhow::Error| notify.status(&explain(error));

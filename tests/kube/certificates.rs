@@ -6,7 +6,10 @@
 use std::{fmt::Write, fs, path::Path, time::Duration};
 
 use libtest_mimic::Trial;
-use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, SanType};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
+    DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+};
 use serde_json::{Value, json};
 
 use crate::{
@@ -38,6 +41,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             "certificates::what_the_clusters_own_signers_make_for_a_node_lets_it_join",
             what_the_clusters_own_signers_make_for_a_node_lets_it_join,
         ),
+        trial(
+            "certificates::a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names",
+            a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names,
+        ),
     ]
 }
 
@@ -52,6 +59,7 @@ const KUBELETS: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 /// Nothing is left of a test before.
 fn clean(world: &World) {
     let deletes = [
+        "csr --field-selector=spec.signerName=example.com/gateways",
         "csr --field-selector=spec.signerName=causeway.io/edge",
         "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client",
         "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client-kubelet",
@@ -61,9 +69,11 @@ fn clean(world: &World) {
     for what in deletes {
         world.cluster.kubectl("delete").words(what).run().ok();
     }
-    let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/certificates/rbac.yaml");
-    let delete = world.cluster.kubectl("delete --ignore-not-found -f");
-    delete.args([rights]).run().ok();
+    for rights in ["rbac.yaml", "own.yaml"] {
+        let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/certificates");
+        let delete = world.cluster.kubectl("delete --ignore-not-found -f");
+        delete.args([examples.join(rights)]).run().ok();
+    }
 }
 
 /// A gateway that signs, or tries to, in this folder.
@@ -506,5 +516,124 @@ fn what_the_clusters_own_signers_make_for_a_node_lets_it_join() {
     let delete = "delete clusterrolebinding nodes-ask-for-themselves";
     world.cluster.kubectl(delete).run().ok();
     drop(asking);
+    clean(&world);
+}
+
+/// Somebody else's signer, which makes what it is asked for.
+struct Elsewhere(Issuer<'static, KeyPair>);
+
+impl Elsewhere {
+    /// With its CA in that file.
+    fn new(root: &Path) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        fs::write(root, params.self_signed(&key).unwrap().pem()).unwrap();
+        Self(Issuer::new(params, key))
+    }
+
+    /// Approves and signs the one request that waits for it. What that asked for.
+    fn signs(&self, world: &World) -> Vec<String> {
+        let waiting = || {
+            let line = "csr --field-selector=spec.signerName=example.com/gateways";
+            let all = world.cluster.get(line).unwrap();
+            let all = all["items"].as_array().unwrap().clone();
+            all.into_iter()
+                .find(|request| request["status"]["certificate"].is_null())
+        };
+        until("it asks", || waiting().is_some());
+        let request = waiting().unwrap();
+        let name = request["metadata"]["name"].as_str().unwrap();
+        assert!(name.starts_with("causeway-gateway-"), "{name}");
+        let usages = json!(["server auth", "digital signature"]);
+        assert_eq!(request["spec"]["usages"], usages);
+        let approve = format!("certificate approve {name}");
+        world.cluster.kubectl(&approve).run().ok();
+        let pem = request["spec"]["request"].as_str().unwrap();
+        let pem = data_encoding::BASE64.decode(pem.as_bytes()).unwrap();
+        let pem = String::from_utf8(pem).unwrap();
+        let mut asked = CertificateSigningRequestParams::from_pem(&pem).unwrap();
+        let names = asked.params.subject_alt_names.iter();
+        let names = names.map(|name| format!("{name:?}")).collect();
+        asked.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let made = asked.signed_by(&self.0).unwrap().pem();
+        let made = data_encoding::BASE64.encode(made.as_bytes());
+        let patch = json!({ "status": { "certificate": made } }).to_string();
+        let line = format!("patch csr {name} --subresource=status --type=merge -p");
+        world.cluster.kubectl(&line).args([patch]).run().ok();
+        names
+    }
+}
+
+/// The names of what the tunnel port shows.
+fn shown() -> String {
+    let line = format!("s_client -connect 127.0.0.1:{TUNNEL} -alpn h2 -showcerts");
+    let shown = Program::new("openssl")
+        .words(&line)
+        .input(String::new())
+        .run()
+        .text();
+    let names = "x509 -noout -ext subjectAltName";
+    let names = Program::new("openssl").words(names).input(shown).run();
+    names.text()
+}
+
+/// A gateway's configuration that asks for its certificate, and is reached there.
+fn asking(world: &World, folder: &Path, address: &str) -> String {
+    json!({
+        "data_dir": folder.join("data"),
+        "kubernetes": { "kubeconfig": world.cluster.account("egress") },
+        "tunnel": {
+            "listen": format!("127.0.0.1:{TUNNEL}"), "advertise": [address],
+            "identity": {
+                "signer": "example.com/gateways", "trust_domain": "example.com",
+                "client_ca": [folder.join("root.pem")],
+            },
+        },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "fronts": [{
+            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        }],
+    })
+    .to_string()
+}
+
+fn a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names() {
+    let world = world();
+    clean(&world);
+    let folder = world.path("certificates-own");
+    fs::create_dir_all(&folder).unwrap();
+    let root = folder.join("root.pem");
+    let signer = Elsewhere::new(&root);
+    let config = |address| asking(&world, &folder, address);
+    let file = folder.join("gateway.yaml");
+    fs::write(&file, config("gw-1.example.com:10262")).unwrap();
+    let gateway = Program::new(BINARY).words("gateway --config").args([&file]);
+    let mut gateway = gateway.start(&folder.join("gateway.log"));
+    gateway.says("cannot create resource \\\"certificatesigningrequests\\\"");
+    world.cluster.apply_example("certificates/own.yaml");
+    gateway.says("not approved and signed yet");
+    let asked = signer.signs(&world).join(" ");
+    assert!(
+        asked.contains("spiffe://example.com/gateway") && asked.contains("gw-1.example.com"),
+        "{asked}"
+    );
+    gateway.says("gateway ready");
+    until("it is shown", || shown().contains("gw-1.example.com"));
+
+    // Other names: another certificate, in place of the one that serves meanwhile.
+    fs::write(&file, config("gw-2.example.com:10262")).unwrap();
+    let asked = signer.signs(&world).join(" ");
+    assert!(asked.contains("gw-2.example.com"), "{asked}");
+    until("it is shown", || shown().contains("gw-2.example.com"));
+    assert!(shown().contains("URI:spiffe://example.com/gateway"));
+
+    // What is kept is enough to begin with, while nobody signs.
+    gateway.stop(Duration::from_secs(5));
+    let again = Program::new(BINARY).words("gateway --config").args([&file]);
+    let mut again = again.start(&folder.join("again.log"));
+    again.says("gateway ready");
+    assert!(shown().contains("gw-2.example.com"));
+    drop(again);
     clean(&world);
 }

@@ -237,10 +237,7 @@ impl Root {
             .min(signer.facts.not_after);
         let mut names = Vec::with_capacity(kind.names.len() + 1);
         for name in kind.names {
-            names.push(match name {
-                HostName::Dns(name) => SanType::DnsName(name.as_ref().try_into()?),
-                HostName::Ip(address) => SanType::IpAddress(*address),
-            });
+            names.push(name.alternative()?);
         }
         if let Some(uri) = kind.uri {
             names.push(SanType::URI(uri.try_into()?));

@@ -16,14 +16,7 @@ impl Validate for Config {
         let mut faults = Faults::default();
         self.numbers(&mut faults);
         self.addresses(&mut faults);
-        if let Some(identity) = &self.tunnel.identity
-            && identity.client_ca.is_empty()
-        {
-            faults.add(
-                "tunnel.identity.client_ca",
-                "names nobody whose edges are let in; give a file of CA certificates",
-            );
-        }
+        self.validate_identity(&mut faults);
         if let Some(dns) = &self.dns.0 {
             dns.validate(&self.front_addresses(), &mut faults);
         }

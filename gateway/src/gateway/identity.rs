@@ -70,9 +70,11 @@ pub(super) struct Next {
 impl Given {
     /// Reads the files.
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {
-        let (chain, key) = (text(WHAT, &files.chain)?, text(WHAT, &files.key)?);
-        let read = given::gateway(&chain, &key);
-        let (leaf, domain) = read.map_err(|error| file(WHAT, &files.chain, error.to_string()))?;
+        // Both are there, by the configuration's own rules.
+        let path = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
+        let (shown, key) = (path(&files.chain), path(&files.key));
+        let read = given::gateway(&text(WHAT, &shown)?, &text(WHAT, &key)?);
+        let (leaf, domain) = read.map_err(|error| file(WHAT, &shown, error.to_string()))?;
         let mut roots = Vec::new();
         for path in &files.client_ca {
             let found = given::roots(&text(WHAT, path)?);
@@ -80,7 +82,7 @@ impl Given {
         }
         Ok(Self {
             leaf,
-            chain: files.chain.clone(),
+            chain: shown,
             roots,
             domain,
             any_node: files.any_node,
@@ -173,7 +175,7 @@ impl Identity {
                     let (next, now) = (next.domain, now.domain);
                     return Err(file(
                         WHAT,
-                        &files.chain,
+                        &files.chain.clone().unwrap_or_default(),
                         format!(
                             "it is of trust domain {next}, and this gateway of {now} until its next start"
                         ),
@@ -248,6 +250,11 @@ impl Identity {
 
     fn leaf_of(&self, ca: &Ca) -> Result<Leaf, CaError> {
         ca.issue_gateway(&self.names.load(), LIFETIME)
+    }
+
+    /// The names under which this gateway is to be reached.
+    pub(super) fn names(&self) -> Vec<HostName> {
+        self.names.load().to_vec()
     }
 
     /// Shows this one from now on.

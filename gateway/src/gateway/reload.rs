@@ -20,6 +20,7 @@ use crate::{
     proxy::{Shared, app::ByPort},
     state::{Advertised, ListedPorts, NodesWriter},
 };
+use causeway_certs::HostName;
 use causeway_tunnel::hello::{Listed, ToEdge};
 use std::{fmt, net::SocketAddr, sync::Arc};
 use tokio::sync::watch;
@@ -121,6 +122,11 @@ impl Reloader {
     /// The fronts that there are now, with the ports that the system chose; unix sockets have no address.
     pub fn fronts(&self) -> Vec<(String, Option<SocketAddr>)> {
         self.0.fronts.addresses()
+    }
+
+    /// The names under which edges reach the gateway: those of its certificate.
+    pub fn names(&self) -> Vec<HostName> {
+        self.0.identity.names()
     }
 
     /// Notes that a configuration was refused: it could not be read, or not be prepared.

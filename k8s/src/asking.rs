@@ -1,0 +1,135 @@
+//! Requests for certificates from whoever wants one: put to the cluster, and looked at until something has come of them.
+
+use crate::{
+    client::said,
+    objects::{CertificateSigningRequest, RequestSpec},
+};
+use causeway_edge::{Answer, NoAnswer};
+use k8s_openapi::{ByteString, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+use kube::{Api, Client, ResourceExt, api::PostParams};
+use std::{future::Future, time::Duration};
+use tokio::time::timeout;
+
+/// How long one question may take.
+const BOUND: Duration = Duration::from_secs(10);
+
+/// What is asked for.
+pub(crate) struct Wanted<'a> {
+    /// How the request's name begins.
+    pub(crate) name: String,
+    pub(crate) signer: &'a str,
+    pub(crate) usages: [&'a str; 2],
+    /// For how long the certificate is to hold, if that is not the signer's to say.
+    pub(crate) seconds: Option<i64>,
+    /// PKCS #10 in PEM.
+    pub(crate) request: &'a str,
+}
+
+/// The name under which to look for the answer.
+pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<String, NoAnswer> {
+    let request = CertificateSigningRequest {
+        metadata: ObjectMeta {
+            generate_name: Some(wanted.name),
+            ..ObjectMeta::default()
+        },
+        spec: RequestSpec {
+            request: ByteString(wanted.request.as_bytes().to_vec()),
+            signer_name: wanted.signer.to_owned(),
+            usages: wanted.usages.map(str::to_owned).into(),
+            expiration_seconds: wanted.seconds,
+            ..RequestSpec::default()
+        },
+        status: None,
+    };
+    let api = Api::<CertificateSigningRequest>::all(client);
+    let made = bounded(api.create(&PostParams::default(), &request)).await?;
+    Ok(made.name_any())
+}
+
+/// What became of the request of this name until now.
+pub(crate) async fn answer(client: Client, name: &str) -> Result<Answer, NoAnswer> {
+    let api = Api::<CertificateSigningRequest>::all(client);
+    let request = bounded(api.get_opt(name)).await?;
+    Ok(read(name, request))
+}
+
+pub(crate) async fn bounded<T>(
+    asked: impl Future<Output = kube::Result<T>>,
+) -> Result<T, NoAnswer> {
+    match timeout(BOUND, asked).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error @ kube::Error::Api(_))) => Err(NoAnswer::Refused(said(&error))),
+        Ok(Err(error)) => Err(NoAnswer::Silent(format!(
+            "the cluster's API does not answer: {}",
+            said(&error)
+        ))),
+        Err(_) => Err(NoAnswer::Silent(
+            "the cluster's API does not answer in time".to_owned(),
+        )),
+    }
+}
+
+fn read(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
+    let Some(request) = request else {
+        return Answer::Refused(format!("the request {name} is not there any more"));
+    };
+    for (kind, what) in [("Denied", "was denied"), ("Failed", "has failed")] {
+        if let Some(condition) = request.condition(kind) {
+            return Answer::Refused(format!("the request {name} {what}: {}", condition.message));
+        }
+    }
+    let certificate = request
+        .status
+        .as_ref()
+        .and_then(|status| status.certificate.as_ref());
+    match certificate.filter(|certificate| !certificate.0.is_empty()) {
+        Some(ByteString(chain)) => Answer::Signed(String::from_utf8_lossy(chain).into_owned()),
+        None if request.condition("Approved").is_some() => {
+            Answer::Waiting(format!("the request {name} is approved and not signed yet"))
+        }
+        None => Answer::Waiting(format!(
+            "the request {name} is not approved yet; `kubectl describe csr {name}` says why, if a gateway leaves it as it is"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::objects::{RequestCondition, RequestStatus};
+
+    #[test]
+    fn what_became_of_a_request_is_told_in_words() {
+        let request = |kinds: &[&str], certificate: &str| {
+            let condition = |kind: &&str| RequestCondition {
+                kind: (*kind).to_owned(),
+                message: "said so".to_owned(),
+            };
+            Some(CertificateSigningRequest {
+                status: Some(RequestStatus {
+                    conditions: kinds.iter().map(condition).collect(),
+                    certificate: Some(ByteString(certificate.as_bytes().to_vec())),
+                }),
+                ..CertificateSigningRequest::default()
+            })
+        };
+        let waits = |kinds, part: &str| match read("x", request(kinds, "")) {
+            Answer::Waiting(why) => assert!(why.contains(part), "{why}"),
+            other => panic!("{other:?}"),
+        };
+        waits(&[], "x is not approved yet");
+        waits(&["Approved"], "not signed yet");
+        for (request, part) in [
+            (request(&["Denied"], ""), "was denied: said so"),
+            (request(&["Approved", "Failed"], ""), "has failed: said so"),
+            (None, "not there any more"),
+        ] {
+            match read("x", request) {
+                Answer::Refused(why) => assert!(why.contains(part), "{why}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        let signed = read("x", request(&["Approved"], "PEM"));
+        assert_eq!(signed, Answer::Signed("PEM".to_owned()));
+    }
+}
