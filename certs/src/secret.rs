@@ -1,7 +1,7 @@
 //! Secrets and fingerprints: bytes that must not be printed, and bytes that must.
 //!
 //! Owns `Secret`, whose `Debug` prints `***` and which has no `Display`; `Fingerprint`, the SHA-256
-//! of a root; and the only source of randomness of this crate.
+//! of a root or of an app's key; and the only source of randomness of this crate.
 //! Comparing a secret or its hash goes through `subtle`, so that time tells nothing.
 
 use std::fmt;
@@ -44,7 +44,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A SHA-256: of a root certificate (its fingerprint) or of a secret (what is kept of it).
+/// A SHA-256: of a root certificate (its fingerprint), of a public key, or of a secret (what is kept of it).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint([u8; 32]);
@@ -58,6 +58,13 @@ impl Fingerprint {
     /// The fingerprint of a certificate: SHA-256 of its DER.
     pub fn of(certificate: &CertificateDer<'_>) -> Self {
         Self::digest(certificate)
+    }
+
+    /// The fingerprint of a certificate's public key: SHA-256 of its `SubjectPublicKeyInfo` in DER. Whoever renews a certificate
+    /// with the same key keeps it. None of what is no certificate.
+    pub fn of_key(certificate: &CertificateDer<'_>) -> Option<Self> {
+        let parsed = rustls::server::ParsedCertificate::try_from(certificate).ok()?;
+        Some(Self::digest(&parsed.subject_public_key_info()))
     }
 
     pub(crate) fn digest(bytes: &[u8]) -> Self {
@@ -135,6 +142,7 @@ pub(crate) fn from_base64url(text: &str) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rcgen::PublicKeyData;
 
     #[test]
     fn a_secret_prints_as_stars() {
@@ -150,6 +158,21 @@ mod tests {
         for bad in ["", "ab", &"g".repeat(64), &"é".repeat(32), &"a".repeat(65)] {
             assert_eq!(bad.parse::<Fingerprint>(), Err(FingerprintError), "{bad}");
         }
+    }
+
+    #[test]
+    fn certificates_of_one_key_have_its_fingerprint_whatever_else_they_say() {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let made = |name: &str| {
+            let params = rcgen::CertificateParams::new([name.to_owned()]).unwrap();
+            params.self_signed(&key).unwrap().der().clone()
+        };
+        let expected = Fingerprint::digest(&key.subject_public_key_info());
+        for name in ["a", "b"] {
+            assert_eq!(Fingerprint::of_key(&made(name)), Some(expected));
+        }
+        assert_ne!(Fingerprint::of(&made("a")), Fingerprint::of(&made("b")));
+        assert_eq!(Fingerprint::of_key(&CertificateDer::from(&b"x"[..])), None);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The data directory: everything that outlives a process, typed.
 //!
-//! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `edge.json` of an edge, and
+//! `ca.json`, `ca.pem` and `tickets.key` of the gateway, `tokens.json`, `nodes.json`, `pins.json`, `edge.json` of an edge, and
 //! small `run-…` files by which one command finds another's process; `version` says how to read
 //! them. The directory is 0700 and each file 0600, of the directory's user whoever wrote it.
 //! Never repairs: a file that does not read is named, and the process stops. How a file is read
@@ -10,6 +10,7 @@ mod authority;
 mod backup;
 mod dir;
 mod owner;
+mod pins;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -21,6 +22,7 @@ pub use backup::Backup;
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
+pub use pins::{Pin, PinTable, Pins};
 
 use crate::ca::Issued;
 use crate::edge::{EdgeFile, EdgeIdentity};

@@ -1,10 +1,10 @@
-//! All that makes a gateway the one that its edges know, in one file: CA, secret of tickets, tokens, nodes.
+//! All that makes a gateway the one that its edges know, in one file: CA, secret of tickets, tokens, nodes, keys of apps.
 //!
 //! A backup is taken under the lock of the directory, so that its parts fit together; a gateway may run meanwhile. It is
 //! read and judged as a whole before any of it is written. To restore, the whole of it comes into the directory first, by
 //! one rename; from then on whoever opens the directory finishes what was begun. Nobody may live there meanwhile.
 
-use super::{NODES, Store, StoreError, TICKETS, authority::CA, dir::failed};
+use super::{NODES, PinTable, Store, StoreError, TICKETS, authority::CA, dir::failed, pins::PINS};
 use crate::ca::{Ca, CaFile};
 use crate::name::NodeName;
 use crate::store::NodeRecord;
@@ -23,7 +23,7 @@ const VERSION: u32 = 1;
 /// How far two clocks are apart at most, in seconds.
 const DAY: u64 = 24 * 60 * 60;
 /// What a backup holds; the CA comes last, without which nothing counts.
-const PARTS: [&str; 4] = [TOKENS, NODES, TICKETS, CA];
+const PARTS: [&str; 5] = [TOKENS, NODES, PINS, TICKETS, CA];
 
 /// A backup that was read and judged, or made.
 #[derive(Serialize, Deserialize)]
@@ -79,6 +79,7 @@ impl Backup {
         backup.ca()?;
         backup.part::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
         backup.part::<Vec<TokenRecord>>(TOKENS)?;
+        backup.part::<PinTable>(PINS)?;
         match backup
             .files
             .get(TICKETS)

@@ -396,6 +396,9 @@ fn full() -> (tempfile::TempDir, Store, Ca) {
         .create(&node, life, crate::Confirmed::default())
         .unwrap();
     store.nodes().put(record("edge-1")).unwrap();
+    let (key, since) = (crate::Fingerprint::digest(b"an app's"), 7);
+    let met = (node, 10250, crate::Pin { key, since });
+    store.pins().note(&[met]).unwrap();
     (dir, store, ca)
 }
 

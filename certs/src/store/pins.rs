@@ -1,0 +1,169 @@
+//! By which key each app was met first: what is pinned, by node and port.
+//!
+//! A file of its own, beside what is known of nodes: one is written when an app is first met, the other when a node comes.
+//! Whatever is noted stays until somebody forgets it: the first key wins, whoever comes with another. A write is of all pins,
+//! so whoever has many to note notes them at once. Nothing is written where nothing changes.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Dir, Store, StoreError};
+use crate::name::NodeName;
+use crate::secret::Fingerprint;
+
+pub(super) const PINS: &str = "pins.json";
+/// Ports of one node that are pinned, at most: far more than are apps, so that the file has a bound.
+const MOST: usize = 256;
+
+/// The key by which an app is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pin {
+    /// SHA-256 of the public key (`SubjectPublicKeyInfo`) in its certificate.
+    pub key: Fingerprint,
+    /// When it was met first, in Unix seconds.
+    pub since: u64,
+}
+
+/// All pins, by node and port.
+pub type PinTable = BTreeMap<NodeName, BTreeMap<u16, Pin>>;
+
+/// The pins of one data directory.
+#[derive(Debug, Clone)]
+pub struct Pins {
+    dir: Dir,
+}
+
+impl Store {
+    /// The keys by which apps are known.
+    pub fn pins(&self) -> Pins {
+        Pins {
+            dir: self.dir.clone(),
+        }
+    }
+}
+
+impl Pins {
+    /// All of them.
+    pub fn all(&self) -> Result<PinTable, StoreError> {
+        Ok(self.dir.read_json(PINS)?.unwrap_or_default())
+    }
+
+    /// Notes each where nothing is noted yet, and a node has not too many. What is noted then, of all nodes.
+    pub fn note(&self, met: &[(NodeName, u16, Pin)]) -> Result<PinTable, StoreError> {
+        self.change(|pins| {
+            for (node, port, pin) in met {
+                let of_node = pins.entry(node.clone()).or_default();
+                if of_node.len() < MOST {
+                    of_node.entry(*port).or_insert(*pin);
+                }
+            }
+        })
+    }
+
+    /// Forgets what is noted of a node, or of one port of it. What that was.
+    pub fn forget(
+        &self,
+        node: &NodeName,
+        port: Option<u16>,
+    ) -> Result<BTreeMap<u16, Pin>, StoreError> {
+        let mut forgotten = BTreeMap::new();
+        self.change(|pins| match port {
+            None => forgotten = pins.remove(node).unwrap_or_default(),
+            Some(port) => {
+                let found = pins.get_mut(node).and_then(|pins| pins.remove(&port));
+                forgotten.extend(found.map(|pin| (port, pin)));
+            }
+        })?;
+        Ok(forgotten)
+    }
+
+    /// Forgets the nodes that are not to be kept. What is noted then.
+    pub fn retain(&self, keep: impl Fn(&NodeName) -> bool) -> Result<PinTable, StoreError> {
+        self.change(|pins| pins.retain(|node, _| keep(node)))
+    }
+
+    /// Changes them under the lock. An error leaves the file as it was.
+    fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
+        let _lock = self.dir.lock()?;
+        let before = self.all()?;
+        let mut pins = before.clone();
+        change(&mut pins);
+        pins.retain(|_, ports| !ports.is_empty());
+        if pins != before {
+            self.dir.write_json(PINS, &pins)?;
+        }
+        Ok(pins)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Access;
+
+    fn name(text: &str) -> NodeName {
+        NodeName::parse(text).unwrap()
+    }
+
+    fn pin(key: &str) -> Pin {
+        Pin {
+            key: Fingerprint::digest(key.as_bytes()),
+            since: 7,
+        }
+    }
+
+    fn store() -> (tempfile::TempDir, Store) {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), Access::Create).unwrap();
+        (folder, store)
+    }
+
+    #[test]
+    fn the_first_key_stays_until_it_is_forgotten_port_by_port_or_node_by_node() {
+        let (_folder, store) = store();
+        let (pins, node) = (store.pins(), name("edge-1"));
+        let met = |port, key| (node.clone(), port, pin(key));
+        let noted = pins.note(&[met(1, "a"), met(1, "b"), met(2, "c")]).unwrap();
+        let expected = BTreeMap::from([(1, pin("a")), (2, pin("c"))]);
+        assert_eq!(noted[&node], expected);
+        let later = pins.note(&[met(1, "b")]).unwrap();
+        assert_eq!((&later, pins.all().unwrap()), (&noted, noted.clone()));
+        assert_eq!(pins.forget(&node, Some(1)).unwrap(), [(1, pin("a"))].into());
+        assert!(pins.forget(&node, Some(1)).unwrap().is_empty());
+        assert_eq!(pins.note(&[met(1, "b")]).unwrap()[&node][&1], pin("b"));
+        assert_eq!(pins.forget(&node, None).unwrap().len(), 2);
+        assert!(pins.all().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_node_has_so_many_pins_and_no_more_and_another_has_its_own() {
+        let (_folder, store) = store();
+        let (pins, node) = (store.pins(), name("edge-1"));
+        let most = u16::try_from(MOST).unwrap();
+        let met: Vec<_> = (1..=most + 1)
+            .map(|port| (node.clone(), port, pin("a")))
+            .collect();
+        let noted = pins.note(&met).unwrap();
+        assert_eq!(noted[&node].len(), MOST);
+        assert!(!noted[&node].contains_key(&(most + 1)));
+        let other = name("edge-2");
+        assert!(pins.note(&[(other.clone(), 1, pin("b"))]).unwrap()[&other].contains_key(&1));
+        let kept = pins.retain(|known| *known == other).unwrap();
+        assert_eq!(kept.keys().collect::<Vec<_>>(), [&other]);
+    }
+
+    #[test]
+    fn where_nothing_changes_nothing_is_written_and_what_is_damaged_is_named() {
+        let (folder, store) = store();
+        store.pins().retain(|_| true).unwrap();
+        let file = folder.path().join(PINS);
+        assert!(!file.exists());
+        std::fs::write(&file, "{\"edge-1\": {\"10250\": 1}}").unwrap();
+        let said = store.pins().all().unwrap_err().to_string();
+        assert!(said.contains("pins.json is damaged"), "{said}");
+        let met = [(name("edge-1"), 1, pin("a"))];
+        store.pins().note(&met).unwrap_err();
+    }
+}
