@@ -19,7 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub(crate) use ca::{
     Ca, CaBackup, CaCaller, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
 };
-pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
+pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgePins, EdgeRevoke, EdgeUnpin};
 #[cfg(feature = "k8s")]
 pub(crate) use k8s::{EgressConfig, K8s};
 pub(crate) use keys::Keys;

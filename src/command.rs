@@ -19,6 +19,7 @@ mod k8s;
 mod man;
 mod nodes;
 mod operator;
+mod pins;
 mod policy;
 mod private;
 #[cfg(feature = "k8s")]

@@ -13,6 +13,7 @@ pub mod rotation;
 
 pub mod admit;
 pub mod ledger;
+pub mod pins;
 pub mod signer;
 
 pub mod jwks;

@@ -29,11 +29,13 @@ pub enum Reason {
     TargetRefused,
     /// The target spoke nonsense, or broke off.
     TargetBroken,
+    /// The target has another key than the one that it is known by.
+    TargetChanged,
     /// The tunnel was lost in flight.
     TunnelLost,
     /// The target or the edge was too slow.
     TargetTimeout,
-    /// Whoever has to say who calls, who may, or where a pod is, does not answer.
+    /// Whoever has to say who calls, who may, or where a pod is, or to note by which key a target is known, does not answer.
     Undecided,
     /// A limit is reached.
     LimitReached,
@@ -49,7 +51,7 @@ pub enum Reason {
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -58,6 +60,7 @@ impl Reason {
         Self::EdgePolicy,
         Self::TargetRefused,
         Self::TargetBroken,
+        Self::TargetChanged,
         Self::TunnelLost,
         Self::TargetTimeout,
         Self::Undecided,
@@ -78,7 +81,9 @@ impl Reason {
             Self::Misdirected => StatusCode::MISDIRECTED_REQUEST,
             Self::Unauthenticated => StatusCode::UNAUTHORIZED,
             Self::Forbidden | Self::EdgePolicy => StatusCode::FORBIDDEN,
-            Self::TargetRefused | Self::TargetBroken | Self::TunnelLost => StatusCode::BAD_GATEWAY,
+            Self::TargetRefused | Self::TargetBroken | Self::TargetChanged | Self::TunnelLost => {
+                StatusCode::BAD_GATEWAY
+            }
             Self::TargetTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
@@ -95,6 +100,7 @@ impl Reason {
                 | Self::Forbidden
                 | Self::EdgePolicy
                 | Self::Misdirected
+                | Self::TargetChanged
         )
     }
 
@@ -109,6 +115,7 @@ impl Reason {
             Self::EdgePolicy => "edge_policy",
             Self::TargetRefused => "target_refused",
             Self::TargetBroken => "target_broken",
+            Self::TargetChanged => "target_changed",
             Self::TunnelLost => "tunnel_lost",
             Self::TargetTimeout => "target_timeout",
             Self::Undecided => "undecided",
@@ -128,6 +135,7 @@ impl Reason {
             Self::Forbidden | Self::EdgePolicy => "http_request_denied",
             Self::TargetRefused => "connection_refused",
             Self::TargetBroken => "http_protocol_error",
+            Self::TargetChanged => "tls_certificate_error",
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
             Self::Undecided => "proxy_internal_error",
@@ -152,6 +160,7 @@ impl Reason {
             | Self::EdgePolicy
             | Self::TargetRefused
             | Self::TargetBroken
+            | Self::TargetChanged
             | Self::TunnelLost
             | Self::TargetTimeout
             | Self::HeaderTooLarge
@@ -171,6 +180,7 @@ impl Reason {
             Self::EdgePolicy => "Refused by the edge's policy",
             Self::TargetRefused => "Target refused the connection",
             Self::TargetBroken => "Target broke the protocol",
+            Self::TargetChanged => "Target not the one that is known",
             Self::TunnelLost => "Tunnel lost in flight",
             Self::TargetTimeout => "Target too slow",
             Self::Undecided => "Nobody to decide",

@@ -23,18 +23,22 @@ use crate::{
         drain::{self, Hold, Readiness},
         http,
         nat::{Nat, NatError},
+        pins::Keeper,
         signer::Signer,
     },
     core::{CoreId, Cores},
     metrics::Metrics,
     proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
-    state::{NodesWriter, PolicyReader},
+    state::{NodesWriter, PolicyReader, pins::Met},
 };
 use causeway_certs::{CaError, Claim, HostName, Store, StoreError, verify::TrustError};
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
-use tokio::{runtime::Handle, sync::watch};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, watch},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
@@ -214,6 +218,8 @@ pub fn names(config: &Config) -> Result<Vec<HostName>, BindError> {
 pub struct Bound {
     config: Config,
     store: Store,
+    /// Who notes by which key an app is known, and what is to be noted.
+    pins: (Keeper, mpsc::Receiver<Met>),
     /// Another gateway on this directory would issue under the same CA and write the same files.
     claim: Claim,
     cores: Cores,
@@ -360,8 +366,11 @@ impl Bound {
             let answering = dns::run(bound, names, closing.clone());
             control.spawn_on(runtime, info_span!("dns"), answering);
         }
-        let renewals = Tasks::default();
-        renewals.spawn_on(
+        // Nobody waits for these at the end.
+        let beside = Tasks::default();
+        let (keeper, meetings) = self.pins;
+        beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
+        beside.spawn_on(
             runtime,
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),

@@ -3,11 +3,13 @@
 pub mod advertised;
 pub mod keys;
 pub mod nodes;
+pub mod pins;
 pub mod policy;
 pub mod registry;
 
 pub use advertised::{Advertised, ListedPorts};
 pub use keys::{KeySet, Keys, KeysWriter};
 pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
+pub use pins::{Pins, PinsWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
 pub use registry::{Admitted, Away, Edge, Registry, TunnelId};

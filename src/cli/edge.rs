@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use super::{ConfirmedArgs, DataDir};
+use super::{ConfirmedArgs, DataDir, Listing};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum EdgeOrder {
@@ -14,6 +14,10 @@ pub(crate) enum EdgeOrder {
     Allow(EdgeNamed),
     /// Forget a node: it is let in again by a new token, by `add`, or where any node is (`any_node`); to shut one out, revoke it
     Remove(EdgeNamed),
+    /// List the keys by which apps on nodes are known (`apps.*.pin`)
+    Pins(EdgePins),
+    /// Forget by which key an app on a node is known: whichever it has when it is met next is believed
+    Unpin(EdgeUnpin),
 }
 
 #[derive(Debug, Args)]
@@ -44,6 +48,25 @@ pub(crate) struct EdgeRevoke {
 pub(crate) struct EdgeNamed {
     /// The node
     pub(crate) node: String,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgePins {
+    /// As a table, or as JSON
+    #[arg(short, long, value_enum, default_value_t = Listing::Table)]
+    pub(crate) output: Listing,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgeUnpin {
+    /// The node
+    pub(crate) node: String,
+    /// The app's port; without it, all of the node
+    pub(crate) port: Option<u16>,
     #[command(flatten)]
     pub(crate) data: DataDir,
 }

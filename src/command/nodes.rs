@@ -1,4 +1,4 @@
-//! `causeway edge add|revoke|allow|remove`: which edges are welcome at a gateway.
+//! `causeway edge add|revoke|allow|remove`: which edges are welcome at a gateway. `pins` has what is known of their apps.
 //!
 //! The data directory is changed first, so that it holds whatever becomes of the gateway; then the gateway that runs
 //! on it is told, and has ended the tunnels in question when this returns.
@@ -8,7 +8,9 @@ use causeway_certs::{NodeName, Revocation, Store};
 use hyper::Method;
 use rustls::pki_types::UnixTime;
 
-use super::{admin, data, token};
+use std::path::Path;
+
+use super::{admin, data, pins, token};
 use crate::cli::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
 
 /// Longest reason, in bytes: it goes to the edge in one line.
@@ -28,6 +30,7 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
         EdgeOrder::Revoke(ask) => {
             let (store, node) = open(&ask.data.data_dir, &ask.node)?;
             revoke(&store, &node, &ask)?;
+            store.pins().forget(&node, None)?;
             (ask.data.data_dir, node, "revoked")
         }
         EdgeOrder::Allow(EdgeNamed { node, data }) => {
@@ -35,35 +38,41 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
             known(store.nodes().set_revoked(&node, None)?, &store, &node)?;
             (data.data_dir, node, "allowed again")
         }
+        EdgeOrder::Pins(ask) => return pins::list(&ask),
+        EdgeOrder::Unpin(ask) => return pins::unpin(ask).await,
         EdgeOrder::Remove(EdgeNamed { node, data }) => {
             let (store, node) = open(&data.data_dir, &node)?;
             known(store.nodes().remove(&node)?, &store, &node)?;
+            // Another machine may come by this name.
+            store.pins().forget(&node, None)?;
             (data.data_dir, node, "removed")
         }
     };
-    let Some(address) = admin::noted(&directory)? else {
-        println!(
-            "{node} is {done}; no gateway runs in {}",
-            directory.display()
-        );
+    tell(&directory, &format!("{node} is {done}")).await
+}
+
+/// Has the gateway that runs on the directory take up what was changed there, and says what was done.
+pub(super) async fn tell(directory: &Path, done: &str) -> anyhow::Result<()> {
+    let Some(address) = admin::noted(directory)? else {
+        println!("{done}; no gateway runs in {}", directory.display());
         return Ok(());
     };
     let told = admin::ask(Method::POST, &address, "/api/v1/refresh").await;
     let (status, body) = told.with_context(|| {
-        format!("{node} is {done} in {}, but the gateway that should run there was not told: it holds from its next start", directory.display())
+        format!("{done} in {}, but the gateway that should run there was not told: it holds from its next start", directory.display())
     })?;
     if !status.is_success() {
         let said = String::from_utf8_lossy(&body);
         bail!(
-            "{node} is {done} on the disk, but the gateway at {address} did not take it up: {status} {}",
+            "{done} on the disk, but the gateway at {address} did not take it up: {status} {}",
             said.trim()
         );
     }
-    println!("{node} is {done}");
+    println!("{done}");
     Ok(())
 }
 
-fn open(directory: &std::path::Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
+pub(super) fn open(directory: &Path, node: &str) -> anyhow::Result<(Store, NodeName)> {
     let node = NodeName::parse(node)?;
     Ok((data::of_gateway(directory)?, node))
 }

@@ -170,7 +170,7 @@ fn table(records: &[TokenRecord], now: u64) -> String {
     table.trim_fmt()
 }
 
-fn date(seconds: u64) -> String {
+pub(super) fn date(seconds: u64) -> String {
     let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
     humantime::format_rfc3339_seconds(time).to_string()
 }

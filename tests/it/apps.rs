@@ -63,7 +63,7 @@ pub(crate) fn asked(folder: &Path, authority: &Authority, client: Option<&Leaf>)
         ca: Some(file("apps.pem", authority.pem())),
         certificate,
         key,
-        verify: true,
+        ..config::App::default()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::world::{
     tool::need,
     until,
 };
-use causeway_certs::{Access, NodeName, NodeRecord, Store};
+use causeway_certs::{Access, NodeName, NodeRecord, Pin, Store};
 use std::{
     collections::BTreeMap,
     env, fs,
@@ -81,7 +81,11 @@ fn join(data: &Path) {
         not_after: None,
         revoked: None,
     };
+    let node = record.node.clone();
     store.nodes().put(record).unwrap();
+    let key = "a".repeat(64).parse().unwrap();
+    let met = (node, 10250, Pin { key, since: 1 });
+    store.pins().note(&[met]).unwrap();
 }
 
 fn copy(from: &Path, to: &Path) {

@@ -51,6 +51,7 @@ mod abuse;
 mod app_faults;
 mod apps;
 mod audit;
+mod pins;
 
 mod stalled;
 

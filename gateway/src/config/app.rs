@@ -1,7 +1,7 @@
 //! A node port to which the gateway itself speaks TLS, in place of the node's edge.
 //!
 //! So the key that the app gives much power to, such as a kubelet's client, lies in the cloud alone. The edge passes
-//! bytes: its port has the scheme `tcp`. Never silently unverified: `ca`, or `verify: false`.
+//! bytes: its port has the scheme `tcp`. Never silently unverified: `ca`, or `pin: true`, or `verify: false`.
 
 use std::path::PathBuf;
 
@@ -19,6 +19,8 @@ pub struct App {
     pub certificate: Option<PathBuf>,
     /// PEM file of its key.
     pub key: Option<PathBuf>,
+    /// Whether the app is known by the key that it has when it is first met: that is noted for each node in the data directory, and from then on no other is believed. Names and validity of its certificate, and who has signed it, do not count. `causeway edge pins` lists these keys, `causeway edge unpin` forgets one.
+    pub pin: bool,
     /// Whether the app's certificate is verified. `false` accepts any.
     pub verify: bool,
 }
@@ -29,6 +31,8 @@ impl Default for App {
             ca: None,
             certificate: None,
             key: None,
+            // Who is between the gateway and an app when that is first met is believed for good.
+            pin: false,
             // Never silently unverified.
             verify: true,
         }
@@ -48,15 +52,23 @@ impl App {
             let why = "0 is no node port; ports run from 1 to 65535";
             faults.add(path.as_str(), why);
         }
-        match (&self.ca, self.verify) {
-            (None, true) => faults.add(
+        match (&self.ca, self.pin, self.verify) {
+            (None, false, true) => faults.add(
                 path.as_str(),
-                "needs \"ca\", the file of the CA that signed the app's certificates; to accept any certificate say \
-                 verify: false",
+                "needs \"ca\", the file of the CA that signed the app's certificates; to believe the key that it has \
+                 when it is first met say pin: true, to accept any certificate verify: false",
             ),
-            (Some(_), false) => faults.add(
+            (Some(_), _, false) => faults.add(
                 format!("{path}.verify"),
                 "false accepts any certificate, yet \"ca\" names who signs; remove one of them",
+            ),
+            (Some(_), true, true) => faults.add(
+                format!("{path}.pin"),
+                "true goes by the app's key alone, yet \"ca\" names who signs; remove one of them",
+            ),
+            (None, true, false) => faults.add(
+                format!("{path}.verify"),
+                "false accepts any certificate, yet \"pin\" wants the one key; remove one of them",
             ),
             _ => {}
         }

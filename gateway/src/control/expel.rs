@@ -3,7 +3,7 @@
 //! The commands beside a gateway change the directory and then ask for this. An edge that comes in the same moment is
 //! judged before it is registered and again afterwards: it meets either the new table or this.
 
-use super::admit::LiveTls;
+use super::{admit::LiveTls, pins::Keeper};
 use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
 use causeway_certs::{NodeName, NodeRecord, Store, StoreError};
 use causeway_tunnel::{
@@ -42,6 +42,8 @@ pub struct Roll {
     pub store: Store,
     /// The table.
     pub nodes: NodesWriter,
+    /// By which keys apps of theirs are known.
+    pub keeper: Keeper,
     /// Who is believed.
     pub tls: LiveTls,
     /// Who is here.
@@ -85,7 +87,13 @@ impl Roll {
     /// If the disk cannot be read; then the table is as it was, and whoever is not believed is gone all the same.
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
-        let read = spawn_blocking(move || nodes.refresh(|| records(&store))).await?;
+        let keeper = self.keeper.clone();
+        let read = spawn_blocking(move || {
+            nodes.refresh(|| records(&store))?;
+            // Of those who are welcome now: what was noted meanwhile of others goes as well.
+            keeper.refresh()
+        })
+        .await?;
         // Who is believed does not hang on what the disk says of nodes.
         let gone = self.expel().await?;
         read?;

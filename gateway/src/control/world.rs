@@ -6,17 +6,18 @@ use super::{
     enrol::{self, Enrolment},
     expel::Roll,
     ledger::Ledger,
+    pins::Keeper,
 };
 use crate::{
     config,
     core::Cores,
     metrics::Metrics,
-    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry},
+    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry, pins::pins},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Access, Ca, ClusterTrust, CsrKey, EdgeIdentity, EdgeKey, GatewayName, Leaf, LiveCa, NodeName,
-    Store, Trust, TrustDomain, install_provider,
+    PinTable, Store, Trust, TrustDomain, install_provider,
     verify::{self, TicketSecret},
 };
 use causeway_tunnel::{
@@ -182,9 +183,15 @@ impl World {
 
     /// Who is welcome.
     pub(super) fn roll(&self) -> Roll {
+        let (_, writer, _) = pins(PinTable::new());
         Roll {
             store: self.store.clone(),
             nodes: self.nodes.clone(),
+            keeper: Keeper {
+                store: self.store.clone(),
+                nodes: self.reader(),
+                writer,
+            },
             tls: self.tls.clone(),
             registry: self.registry.clone(),
             tasks: Arc::default(),

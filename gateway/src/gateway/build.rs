@@ -23,6 +23,7 @@ use crate::{
         expel::{self, Roll},
         ledger::Ledger,
         nat::{Nat, Ports},
+        pins::Keeper,
         rotation::TakeUp,
     },
     core::{CoreId, Cores},
@@ -35,7 +36,10 @@ use crate::{
         pods::Pods,
         reviews::{Answers, Reviews},
     },
-    state::{Advertised, ListedPorts, NodesWriter, Registry},
+    state::{
+        Advertised, ListedPorts, NodesWriter, Pins, Registry,
+        pins::{Met, pins},
+    },
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{Access, Ca, LiveCa, Store, StoreError};
@@ -44,7 +48,10 @@ use std::{
     net::SocketAddr,
     sync::{Arc, Mutex},
 };
-use tokio::{runtime::Handle, sync::watch};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, watch},
+};
 use tokio_util::sync::CancellationToken;
 
 /// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
@@ -52,6 +59,9 @@ struct Base {
     store: Store,
     ca: LiveCa,
     nodes: NodesWriter,
+    pins: Pins,
+    keeper: Keeper,
+    meetings: mpsc::Receiver<Met>,
     given: Option<Given>,
 }
 
@@ -83,8 +93,18 @@ impl Base {
             let data_dir = config.data_dir.display();
             tracing::warn!(%data_dir, "the data directory was made now, so no node is known here yet, and none is revoked");
         }
+        let nodes = known(config, &store)?;
+        let (pins, writer, meetings) = pins(store.pins().all()?);
+        let keeper = Keeper {
+            store: store.clone(),
+            nodes: nodes.reader(),
+            writer,
+        };
         Ok(Self {
-            nodes: known(config, &store)?,
+            nodes,
+            pins,
+            keeper,
+            meetings,
             ca: LiveCa::new(ca),
             store,
             given,
@@ -133,13 +153,13 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         shared: shared.clone(),
     });
     let readiness = Readiness::default();
-    let address = admin.local_addr().unwrap_or(config.admin.listen);
-    let told = (&readiness, address, reloads);
+    let told = (&readiness, &admin, reloads);
     let admin_app = admin_app(&base, &shared, (told, &reloader));
     Ok(Bound {
         config,
         claim,
         store: base.store,
+        pins: (base.keeper, base.meetings),
         cores,
         threads,
         shared,
@@ -197,6 +217,7 @@ fn authority(
         roll: Roll {
             store: base.store.clone(),
             nodes: base.nodes.clone(),
+            keeper: base.keeper.clone(),
             tls: admission.tls.clone(),
             registry: admission.registry.clone(),
             tasks: Arc::default(),
@@ -209,9 +230,10 @@ fn authority(
 fn admin_app(
     base: &Base,
     shared: &Shared,
-    ((readiness, address, reloads), reloader): ((&Readiness, SocketAddr, Reloads), &Reloader),
+    ((readiness, bound, reloads), reloader): ((&Readiness, &listener::Bound, Reloads), &Reloader),
 ) -> admin::App {
     let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
+    let listens = reloader.parts().began.admin.listen;
     let take_up = move || {
         let authority = &reloader.parts().authority;
         authority.take_up().map_err(|error| error.to_string())
@@ -222,7 +244,7 @@ fn admin_app(
         metrics: shared.metrics.clone(),
         pressure: shared.limits.pressure().clone(),
         readiness: readiness.clone(),
-        address,
+        address: bound.local_addr().unwrap_or(listens),
         reloads,
         ca: base.ca.clone(),
         take_up: TakeUp(Arc::new(take_up)),
@@ -263,7 +285,8 @@ fn shared(
     cores: &Cores,
     (authorizer, pods, reviews): Asked,
 ) -> Result<Shared, BindError> {
-    let by_port = app::read_all(&config.apps, &base.nodes.reader(), None)?;
+    let known = (&base.nodes.reader(), &base.pins);
+    let by_port = app::read_all(&config.apps, known, None)?;
     let kept = Kept::new(cores.all().count(), config.timeouts.idle_keepalive);
     let (metrics, bound) = (Metrics::new(), config.timeouts.authorize);
     let kubernetes = config.kubernetes.clone().unwrap_or_default();
@@ -275,7 +298,7 @@ fn shared(
         limits: Limits::new(config.limits.clone()),
         direct: Count::default(),
         authorizer,
-        apps: Apps::new(by_port, kept),
+        apps: Apps::new(by_port, kept, base.pins.clone()),
         pods,
         metrics,
         timeouts: config.timeouts.clone(),

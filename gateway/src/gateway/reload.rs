@@ -109,7 +109,11 @@ impl Reloader {
                 listen: parts.began.tunnel.listen,
                 ..config.tunnel.clone()
             })?,
-            apps: app::read_all(&config.apps, &parts.shared.nodes, Some(&parts.shared.apps))?,
+            apps: {
+                let apps = &parts.shared.apps;
+                let known = (&parts.shared.nodes, apps.pins());
+                app::read_all(&config.apps, known, Some(apps))?
+            },
             advertised: advertised(&config.tunnel, parts.tunnel),
             listed: config.listed.clone(),
             node_zones: config.zones(),

@@ -2,7 +2,7 @@
 //!
 //! Where the port is one of `apps`, the edge passes bytes and sees neither the request nor the key that it is asked with.
 //! In the order of a request: `forward` or `upgrade` asks, on a line that is kept (`kept`) or new (`line`: CONNECT, TLS
-//! by `tls`, HTTP/1.1), and `body` brings the answer. A CONNECT of the caller's own stays bytes from end to end.
+//! by `tls`, which may go by a key that is noted, `pin`; HTTP/1.1), and `body` brings the answer. A CONNECT of the caller's own stays bytes from end to end.
 //! A line is reset, and not used again, unless its last answer came to its end.
 
 mod body;
@@ -10,16 +10,18 @@ mod failure;
 mod forward;
 mod kept;
 mod line;
+mod pin;
 mod tls;
 mod upgrade;
 
 pub(crate) use body::AppBody;
 pub(super) use forward::run as forward;
 pub(crate) use kept::Kept;
-pub(crate) use tls::{AppTls, Material};
+pub(crate) use tls::{AppTls, Believed, Material};
 pub(super) use upgrade::run as upgrade;
 
 use super::route::Route;
+use crate::state::Pins;
 use arc_swap::ArcSwap;
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -28,17 +30,24 @@ use std::{collections::BTreeMap, sync::Arc};
 pub struct Apps {
     by_port: ArcSwap<ByPort>,
     kept: Arc<Kept>,
+    pins: Pins,
 }
 
 /// The apps of a configuration, by node port.
 pub(crate) type ByPort = BTreeMap<u16, Arc<AppTls>>;
 
 impl Apps {
-    pub(crate) fn new(by_port: ByPort, kept: Kept) -> Self {
+    pub(crate) fn new(by_port: ByPort, kept: Kept, pins: Pins) -> Self {
         Self {
             by_port: ArcSwap::from_pointee(by_port),
             kept: Arc::new(kept),
+            pins,
         }
+    }
+
+    /// The keys by which apps are known that are to be believed by their own.
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
     }
 
     pub(super) fn kept(&self) -> &Arc<Kept> {

@@ -60,6 +60,12 @@ fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let both = json!({ "ca": manifest, "verify": false });
     one_fault(app(both), "apps.10250.verify", "remove one");
+    let pinned = json!({ "pin": true });
+    assert_eq!(faults(app(pinned)), Vec::<String>::new());
+    let both = json!({ "ca": manifest, "pin": true });
+    one_fault(app(both), "apps.10250.pin", "remove one");
+    let both = json!({ "pin": true, "verify": false });
+    one_fault(app(both), "apps.10250.verify", "remove one");
     let keyless = json!({ "ca": manifest, "certificate": manifest });
     one_fault(app(keyless), "apps.10250.certificate", "key");
     let all = json!({ "ca": "/none", "key": "/nor/this" });

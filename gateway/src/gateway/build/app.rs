@@ -6,8 +6,8 @@
 use crate::{
     config,
     gateway::BindError,
-    proxy::app::{AppTls, Apps, ByPort, Material},
-    state::Nodes,
+    proxy::app::{AppTls, Apps, Believed, ByPort, Material},
+    state::{Nodes, Pins},
 };
 use causeway_certs::Leaf;
 use rustls_pki_types::{CertificateDer, pem::PemObject};
@@ -20,7 +20,7 @@ use std::{
 /// Reads and builds all apps; those of `now` that are made of the same stay.
 pub(crate) fn read_all(
     apps: &BTreeMap<u16, config::App>,
-    nodes: &Nodes,
+    (nodes, pins): (&Nodes, &Pins),
     now: Option<&Apps>,
 ) -> Result<ByPort, BindError> {
     let build = |(port, app): (&u16, &config::App)| {
@@ -30,7 +30,7 @@ pub(crate) fn read_all(
         }
         let named = [&app.ca, &app.certificate].into_iter().flatten().next();
         let path = named.cloned().unwrap_or_default();
-        let built = AppTls::new(material, nodes);
+        let built = AppTls::new(material, *port, (nodes, pins));
         let built = built.map_err(|why| file(*port, path, why))?;
         Ok((*port, Arc::new(built)))
     };
@@ -38,11 +38,12 @@ pub(crate) fn read_all(
 }
 
 fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
-    let roots = match (&app.ca, app.verify) {
-        (Some(path), _) => Some(roots(port, path)?),
-        (None, false) => None,
-        (None, true) => {
-            let why = format!("apps.{port} needs \"ca\", or verify: false");
+    let believed = match (&app.ca, app.pin, app.verify) {
+        (Some(path), ..) => Believed::Signed(roots(port, path)?),
+        (None, true, _) => Believed::Pinned,
+        (None, false, false) => Believed::Any,
+        (None, false, true) => {
+            let why = format!("apps.{port} needs \"ca\", or pin: true, or verify: false");
             return Err(BindError::Name(why));
         }
     };
@@ -53,7 +54,7 @@ fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
         }
         _ => None,
     };
-    Ok(Material { roots, leaf })
+    Ok(Material { believed, leaf })
 }
 
 fn roots(port: u16, path: &Path) -> Result<Vec<CertificateDer<'static>>, BindError> {

@@ -3,6 +3,7 @@
 //! Each sentence names the port and the node. What the tunnel below says of a stream comes before what HTTP or TLS
 //! make of its end.
 
+use super::pin::Changed;
 use crate::{
     error::{Error, Reason},
     proxy::{Way, route::Route},
@@ -22,7 +23,7 @@ pub(super) fn slow(route: &Route, what: &str) -> Error {
 }
 
 /// "port 10250 of edge-1 did something".
-fn sentence(route: &Route, what: &str) -> String {
+pub(super) fn sentence(route: &Route, what: &str) -> String {
     format!("port {} of {} {what}", route.target.port, route.node)
 }
 
@@ -32,7 +33,10 @@ pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
         return Error::of_stream(route.node.as_str(), stream);
     }
     match find::<rustls::Error>(error) {
-        Some(error) => broken(route, &of_peer(error)),
+        Some(error) => match Changed::of(error) {
+            Some(changed) => changed.at(route),
+            None => broken(route, &of_peer(error)),
+        },
         None if error.kind() == io::ErrorKind::UnexpectedEof => {
             broken(route, "closed the connection in mid TLS handshake")
         }

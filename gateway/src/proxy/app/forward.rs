@@ -9,6 +9,7 @@ use super::{
     failure,
     kept::Key,
     line::{Asking, Line},
+    pin,
     tls::AppTls,
 };
 use crate::{
@@ -81,10 +82,15 @@ pub(in crate::proxy) async fn run(
 /// A kept line, or a new one. True with it: it was kept.
 async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<(Asking, bool), Error> {
     let kept = way.proxy.shared.apps.kept();
-    match kept.take(&Key::of(way, app)) {
-        Some(line) => Ok((line.asking(), true)),
-        None => Ok((Line::open(way, app).await?.asking(), false)),
+    while let Some(line) = kept.take(&Key::of(way, app)) {
+        let believed = pin::holds(app, way.route, line.life.key);
+        // Dropped, it is reset: its app is to be met anew.
+        let asking = line.asking();
+        if believed {
+            return Ok((asking, true));
+        }
     }
+    Ok((Line::open(way, app).await?.asking(), false))
 }
 
 /// Hears interim answers: a 100 lets the body go, too many end the line.

@@ -8,6 +8,7 @@ use super::{
     body::Asked,
     failure,
     kept::{Kept, Key},
+    pin,
     tls::{self, AppTls},
 };
 use crate::{
@@ -18,6 +19,7 @@ use crate::{
         relay,
     },
 };
+use causeway_certs::Fingerprint;
 use causeway_tunnel::{duplex::Duplex, wire};
 use hyper::{
     Request, Response,
@@ -59,6 +61,8 @@ pub(super) struct Line {
 /// What a line's task shares with whoever asks on it.
 #[derive(Debug, Default)]
 pub(super) struct Life {
+    /// By which the app was believed, where it is known by its key.
+    pub(super) key: Option<Fingerprint>,
     /// Ends it at once, by a reset.
     pub(super) end: CancellationToken,
     /// How many parts of requests' bodies it has taken.
@@ -92,7 +96,10 @@ impl Line {
             Ok(Err(error)) => return Err(failure::of_tls(way.route, &error)),
             Err(_) => return Err(failure::slow(way.route, "did not finish TLS in time")),
         };
-        let life = Arc::new(Life::default());
+        let life = Arc::new(Life {
+            key: pin::believed(way, app, (&tls, deadline)).await?,
+            ..Life::default()
+        });
         let guarded = Guarded {
             tls,
             life: life.clone(),

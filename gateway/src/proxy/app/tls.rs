@@ -1,10 +1,11 @@
 //! TLS to apps: who may have signed their certificates, whom these must name, and what is shown to them.
 //!
 //! A certificate must be valid for servers and name the node, or an address that is confirmed to be the node's: which
-//! those are is asked at each handshake, and no session resumes past the question. Only `verify: false` believes any
-//! certificate, though the app must hold its key.
+//! those are is asked at each handshake, and no session resumes past the question. With `pin: true` its key must be the
+//! one that was met first (`pin`). Only `verify: false` believes any certificate, though the app must hold its key.
 
-use crate::state::Nodes;
+use super::pin::OfPin;
+use crate::state::{Nodes, Pins};
 use causeway_certs::{
     Leaf, NodeName,
     verify::{self, provider},
@@ -24,11 +25,22 @@ use std::sync::Arc;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 
+/// Which certificates are believed.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Believed {
+    /// What these CAs have signed for the node.
+    Signed(Vec<CertificateDer<'static>>),
+    /// Those with the key that was met first.
+    Pinned,
+    /// Any.
+    Any,
+}
+
 /// What an app's configuration and the files that it names say. Where two are equal, so are the apps.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Material {
-    /// The CAs; `None`: any certificate is believed.
-    pub(crate) roots: Option<Vec<CertificateDer<'static>>>,
+    /// Which certificates are believed.
+    pub(crate) believed: Believed,
     /// What is shown.
     pub(crate) leaf: Option<Leaf>,
 }
@@ -38,6 +50,8 @@ pub(crate) struct Material {
 pub(crate) struct AppTls {
     material: Material,
     config: Arc<ClientConfig>,
+    /// Where the app is known by its key.
+    pins: Option<Pins>,
     retired: CancellationToken,
 }
 
@@ -46,10 +60,18 @@ impl AppTls {
     ///
     /// # Errors
     /// If none of the CAs, or not the client certificate, is of use.
-    pub(crate) fn new(material: Material, nodes: &Nodes) -> Result<Self, String> {
-        let verifier: Arc<dyn ServerCertVerifier> = match &material.roots {
-            None => Arc::new(verify::AcceptAny),
-            Some(given) => {
+    pub(crate) fn new(
+        material: Material,
+        port: u16,
+        (nodes, pins): (&Nodes, &Pins),
+    ) -> Result<Self, String> {
+        let verifier: Arc<dyn ServerCertVerifier> = match &material.believed {
+            Believed::Any => Arc::new(verify::AcceptAny),
+            Believed::Pinned => Arc::new(OfPin {
+                pins: pins.clone(),
+                port,
+            }),
+            Believed::Signed(given) => {
                 let mut roots = RootCertStore::empty();
                 let (added, _) = roots.add_parsable_certificates(given.iter().cloned());
                 if added == 0 {
@@ -80,11 +102,18 @@ impl AppTls {
         // Kubelets agree on nothing, or on either version of HTTP; upgrades need this one.
         config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
         config.resumption = Resumption::disabled();
+        let is_pinned = material.believed == Believed::Pinned;
         Ok(Self {
+            pins: is_pinned.then(|| pins.clone()),
             material,
             config: Arc::new(config),
             retired: CancellationToken::new(),
         })
+    }
+
+    /// The keys that count, where the app is known by its own.
+    pub(super) fn pins(&self) -> Option<&Pins> {
+        self.pins.as_ref()
     }
 
     pub(super) fn material(&self) -> &Material {

@@ -1,0 +1,309 @@
+//! Apps that are known by the key that they had when they were first met, whatever their certificates say.
+
+use crate::{
+    apps::by_path,
+    world::{
+        World,
+        app::App,
+        authority::Authority,
+        caller::assert_problem,
+        edge::Edge,
+        process::{Ended, OPEN, Site, causeway},
+        until,
+    },
+};
+use causeway_certs::{Fingerprint, Leaf, NodeName, Pin};
+use causeway_edge::config::Scheme;
+use causeway_gateway::config;
+use futures_util::future::join_all;
+use rustls::{
+    ServerConfig, SupportedProtocolVersion,
+    server::{ClientHello, ResolvesServerCert},
+    sign::CertifiedKey,
+    version::{TLS12, TLS13},
+};
+use serde_json::Value;
+use std::{
+    fs::{self, File},
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+};
+
+const KUBELET: u16 = 10250;
+const URL: &str = "https://edge-1:10250/";
+/// After this the app closes the connection.
+const ONCE: &str = "https://edge-1:10250/once";
+
+/// What an app shows, of several certificates with their keys.
+#[derive(Debug)]
+struct Shows {
+    keys: Vec<Arc<CertifiedKey>>,
+    now: AtomicUsize,
+    /// The next one for each connection.
+    turns: bool,
+}
+
+impl Shows {
+    fn of(leaves: &[&Leaf], turns: bool) -> Arc<Self> {
+        Arc::new(Self {
+            keys: leaves.iter().map(|leaf| leaf.certified_key()).collect(),
+            now: AtomicUsize::new(0),
+            turns,
+        })
+    }
+
+    fn now(&self, number: usize) {
+        self.now.store(number, SeqCst);
+    }
+
+    /// TLS of an app.
+    fn serve(self: &Arc<Self>, version: &'static SupportedProtocolVersion) -> Arc<ServerConfig> {
+        let builder = ServerConfig::builder_with_protocol_versions(&[version]);
+        let builder = builder.with_no_client_auth();
+        Arc::new(builder.with_cert_resolver(self.clone()))
+    }
+}
+
+impl ResolvesServerCert for Shows {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let number = if self.turns {
+            self.now.fetch_add(1, SeqCst)
+        } else {
+            self.now.load(SeqCst)
+        };
+        Some(self.keys[number % self.keys.len()].clone())
+    }
+}
+
+fn pinned() -> config::App {
+    config::App {
+        pin: true,
+        ..config::App::default()
+    }
+}
+
+async fn world() -> World {
+    let build = World::build();
+    let build = build.config(|config| drop(config.apps.insert(KUBELET, pinned())));
+    build.start().await
+}
+
+async fn edge(world: &World, app: &App) -> Edge {
+    let plan = world.edge("edge-1");
+    plan.port_as(KUBELET, Scheme::Tcp, app.address())
+        .join()
+        .await
+}
+
+/// `causeway edge` with these words, beside the gateway of this directory.
+async fn order(line: &str, data: &Path) -> Ended {
+    let order = causeway("edge").args(line.split_whitespace());
+    order.flag("--data-dir", data).run().await
+}
+
+fn key(leaf: &Leaf) -> Fingerprint {
+    Fingerprint::of_key(&leaf.chain()[0]).unwrap()
+}
+
+/// What the disk has of edge-1's kubelet.
+fn noted(world: &World) -> Option<Pin> {
+    let all = world.store().pins().all().unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    all.get(&node)?.get(&KUBELET).copied()
+}
+
+#[tokio::test]
+async fn the_key_that_an_app_had_first_is_the_only_one_that_is_believed_across_restarts() {
+    for version in [&TLS13, &TLS12] {
+        let authority = Authority::new();
+        // Of a year ago, and of somebody else's name.
+        let (first, second) = (
+            authority.expired_app(&["nobody"]),
+            authority.app(&["edge-1"]),
+        );
+        let shows = Shows::of(&[&first, &second], false);
+        let app = App::https(shows.serve(version), by_path).await;
+        let mut world = world().await;
+        let edge = edge(&world, &app).await;
+        assert_eq!(noted(&world), None);
+        assert_eq!(world.caller().get(ONCE).await.text(), "once");
+        assert_eq!(noted(&world).unwrap().key, key(&first));
+        assert_eq!(world.caller().get(ONCE).await.text(), "once");
+        assert_eq!(app.requests(), 2);
+
+        world.kill_gateway().await;
+        world.start_gateway().await;
+        world.until_tunnels("edge-1", 1).await;
+        shows.now(1);
+        let refused = world.caller().get(URL).await;
+        for says in [
+            &format!(
+                "port 10250 of edge-1 has another key than it had: SHA-256 {}",
+                key(&second)
+            ),
+            &format!("it is known by {}", key(&first)),
+            "`causeway edge unpin edge-1 10250`",
+        ] {
+            assert_problem(&refused, 502, "target_changed", says);
+        }
+        assert_eq!(app.requests(), 2, "it was not asked");
+        let metrics = world.metrics().await;
+        assert_eq!(metrics.outcomes("https", "target_changed"), 1);
+        shows.now(0);
+        assert_eq!(world.caller().get(URL).await.text(), "well");
+        drop(edge);
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_is_shown_and_not_held_is_not_noted() {
+    let authority = Authority::new();
+    let (theirs, own) = (authority.app(&["edge-1"]), authority.app(&["edge-1"]));
+    for version in [&TLS13, &TLS12] {
+        let lying = CertifiedKey::new(theirs.chain().to_vec(), own.certified_key().key.clone());
+        let shows = Arc::new(Shows {
+            keys: vec![Arc::new(lying), theirs.certified_key()],
+            now: AtomicUsize::new(0),
+            turns: false,
+        });
+        let app = App::https(shows.serve(version), by_path).await;
+        let world = world().await;
+        let _edge = edge(&world, &app).await;
+        let answer = world.caller().get(URL).await;
+        assert_problem(&answer, 502, "target_broken", "port 10250 of edge-1");
+        assert_eq!((noted(&world), app.requests()), (None, 0));
+        shows.now(1);
+        assert_eq!(world.caller().get(URL).await.text(), "well");
+        assert_eq!(noted(&world).unwrap().key, key(&theirs));
+        // Known by now, it is believed no more than before.
+        shows.now(0);
+        assert_eq!(world.caller().get(ONCE).await.text(), "once");
+        let answer = world.caller().get(URL).await;
+        assert_problem(&answer, 502, "target_broken", "port 10250 of edge-1");
+    }
+}
+
+#[tokio::test]
+async fn of_two_keys_that_are_met_at_once_one_is_believed() {
+    let authority = Authority::new();
+    let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
+    let shows = Shows::of(&[&first, &second], true);
+    let app = App::https(shows.serve(&TLS13), by_path).await;
+    let world = world().await;
+    let _edge = edge(&world, &app).await;
+    let disk = File::options()
+        .write(true)
+        .open(world.folder().join("gateway/.lock"))
+        .unwrap();
+    disk.lock().unwrap();
+    let callers = [world.caller(), world.caller()];
+    let asking = join_all(callers.iter().map(|caller| caller.get(URL)));
+    let met = async {
+        until("both handshakes are done", async || app.connections() == 2).await;
+        assert_eq!(app.requests(), 0);
+        disk.unlock().unwrap();
+    };
+    let (mut answers, ()) = tokio::join!(asking, met);
+    answers.sort_by_key(|answer| answer.status);
+    assert_eq!(answers[0].text(), "well");
+    assert_problem(
+        &answers[1],
+        502,
+        "target_changed",
+        "edge unpin edge-1 10250",
+    );
+    let known = noted(&world).unwrap().key;
+    assert!([key(&first), key(&second)].contains(&known));
+    assert!(
+        answers[1]
+            .text()
+            .contains(&format!("it is known by {known}"))
+    );
+}
+
+#[tokio::test]
+async fn an_app_whose_key_the_disk_does_not_take_is_not_asked() {
+    let authority = Authority::new();
+    let leaf = authority.app(&["edge-1"]);
+    let app = App::https(authority.serve(&leaf, false), by_path).await;
+    let world = world().await;
+    let _edge = edge(&world, &app).await;
+    let place = world.folder().join("gateway/pins.json");
+    fs::create_dir_all(place.join("in-the-way")).unwrap();
+    for _ in 0..2 {
+        let answer = world.caller().get(URL).await;
+        let says = "is met for the first time, and its key cannot be noted";
+        assert_problem(&answer, 503, "undecided", says);
+    }
+    assert_eq!(app.requests(), 0);
+    fs::remove_dir_all(&place).unwrap();
+    assert_eq!(world.caller().get(URL).await.text(), "well");
+    assert_eq!(noted(&world).unwrap().key, key(&leaf));
+}
+
+#[tokio::test]
+async fn keys_are_listed_and_forgotten_beside_a_gateway_and_go_with_their_node() {
+    let authority = Authority::new();
+    let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
+    let shows = Shows::of(&[&first, &second], false);
+    let app = App::https(shows.serve(&TLS13), by_path).await;
+    let site = Site::with_fronts(&format!("{OPEN}\napps: {{ 9100: {{ pin: true }} }}")).await;
+    let ports = format!(
+        "{{9100: {{target: \"127.0.0.1:{}\", scheme: tcp}}}}",
+        app.port()
+    );
+    let token = site.token("--node edge-1").await;
+    let joining = || {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0").flag("--gateway", &site.tunnel);
+        edge.flag("--data-dir", site.edge_data("edge-1"))
+            .flag("--ports", &ports)
+    };
+    let mut edge = joining().flag("--join", token).start();
+    edge.said("tunnel registered").await;
+    let data = site.data();
+    let order = async |line: &str| order(line, &data).await;
+    let none = order("pins").await.ok().stdout;
+    assert!(none.contains("no app is known by its key"), "{none}");
+    order("unpin edge-1 9100")
+        .await
+        .failed(&["no key of port 9100 of edge-1", "causeway edge pins"]);
+
+    let caller = site.nobody();
+    let get = async || caller.get("http://edge-1:9100/").await;
+    assert_eq!(get().await.text(), "well");
+    let listed = order("pins").await.ok().stdout;
+    let row = format!("edge-1  9100  {}", key(&first));
+    assert!(listed.lines().nth(1).unwrap().starts_with(&row), "{listed}");
+    let rows: Value = serde_json::from_str(&order("pins -o json").await.ok().stdout).unwrap();
+    assert_eq!(rows[0]["key"], key(&first).to_string());
+
+    // What is kept was made with a key that nobody is to go by any more.
+    shows.now(1);
+    assert_eq!((get().await.status, app.connections()), (200, 1));
+    let said = order("unpin edge-1 9100").await.ok().stdout;
+    assert_eq!(said, "by which key edge-1 is known at 9100 is forgotten\n");
+    assert_eq!((get().await.status, app.connections()), (200, 2));
+    let known = order("pins").await.ok().stdout;
+    assert!(known.contains(&key(&second).to_string()), "{known}");
+
+    order("revoke edge-1 --reason stolen").await.ok();
+    let none = order("pins").await.ok().stdout;
+    assert!(none.contains("no app is known"), "{none}");
+    edge.kill().await;
+    order("allow edge-1").await.ok();
+    let mut edge = joining().start();
+    edge.said("tunnel registered").await;
+    assert_eq!(get().await.status, 200);
+    let known = order("pins").await.ok().stdout;
+    assert!(known.contains(&key(&second).to_string()), "{known}");
+
+    site.gateway.stop().await.ok();
+    assert_eq!(order("pins").await.ok().stdout, known);
+    let said = order("remove edge-1").await.ok().stdout;
+    assert!(said.contains("no gateway runs in"), "{said}");
+    let none = order("pins").await.ok().stdout;
+    assert!(none.contains("no app is known"), "{none}");
+}
