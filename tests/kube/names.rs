@@ -3,6 +3,12 @@
 //! Its resolver asks a real `CoreDNS`, which asks the gateway. The gateway ends the API server's TLS and asks kubelets
 //! itself. Where kubelets' certificates are not checked, an upgrade names nobody, and the pod in its path decides.
 
+use std::{
+    fs,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    path::Path,
+};
+
 use libtest_mimic::Trial;
 
 use crate::{
@@ -11,6 +17,7 @@ use crate::{
         Checks, Way, World,
         causeway::REFUSING,
         net::CLOUD,
+        node::Serving,
         process::{Program, Ran, until},
     },
 };
@@ -52,6 +59,11 @@ pub(crate) fn trials() -> Vec<Trial> {
             "names::a_kubelet_gets_nothing_of_another".to_owned(),
             CHECKED,
             a_kubelet_gets_nothing_of_another,
+        ),
+        by(
+            "names::kubelets_that_sign_for_themselves_are_known_by_their_keys".to_owned(),
+            CHECKED,
+            kubelets_that_sign_for_themselves_are_known_by_their_keys,
         ),
     ]);
     trials
@@ -121,6 +133,79 @@ fn a_kubelet_gets_nothing_of_another(world: &mut World) {
     assert!(refused, "{said}");
     let (status, _) = ask(world, "kubelet-client", "edge-1", "/healthz");
     assert_eq!(status, "200");
+}
+
+fn kubelets_that_sign_for_themselves_are_known_by_their_keys(world: &mut World) {
+    let done = catch_unwind(AssertUnwindSafe(|| known_by_their_keys(world)));
+    // Others find things as they were.
+    world.the_road().pins(false, &world.cluster);
+    serves(world, Serving::Signed);
+    if let Err(failed) = done {
+        resume_unwind(failed);
+    }
+}
+
+/// edge-1's kubelet makes its own certificate, edge-2's has it of the cluster.
+fn known_by_their_keys(world: &mut World) {
+    world.the_road().pins(true, &world.cluster);
+    serves(world, Serving::Own);
+    let kubectl = |world: &World, line: &str| world.cluster.kubectl(line).run();
+    for line in [
+        "exec -n a ticker -- true",
+        "logs -n b ticker",
+        "get --raw /api/v1/nodes/edge-1/proxy/stats/summary",
+    ] {
+        kubectl(world, line).ok();
+    }
+    let known = |world: &World| world.the_road().orders("edge pins").ok().text();
+    let own = world.nodes[0].own_certificate();
+    let first = format!("edge-1  10250  {}", key(&own[0]));
+    let pins = known(world);
+    assert!(
+        pins.contains(&first) && pins.contains("edge-2  10250"),
+        "{pins}"
+    );
+
+    for file in own {
+        fs::remove_file(file).unwrap();
+    }
+    let World { nodes, cluster, .. } = world;
+    nodes[0].serves(cluster, Serving::Own);
+    let mut said = String::new();
+    until("the other key is refused", || {
+        said = kubectl(world, "logs -n a ticker").stderr;
+        said.contains("has another key")
+    });
+    assert!(
+        said.contains("`causeway edge unpin edge-1 10250`"),
+        "{said}"
+    );
+    assert_eq!(known(world), pins);
+    world.the_road().orders("edge unpin edge-1 10250").ok();
+    // A kubelet that has just started does not know its pods yet.
+    until("the other key is believed", || {
+        kubectl(world, "logs -n a ticker").code == Some(0)
+    });
+    assert!(!known(world).contains(&first));
+}
+
+/// edge-1's kubelet serves with such a certificate, and says what its pod has said.
+fn serves(world: &mut World, serving: Serving) {
+    let World { nodes, cluster, .. } = world;
+    nodes[0].serves(cluster, serving);
+    until("edge-1's kubelet is back", || {
+        let logs = cluster.kubectl("logs -n a ticker").run();
+        logs.code == Some(0)
+    });
+}
+
+/// SHA-256 of the public key of a certificate, as openssl has it.
+fn key(certificate: &Path) -> String {
+    let script =
+        "openssl x509 -in \"$0\" -noout -pubkey | openssl pkey -pubin -outform der | sha256sum";
+    let hashed = Program::new("sh").args(["-c".as_ref(), script.as_ref(), certificate.as_os_str()]);
+    let text = hashed.run().ok().text();
+    text.split(' ').next().unwrap().to_owned()
 }
 
 /// Status and words of the front's answer to a client of the cluster's CA.

@@ -90,7 +90,7 @@ impl World {
         net::cloud();
         image::pack(&folder);
         let cluster = Cluster::start(&folder, &assets);
-        let nodes = [1, 2].map(|number| Node::start(&folder, &assets, &cluster, number));
+        let nodes = [1, 2].map(|number| Node::start(&folder, &cluster, number));
         let world = Self {
             folder,
             cluster,

@@ -17,7 +17,7 @@ use super::{
     cluster::Cluster,
     net::{self, CLOUD},
     node::Node,
-    process::{Process, Program, until},
+    process::{Process, Program, Ran, until},
 };
 
 /// A node port that edges allow, at which nothing listens.
@@ -174,6 +174,23 @@ impl Road {
     pub(crate) fn rules_anew(&self, way: Way, first: &str) {
         self.rules(way, Callers::Server, first);
         causeway(&self.folder).words("reload").run().ok();
+    }
+
+    /// Has the gateway of the way of names know kubelets by their keys, or by the cluster's CA as its example does.
+    pub(crate) fn pins(&self, pins: bool, cluster: &Cluster) {
+        let mut text = self.config(crate::names::CHECKED, Callers::Server, cluster);
+        if pins {
+            let signed = format!("\n    ca: {}", cluster.pki.path("ca.pem"));
+            assert!(text.contains(&signed), "{text}");
+            text = text.replace(&signed, "\n    pin: true");
+        }
+        fs::write(self.folder.join("gateway.yaml"), text).unwrap();
+        self.orders("reload").ok();
+    }
+
+    /// Runs a command beside the gateway.
+    pub(crate) fn orders(&self, line: &str) -> Ran {
+        causeway(&self.folder).words(line).run()
     }
 
     /// Starts the edge of a node, and waits for its tunnel.

@@ -28,15 +28,25 @@ pub(crate) struct Node {
     pub(crate) site: Site,
     /// Its pods' network.
     pub(crate) pods: String,
+    branch: String,
     folder: PathBuf,
     anchor: Process,
     _containerd: Process,
-    _kubelet: Process,
+    kubelet: Option<Process>,
+}
+
+/// Who makes a kubelet's serving certificate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Serving {
+    /// The cluster's CA.
+    Signed,
+    /// The kubelet, as those do that are told of none.
+    Own,
 }
 
 impl Node {
     /// Starts the node with this number, from 1. It is ready some seconds later.
-    pub(crate) fn start(folder: &Path, assets: &Path, cluster: &Cluster, number: u8) -> Self {
+    pub(crate) fn start(folder: &Path, cluster: &Cluster, number: u8) -> Self {
         let (name, site) = (format!("edge-{number}"), Site::new(number));
         let place = folder.join(&name);
         fs::create_dir_all(&place).unwrap();
@@ -56,31 +66,46 @@ impl Node {
         credentials(cluster, &name, &site);
         cgroup(folder, &name);
         let branch = format!("/{}/{name}", cage::branch(folder));
-        let config = kubelet(cluster, &name, &branch);
-        fs::write(place.join("kubelet.yaml"), config).unwrap();
-        let kubelet = at(&assets.join("kubelet").display().to_string())
+        let mut node = Self {
+            name,
+            site,
+            pods,
+            branch,
+            folder: place,
+            anchor,
+            _containerd: runtime,
+            kubelet: None,
+        };
+        node.serves(cluster, Serving::Signed);
+        node
+    }
+
+    /// Starts its kubelet, in place of the one that runs. Pods stay.
+    pub(crate) fn serves(&mut self, cluster: &Cluster, serving: Serving) {
+        drop(self.kubelet.take());
+        let config = kubelet(cluster, (&self.name, serving), &self.branch);
+        fs::write(self.path("kubelet.yaml"), config).unwrap();
+        let kubelet = self
+            .at(&cluster.assets.join("kubelet").display().to_string())
             .args([
-                format!("--config={}", place.join("kubelet.yaml").display()),
+                format!("--config={}", self.path("kubelet.yaml").display()),
                 format!(
                     "--kubeconfig={}",
-                    cluster.pki.path(&format!("{name}.kubeconfig"))
+                    cluster.pki.path(&format!("{}.kubeconfig", self.name))
                 ),
-                format!("--hostname-override={name}"),
-                format!("--node-ip={}", site.address()),
+                format!("--hostname-override={}", self.name),
+                format!("--node-ip={}", self.site.address()),
             ])
             .words("--node-labels=openyurt.io/is-edge-worker=true,causeway.io/edge=true")
             // So that who asks every 10 s always finds new figures, of which it wants two.
             .words("--housekeeping-interval=4s")
-            .start(&place.join("kubelet.log"));
-        Self {
-            name,
-            site,
-            pods,
-            folder: place,
-            anchor,
-            _containerd: runtime,
-            _kubelet: kubelet,
-        }
+            .start(&self.path("kubelet.log"));
+        self.kubelet = Some(kubelet);
+    }
+
+    /// The certificate that its kubelet makes, and the key, where there is none.
+    pub(crate) fn own_certificate(&self) -> [PathBuf; 2] {
+        ["crt", "key"].map(|end| self.path(&format!("lib/kubelet/pki/kubelet.{end}")))
     }
 
     /// A program, to be run on the node.
@@ -164,13 +189,14 @@ fn containerd(place: &Path, pods: &str) -> String {
     )
 }
 
-fn kubelet(cluster: &Cluster, name: &str, branch: &str) -> String {
+fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) -> String {
     let path = |file: String| cluster.pki.path(&file);
+    let signed =
+        |end: &str| (serving == Serving::Signed).then(|| path(format!("{name}-kubelet.{end}")));
     serde_json::json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
         "address": "0.0.0.0", "port": 10250, "healthzPort": 0,
-        "tlsCertFile": path(format!("{name}-kubelet.pem")),
-        "tlsPrivateKeyFile": path(format!("{name}-kubelet.key")),
+        "tlsCertFile": signed("pem"), "tlsPrivateKeyFile": signed("key"),
         "authentication": {
             "anonymous": { "enabled": false }, "webhook": { "enabled": true },
             "x509": { "clientCAFile": path("ca.pem".into()) },
