@@ -12,6 +12,7 @@ mod certificates;
 mod deploy;
 mod egress;
 mod fleet;
+mod hosted;
 mod hosts;
 mod names;
 mod nodes;
@@ -66,8 +67,9 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(egress::trials())
         .chain(fleet::trials())
         .collect();
-    let second = names::trials()
+    let second = hosted::trials()
         .into_iter()
+        .chain(names::trials())
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))

@@ -38,6 +38,11 @@ pub(crate) fn trials() -> Vec<Trial> {
         unchecked,
         rights_that_are_missing_are_named,
     ));
+    trials.push(by(
+        "names_unchecked::a_pod_that_comes_back_elsewhere_is_found_there".to_owned(),
+        unchecked,
+        steps::a_pod_that_comes_back_elsewhere_is_found_there,
+    ));
     trials.extend(steps::most("names", CHECKED));
     trials.extend([
         by(

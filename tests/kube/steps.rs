@@ -20,7 +20,7 @@ use crate::world::{
     image::BUSYBOX,
     net,
     process::{Process, Program, until, within},
-    world,
+    ticker, world,
 };
 
 /// Both nodes, by the namespace of their pods.
@@ -204,6 +204,13 @@ fn exec_carries_streams_and_codes(world: &World, which: Which) {
     assert!(ran.stdout == input, "{} bytes came back", ran.stdout.len());
 }
 
+/// A session by SPDY, which only an old kubectl speaks.
+pub(crate) fn spdy(world: &World) {
+    if Which::Old.is_here() {
+        exec_carries_streams_and_codes(world, Which::Old);
+    }
+}
+
 fn exec_with_a_terminal(world: &mut World) {
     let line = "exec -it -n a echo -- sh -c 'tty; read it; echo got $it'";
     let line = world.cluster.kubectl_line(line);
@@ -269,7 +276,7 @@ fn get() -> String {
     answer
 }
 
-fn nodes_are_proxied_to(world: &mut World) {
+pub(crate) fn nodes_are_proxied_to(world: &mut World) {
     for (_, node) in NODES {
         let raw = format!("get --raw /api/v1/nodes/{node}/proxy/stats/summary");
         let said = world.cluster.kubectl(&raw).run().ok();
@@ -368,6 +375,26 @@ fn an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back(world: &mut World
         exec.run().code == Some(0)
     });
     assert!(back, "no exec after the edge is back");
+}
+
+/// Another pod takes the name of one that is gone, on the other node.
+pub(crate) fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
+    let exec = |world: &World| {
+        let exec = "exec -n a mover -- cat /tmp/node";
+        world.cluster.kubectl(exec).run()
+    };
+    let gone = "delete pod -n a mover --ignore-not-found --force --grace-period=0";
+    for (_, node) in NODES {
+        world.cluster.kubectl(gone).run().ok();
+        world.cluster.pod("a", "mover", node, &ticker(node));
+        world.cluster.wait("a", "pod/mover", "Ready");
+        // The API server has it from the kubelet that the pod runs: nobody may still believe in the old one.
+        let first = exec(world).ok().text();
+        assert_eq!(first, format!("{node}\n"));
+        let logs = world.cluster.kubectl("logs -n a mover").run().ok().text();
+        assert!(logs.starts_with(&format!("ticker on {node}\n")), "{logs}");
+    }
+    world.cluster.kubectl(gone).run().ok();
 }
 
 /// What `get --raw` of these nodes' proxies fails with.

@@ -45,6 +45,8 @@ pub(crate) enum Way {
     Address,
     /// It dials names, which DNS gives the gateway's address.
     Names(Checks),
+    /// The same, but `CoreDNS` has the names from the hosts file that the gateway keeps.
+    Hosts(Checks),
     /// It dials the nodes' own addresses, which are redirected to the gateway.
     Addresses(Checks),
 }
@@ -54,8 +56,16 @@ impl Way {
     pub(crate) fn example(self) -> &'static str {
         match self {
             Self::Unix | Self::Tcp | Self::Address => "egress",
-            Self::Names(_) => "dns",
+            Self::Names(_) | Self::Hosts(_) => "dns",
             Self::Addresses(_) => "addresses",
+        }
+    }
+
+    /// What its gateway is called: one of another name is configured otherwise.
+    pub(crate) fn gateway(self) -> &'static str {
+        match self {
+            Self::Hosts(_) => "hosts",
+            _ => self.example(),
         }
     }
 }
@@ -76,7 +86,7 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
 }
 
 /// What the pod `ticker` runs: a line a second, the first of which says where it is.
-fn ticker(node: &str) -> String {
+pub(crate) fn ticker(node: &str) -> String {
     format!(
         "echo ticker on {node}; echo {node} >/tmp/node; i=0; \
          while :; do i=$((i+1)); echo $i; sleep 1; done"
@@ -162,11 +172,11 @@ impl World {
                 },
                 resolver: None,
             },
-            Way::Names(checks) => Flags {
+            Way::Names(checks) | Way::Hosts(checks) => Flags {
                 egress,
                 authority: road.authority(checks, &self.cluster),
                 addresses: "Hostname",
-                resolver: Some(road.resolver()),
+                resolver: Some(road.resolver(way)),
             },
             Way::Addresses(checks) => Flags {
                 egress,

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::{
     Checks, Way,
     cluster::Cluster,
-    net::{self, CLOUD},
+    net::{self, CLOUD, HOSTED},
     node::Node,
     process::{Process, Program, Ran, until},
 };
@@ -49,6 +49,7 @@ pub(crate) struct Road {
     folder: PathBuf,
     gateway: Option<(&'static str, Callers, Process)>,
     _names: Process,
+    hosted: Option<Process>,
     edges: Vec<Option<Process>>,
 }
 
@@ -68,6 +69,7 @@ impl Road {
             _names: names(&folder, &cluster.assets),
             folder,
             gateway: None,
+            hosted: None,
             edges: nodes.iter().map(|_| None).collect(),
         };
         road.serves(way, callers, cluster);
@@ -86,9 +88,9 @@ impl Road {
 
     /// The gateway as this way's example has it, with the tunnels that there were.
     pub(crate) fn serves(&mut self, way: Way, callers: Callers, cluster: &Cluster) {
-        let example = way.example();
+        let (example, name) = (way.example(), way.gateway());
         let is = self.gateway.as_ref();
-        if is.is_some_and(|(of, whom, _)| (*of, *whom) == (example, callers)) {
+        if is.is_some_and(|(of, whom, _)| (*of, *whom) == (name, callers)) {
             return;
         }
         // With it goes what it holds: sockets and the kernel's rules.
@@ -105,14 +107,17 @@ impl Road {
         check.args([edges]).run().ok();
         let mut gateway = causeway(&self.folder)
             .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
-            .start(&self.folder.join(format!("gateway-{example}.log")));
+            .start(&self.folder.join(format!("gateway-{name}.log")));
         gateway.says("gateway ready");
-        self.gateway = Some((example, callers, gateway));
+        self.gateway = Some((name, callers, gateway));
         let joined = self.edges.iter().flatten().count();
         until("the edges are back", || {
             let status = causeway(&self.folder).words("status").run();
             status.text().matches(" connected ").count() == joined
         });
+        if name == "hosts" {
+            self.hosted = Some(hosted(&self.folder, cluster));
+        }
     }
 
     /// The example's configuration, here.
@@ -156,10 +161,18 @@ impl Road {
         ] {
             text = text.replace(theirs, &here);
         }
-        if example == "addresses" {
-            text = text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{PODS}"));
-        }
-        text
+        let more = match way.gateway() {
+            "addresses" => PODS.to_owned(),
+            "hosts" => {
+                cluster.apply_example("hosts/rbac.yaml");
+                let (before, dns) = text.split_once("\ndns:\n").unwrap();
+                let (_, behind) = dns.split_once("\nfronts:\n").unwrap();
+                text = format!("{before}\nfronts:\n{behind}");
+                format!("  hosts: {{ addresses: [{CLOUD}] }}\n")
+            }
+            _ => String::new(),
+        };
+        text.replace("\nkubernetes:\n", &format!("\nkubernetes:\n{more}"))
     }
 
     /// The policy of this way's example, with this line before its rules.
@@ -240,14 +253,17 @@ impl Road {
     /// A program of the cloud that finds nodes by this way.
     pub(crate) fn finding(&self, way: Way, program: &Path) -> Program {
         match way {
-            Way::Names(_) => net::asking(&self.resolver(), program),
+            Way::Names(_) | Way::Hosts(_) => net::asking(&self.resolver(way), program),
             _ => Program::new(program),
         }
     }
 
     /// The `resolv.conf` of who finds nodes by their names.
-    pub(crate) fn resolver(&self) -> PathBuf {
-        self.folder.join("resolv.conf")
+    pub(crate) fn resolver(&self, way: Way) -> PathBuf {
+        self.folder.join(match way {
+            Way::Hosts(_) => "hosted/resolv.conf",
+            _ => "resolv.conf",
+        })
     }
 
     /// The configuration by which kube-apiserver comes this way, as the binary prints it; nothing for other ways.
@@ -256,7 +272,7 @@ impl Road {
         let pki = |name: &str| self.folder.with_file_name("pki").join(name);
         let words = Program::new(BINARY).words("k8s egress-config");
         let (name, words) = match way {
-            Way::Names(_) | Way::Addresses(_) => return None,
+            Way::Names(_) | Way::Hosts(_) | Way::Addresses(_) => return None,
             Way::Unix => ("unix", words.args(["--socket", &front("connect.sock")])),
             Way::Address => ("address", words.args(["--socket", &front("address.sock")])),
             Way::Tcp => {
@@ -349,6 +365,38 @@ fn names(folder: &Path, assets: &Path) -> Process {
     let resolver = format!("nameserver {CLOUD}\nsearch {ZONE}\n");
     fs::write(folder.join("resolv.conf"), resolver).unwrap();
     let mut names = Program::new(assets.join("coredns"))
+        .args(["-conf".as_ref(), file.as_os_str()])
+        .start(&folder.join("coredns.log"));
+    names.says("CoreDNS-");
+    names
+}
+
+/// `CoreDNS` as `examples/hosts` has it, with the file that this gateway has written.
+fn hosted(folder: &Path, cluster: &Cluster) -> Process {
+    let folder = folder.join("hosted");
+    fs::create_dir_all(&folder).unwrap();
+    let mut text = String::new();
+    until("the gateway has written the names", || {
+        let map = cluster.get("configmap -n kube-system causeway-nodes");
+        let map = map.unwrap_or_default();
+        text = map["data"]["hosts"].as_str().unwrap_or_default().to_owned();
+        text.contains("edge-1") && text.contains("edge-2")
+    });
+    let (mounted, file) = (folder.join("hosts"), folder.join("Corefile"));
+    fs::write(&mounted, text).unwrap();
+    let example = fs::read_to_string(format!("{EXAMPLES}/hosts/Corefile")).unwrap();
+    // Nobody is asked for what is not in the file.
+    let example = example
+        .replace(".:53 {", &format!(".:53 {{\n    bind {HOSTED}"))
+        .replace("/etc/causeway/hosts", &mounted.display().to_string())
+        .replace("    forward . /etc/resolv.conf\n", "");
+    fs::write(&file, example).unwrap();
+    fs::write(
+        folder.join("resolv.conf"),
+        format!("nameserver {HOSTED}\n"),
+    )
+    .unwrap();
+    let mut names = Program::new(cluster.assets.join("coredns"))
         .args(["-conf".as_ref(), file.as_os_str()])
         .start(&folder.join("coredns.log"));
     names.says("CoreDNS-");

@@ -14,6 +14,9 @@ use super::process::{Program, must};
 /// The cloud's address: API server, gateway and callers.
 pub(crate) const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 1);
 
+/// Where names are asked for that come from a hosts file.
+pub(crate) const HOSTED: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 53);
+
 /// What the cloud calls the nodes: kube-apiserver resolves a name before it proxies to it, also where it then asks for
 /// the name by CONNECT.
 pub(crate) const HOSTS: &str =
