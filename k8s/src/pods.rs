@@ -1,7 +1,8 @@
-//! The node of a pod, asked of the API once for all who wait, and remembered for a short while.
+//! The node of a pod, asked of the API once for all who wait, and not remembered.
 //!
-//! A pod never changes its node, but another may take its name: what was found is asked again after ten seconds. A refusal is
-//! kept for a second, which is long enough for a herd and short enough for a pod that is being started.
+//! A pod never changes its node, but another may take its name elsewhere, and the old kubelet may have the old one for a
+//! while yet: who is led there by what was true a moment ago gets into the wrong pod. A refusal is kept for a second,
+//! which is long enough for a herd and short enough for a pod that is being started.
 
 use crate::objects::Pod;
 use causeway_certs::NodeName;
@@ -19,11 +20,9 @@ use std::{
 use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
-/// How long it is known where a pod is.
-const KEPT: Duration = Duration::from_secs(10);
 /// How long it is known that nobody knows.
 const REFUSED: Duration = Duration::from_secs(1);
-/// How many pods are remembered; beyond, the API is asked more often.
+/// How many pods are asked for or refused at a time; beyond, the API is asked more often.
 const MOST: u64 = 10_000;
 /// How long one question may take; who asks has a bound as well.
 const BOUND: Duration = Duration::from_secs(5);
@@ -33,7 +32,7 @@ type Found = Result<NodeName, Arc<str>>;
 /// Where pods are.
 pub struct Pods {
     client: Client,
-    known: Cache<(String, String), Found>,
+    asked: Cache<(String, String), Found>,
     /// Questions are asked where the client lives.
     runtime: Handle,
     tasks: Tasks,
@@ -44,7 +43,7 @@ impl Pods {
     pub fn new(client: Client) -> Self {
         Self {
             client,
-            known: Cache::builder()
+            asked: Cache::builder()
                 .max_capacity(MOST)
                 .expire_after(Kept)
                 .build(),
@@ -68,11 +67,11 @@ impl Asked for Pods {
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
         let (tell, told) = oneshot::channel();
         let key = (namespace.to_owned(), name.to_owned());
-        let (known, client) = (self.known.clone(), self.client.clone());
+        let (asked, client) = (self.asked.clone(), self.client.clone());
         let question = async move {
             let ask = ask(client, key.clone());
             // Who has left waits for no answer.
-            let _ = tell.send(known.get_with(key, ask).await);
+            let _ = tell.send(asked.get_with(key, ask).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("pod"), question);
@@ -99,7 +98,7 @@ async fn ask(client: Client, (namespace, name): (String, String)) -> Found {
     NodeName::parse(&node).map_err(|error| error.to_string().into())
 }
 
-/// How long what was found is kept.
+/// How long an answer is kept for those who did not wait for it.
 struct Kept;
 
 impl Expiry<(String, String), Found> for Kept {
@@ -109,6 +108,6 @@ impl Expiry<(String, String), Found> for Kept {
         found: &Found,
         _: Instant,
     ) -> Option<Duration> {
-        Some(if found.is_ok() { KEPT } else { REFUSED })
+        Some(if found.is_ok() { Duration::ZERO } else { REFUSED })
     }
 }

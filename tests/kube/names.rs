@@ -92,7 +92,7 @@ fn rights_that_are_missing_are_named(world: &mut World) {
     world.cluster.grant("egress");
     let exec = || world.cluster.kubectl("exec -n a silent -- true").run();
     let wanted = "cannot get resource \"pods\" in API group \"\" in the namespace \"a\"";
-    until("where the pod is has been forgotten", || {
+    until("it may not any more", || {
         let ran = exec();
         ran.code != Some(0) && ran.stderr.contains(wanted)
     });
