@@ -108,6 +108,42 @@ impl Expiry<(String, String), Found> for Kept {
         found: &Found,
         _: Instant,
     ) -> Option<Duration> {
-        Some(if found.is_ok() { Duration::ZERO } else { REFUSED })
+        Some(if found.is_ok() {
+            Duration::ZERO
+        } else {
+            REFUSED
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::{Request, Response};
+    use kube::client::Body;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    #[tokio::test]
+    async fn a_pod_is_asked_for_once_by_all_who_wait_and_anew_by_who_comes_later() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        let api = tower::service_fn(move |_: Request<Body>| {
+            let number = count.fetch_add(1, Relaxed) + 1;
+            async move {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                let spec =
+                    serde_json::json!({ "nodeName": format!("edge-{number}"), "containers": [] });
+                let pod = serde_json::json!({ "metadata": { "name": "it" }, "spec": spec });
+                Ok::<_, kube::Error>(Response::new(Body::from(pod.to_string().into_bytes())))
+            }
+        });
+        let pods = Pods::new(Client::new(api, "a"));
+        for (round, node) in ["edge-1", "edge-2"].into_iter().enumerate() {
+            let all = (0..20).map(|_| pods.node("a", "it"));
+            for found in futures_util::future::join_all(all).await {
+                assert_eq!(found.unwrap().as_str(), node);
+            }
+            assert_eq!(asked.load(Relaxed), round + 1);
+        }
     }
 }

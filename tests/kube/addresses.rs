@@ -17,7 +17,15 @@ pub(crate) fn trials() -> Vec<Trial> {
     let unchecked = Way::Addresses(Checks::Off);
     let mut trials = steps::some("addresses_unchecked", unchecked);
     trials.extend(steps::most("addresses", CHECKED));
+    trials.extend(steps::variant("addresses", CHECKED, steps::MOVED));
     trials.extend([
+        by(
+            "addresses::a_network_of_two_nodes_names_neither".to_owned(),
+            CHECKED,
+            |world| {
+                steps::a_network_of_two_nodes_names_neither(world, |world| world.the_road().said())
+            },
+        ),
         by(
             "addresses::what_is_in_the_cloud_is_dialled_there".to_owned(),
             CHECKED,

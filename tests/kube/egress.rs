@@ -28,12 +28,18 @@ pub(crate) fn trials() -> Vec<Trial> {
             steps::pods_and_services_are_proxied_to,
         ),
         by(
+            "egress::a_network_of_two_nodes_names_neither".to_owned(),
+            Way::Address,
+            |world| steps::a_network_of_two_nodes_names_neither(world, not_reached),
+        ),
+        by(
             "egress::what_is_in_the_cloud_is_dialled_from_there".to_owned(),
             Way::Address,
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
     ];
     trials.extend(steps::all("egress", Way::Unix));
+    trials.extend(steps::variant("egress", Way::Unix, steps::MOVED));
     trials.extend([
         by(
             "egress::failures_tell_what_to_do".to_owned(),
@@ -47,6 +53,11 @@ pub(crate) fn trials() -> Vec<Trial> {
         ),
     ]);
     trials
+}
+
+fn not_reached(world: &World) -> String {
+    let raw = "get --raw /api/v1/namespaces/a/pods/echo:8080/proxy/";
+    world.cluster.kubectl(raw).run().failed()
 }
 
 fn failures_tell_what_to_do(world: &mut World) {

@@ -39,11 +39,12 @@ pub(crate) fn trials() -> Vec<Trial> {
         rights_that_are_missing_are_named,
     ));
     trials.push(by(
-        "names_unchecked::a_pod_that_comes_back_elsewhere_is_found_there".to_owned(),
+        format!("names_unchecked::{}", steps::MOVED.0),
         unchecked,
-        steps::a_pod_that_comes_back_elsewhere_is_found_there,
+        steps::MOVED.1,
     ));
     trials.extend(steps::most("names", CHECKED));
+    trials.extend(steps::variant("names", CHECKED, steps::MOVED));
     trials.extend([
         by(
             "names::what_is_in_the_cloud_is_dialled_there".to_owned(),

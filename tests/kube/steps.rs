@@ -13,13 +13,15 @@ use std::{
 };
 
 use libtest_mimic::Trial;
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use crate::nodes::Passing;
 use crate::world::{
     Way, World, assets,
     image::BUSYBOX,
     net,
-    process::{Process, Program, until, within},
+    process::{PATIENCE, Process, Program, until, within},
     ticker, world,
 };
 
@@ -27,7 +29,7 @@ use crate::world::{
 pub(crate) const NODES: [(&str, &str); 2] = [("a", "edge-1"), ("b", "edge-2")];
 
 /// A step with the kubectl of the same version as the cluster.
-type Step = (&'static str, fn(&mut World));
+pub(crate) type Step = (&'static str, fn(&mut World));
 
 /// A step with either kubectl.
 type Session = (&'static str, fn(&World, Which));
@@ -76,6 +78,20 @@ pub(crate) fn most(name: &str, way: Way) -> Vec<Trial> {
 pub(crate) fn some(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS[..3], &SESSIONS[..1]), &STEPS[..4])
 }
+
+/// What one way shows for all, by the others as well where all variants are wanted.
+pub(crate) fn variant(name: &str, way: Way, (step, run): Step) -> Vec<Trial> {
+    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    full.then(|| by(format!("{name}::{step}"), way, run))
+        .into_iter()
+        .collect()
+}
+
+/// Another pod takes the name of one that is gone, on the other node.
+pub(crate) const MOVED: Step = (
+    "a_pod_that_comes_back_elsewhere_is_found_there",
+    a_pod_that_comes_back_elsewhere_is_found_there,
+);
 
 fn trials(
     name: &str,
@@ -145,6 +161,10 @@ impl Which {
 
 /// From each node, what only its own pods say, whose names are the same on both.
 pub(crate) fn logs_and_exec(world: &mut World) {
+    logs_and_exec_of_each(world);
+}
+
+fn logs_and_exec_of_each(world: &World) {
     for (namespace, node) in NODES {
         let logs = format!("logs -n {namespace} ticker");
         let said = world.cluster.kubectl(&logs).run().ok().text();
@@ -304,6 +324,34 @@ pub(crate) fn pods_and_services_are_proxied_to(world: &mut World) {
     }
 }
 
+/// Where two nodes say that pods of theirs are in one network, its addresses lead to neither, and `said` is what is said.
+/// Names do as ever.
+pub(crate) fn a_network_of_two_nodes_names_neither(world: &World, said: fn(&World) -> String) {
+    let proxied = |namespace: &str| {
+        let raw = format!("get --raw /api/v1/namespaces/{namespace}/pods/echo:8080/proxy/");
+        world.cluster.kubectl(&raw).run().text()
+    };
+    let twin = Passing(world, "twin-1");
+    world.cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": { "name": twin.1, "labels": { "causeway.io/edge": "true" } },
+        "spec": { "podCIDR": world.nodes[0].pods, "podCIDRs": [world.nodes[0].pods] },
+    }));
+    until("no address of it leads anywhere", || {
+        proxied("a").is_empty()
+    });
+    let mut told = String::new();
+    let why = within(PATIENCE, || {
+        told = said(world);
+        told.contains("several nodes")
+    });
+    assert!(why, "{told}");
+    assert_eq!(proxied("b"), "edge-2\n", "another network is as it was");
+    logs_and_exec_of_each(world);
+    drop(twin);
+    until("edge-1 has it back", || proxied("a") == "edge-1\n");
+}
+
 /// An app on the machine of `cloud-1`, which has no edge.
 pub(crate) fn what_is_in_the_cloud_is_dialled_there(world: &mut World) {
     let machine = net::Machine::new();
@@ -377,8 +425,7 @@ fn an_edge_that_dies_ends_an_exec_and_says_so_until_it_is_back(world: &mut World
     assert!(back, "no exec after the edge is back");
 }
 
-/// Another pod takes the name of one that is gone, on the other node.
-pub(crate) fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
+fn a_pod_that_comes_back_elsewhere_is_found_there(world: &mut World) {
     let exec = |world: &World| {
         let exec = "exec -n a mover -- cat /tmp/node";
         world.cluster.kubectl(exec).run()

@@ -208,6 +208,8 @@ pub struct Nat {
     nodes: Nodes,
     changes: watch::Receiver<()>,
     ports: watch::Receiver<Ports>,
+    /// Networks of pods of which it was said that they are led nowhere.
+    shared: BTreeSet<IpNet>,
 }
 
 impl Nat {
@@ -232,6 +234,7 @@ impl Nat {
             changes: nodes.changes(),
             nodes: nodes.reader(),
             ports,
+            shared: BTreeSet::new(),
         };
         let (led, ports) = nat.wanted();
         nat.rules.become_these(led, ports)?;
@@ -250,10 +253,25 @@ impl Nat {
         edges.retain(routable);
         let mut pods = BTreeSet::new();
         if ports.leads_pods() {
-            pods = self.nodes.edge_pod_networks();
+            let [alone, shared] = self.nodes.edge_pod_networks();
+            self.tell(shared);
+            pods = alone;
             pods.retain(|net| routable(&net.network()) && routable(&net.broadcast()));
         }
         (Led { edges, pods }, ports)
+    }
+
+    /// Says it once of pods that are led nowhere, where callers only see that nobody answers.
+    fn tell(&mut self, shared: BTreeSet<IpNet>) {
+        let new: Vec<_> = shared.difference(&self.shared).collect();
+        if let Some(network) = new.first() {
+            tracing::warn!(
+                %network,
+                networks = new.len(),
+                "several nodes have pods or addresses in this network: its pods are led nowhere, and reached by no address"
+            );
+        }
+        self.shared = shared;
     }
 
     /// Keeps the rules as the tables say until `stop`, then takes them away.

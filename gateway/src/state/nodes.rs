@@ -257,8 +257,8 @@ impl Nodes {
     }
 
     /// The networks of pods that are one edge's alone: neither another node's pods nor its own addresses lie in them, and
-    /// they in nobody else's.
-    pub fn edge_pod_networks(&self) -> BTreeSet<IpNet> {
+    /// they in nobody else's. Behind them those of edges' pods that are not.
+    pub fn edge_pod_networks(&self) -> [BTreeSet<IpNet>; 2] {
         let table = self.0.load();
         let mut all: Vec<(IpNet, &NodeName, bool)> = Vec::new();
         for (name, node) in &table.nodes {
@@ -274,7 +274,7 @@ impl Nodes {
         }
         let all = all.into_iter();
         let all = all.map(|(net, name, pods)| (net.trunc(), name, pods));
-        alone(all.collect())
+        told_apart(all.collect())
     }
 
     /// All names, in order.
@@ -283,8 +283,8 @@ impl Nodes {
     }
 }
 
-/// Of these networks, with who has them, those of pods that share nothing with anybody else's.
-fn alone(mut all: Vec<(IpNet, &NodeName, bool)>) -> BTreeSet<IpNet> {
+/// Of these networks, with who has them, those of pods that share nothing with anybody else's, and those that do.
+fn told_apart(mut all: Vec<(IpNet, &NodeName, bool)>) -> [BTreeSet<IpNet>; 2] {
     // Networks nest or lie apart: each comes behind those that hold it.
     all.sort_unstable();
     let mut shared = vec![false; all.len()];
@@ -298,9 +298,11 @@ fn alone(mut all: Vec<(IpNet, &NodeName, bool)>) -> BTreeSet<IpNet> {
         }
         holding.push(place);
     }
-    let all = all.iter().zip(shared);
-    let own = all.filter(|((_, _, pods), shared)| *pods && !shared);
-    own.map(|((net, _, _), _)| *net).collect()
+    let mut apart = [BTreeSet::new(), BTreeSet::new()];
+    for ((net, _, _), shared) in all.iter().zip(shared).filter(|((_, _, pods), _)| *pods) {
+        apart[usize::from(shared)].insert(*net);
+    }
+    apart
 }
 
 #[cfg(test)]
@@ -525,7 +527,8 @@ mod tests {
         );
         writer.cluster(all);
         let found = writer.reader().edge_pod_networks();
-        let found: Vec<_> = found.iter().map(ToString::to_string).collect();
+        let [found, shared] =
+            found.map(|nets| nets.iter().map(ToString::to_string).collect::<Vec<_>>());
         let alone = [
             "10.244.1.0/24",
             "10.244.5.0/24",
@@ -533,5 +536,14 @@ mod tests {
             "fd01::/64",
         ];
         assert_eq!(found, alone);
+        let several = [
+            "10.0.0.0/24",
+            "10.9.0.0/24",
+            "10.244.2.0/24",
+            "10.244.3.0/24",
+            "10.244.3.7/32",
+            "10.245.0.0/16",
+        ];
+        assert_eq!(shared, several);
     }
 }

@@ -245,6 +245,12 @@ impl Road {
         (checks == Checks::On).then_some(file)
     }
 
+    /// What the gateway has said.
+    pub(crate) fn said(&self) -> String {
+        let (_, _, gateway) = self.gateway.as_ref().expect("it was started");
+        gateway.said()
+    }
+
     /// The gateway's CA, by which its callers know it.
     pub(crate) fn ca(&self) -> PathBuf {
         self.folder.join("gateway/ca.pem")
@@ -391,11 +397,7 @@ fn hosted(folder: &Path, cluster: &Cluster) -> Process {
         .replace("/etc/causeway/hosts", &mounted.display().to_string())
         .replace("    forward . /etc/resolv.conf\n", "");
     fs::write(&file, example).unwrap();
-    fs::write(
-        folder.join("resolv.conf"),
-        format!("nameserver {HOSTED}\n"),
-    )
-    .unwrap();
+    fs::write(folder.join("resolv.conf"), format!("nameserver {HOSTED}\n")).unwrap();
     let mut names = Program::new(cluster.assets.join("coredns"))
         .args(["-conf".as_ref(), file.as_os_str()])
         .start(&folder.join("coredns.log"));
