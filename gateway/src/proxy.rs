@@ -50,7 +50,7 @@ use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::task::Tasks;
 use front::{Connection, Front};
-use http::{HeaderMap, Method, Request, Response};
+use http::{HeaderMap, Method, Request, Response, header::UPGRADE};
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
@@ -112,9 +112,10 @@ impl Proxy {
         request: Request<Incoming>,
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
+        let switches = request.headers().contains_key(UPGRADE);
         match self.serve(connection, request, &record).await {
             Ok(response) => response,
-            Err(error) => reply::of(&self.front, &record, &error),
+            Err(error) => reply::of(&self.front, &record, (switches, &error)),
         }
     }
 

@@ -5,7 +5,7 @@
 use crate::world::{
     GATEWAY_NAME, World,
     app::{App, Gate, Script, answer},
-    caller::{Answer, assert_problem, exchange, read_to_end, whole},
+    caller::{Answer, assert_problem, exchange, read, read_to_end, whole},
     gateway::{anonymous, fixed, front},
     link::Link,
     until,
@@ -724,6 +724,38 @@ async fn kube_apiservers_get_502_in_plain_text_and_no_retry_after() {
     }
     let answer = connect(&world, "connect", "edge-1:9").await;
     assert_eq!(answer.phrase.as_deref(), Some(answer.text().trim_end()));
+}
+
+/// What an upgrade is answered kubectl reads as YAML, if it can: of `what: why` it would show nothing.
+#[tokio::test]
+async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
+    let front = Front {
+        errors: ErrorForm::Kubernetes,
+        ..front("api", Kind::Https)
+    };
+    let world = World::build().front(front).start().await;
+    let app = App::refusing();
+    let _edge = world.edge("edge-1").port(9, app.address()).join().await;
+    let caller = world.caller_at("api");
+    let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+    let asked = "POST /exec HTTP/1.1\r\nHost: edge-1:9\r\nConnection: Upgrade\r\n\
+                 Upgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
+    let head = exchange(&mut wire, asked).await.to_lowercase();
+    assert!(head.starts_with("http/1.1 502 "), "{head}");
+    assert!(head.contains("content-type: application/json\r\n"), "{head}");
+    let (_, length) = head.split_once("content-length: ").unwrap();
+    let (length, _) = length.split_once("\r\n").unwrap();
+    let body = read(&mut wire, length.parse().unwrap()).await;
+    let status: serde_json::Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(
+        (&status["kind"], &status["code"]),
+        (&"Status".into(), &502.into())
+    );
+    let wanted = format!(
+        "edge-1 could not dial {}: connection refused",
+        app.address()
+    );
+    assert_eq!(status["message"], wanted);
 }
 
 #[tokio::test]

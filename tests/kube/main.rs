@@ -18,6 +18,7 @@ mod names;
 mod nodes;
 mod ports;
 mod reviews;
+mod rows;
 mod scrapes;
 mod stands;
 mod steps;
@@ -26,7 +27,7 @@ mod world;
 use std::{env, process::ExitCode};
 
 use libtest_mimic::{Arguments, Trial};
-use world::{assets, cage};
+use world::{Way, assets, cage};
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
@@ -65,11 +66,14 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(hosts::trials())
         .chain(deploy::trials())
         .chain(egress::trials())
+        .chain(rows::trials("egress", Way::Unix))
         .chain(fleet::trials())
         .collect();
     let second = hosted::trials()
         .into_iter()
         .chain(names::trials())
+        .chain(rows::trials("names", names::CHECKED))
+        .chain(rows::own_trials("names", names::CHECKED))
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))

@@ -231,6 +231,11 @@ pub(crate) fn spdy(world: &World) {
     }
 }
 
+/// An old kubectl with these words, which speaks SPDY.
+pub(crate) fn old_kubectl(world: &World, line: &str) -> Option<Program> {
+    Which::Old.is_here().then(|| Which::Old.run(world, line))
+}
+
 fn exec_with_a_terminal(world: &mut World) {
     let line = "exec -it -n a echo -- sh -c 'tty; read it; echo got $it'";
     let line = world.cluster.kubectl_line(line);

@@ -192,6 +192,12 @@ impl World {
         }
     }
 
+    /// The gateway of this way, but for this. The next test finds it as it was.
+    pub(crate) fn otherwise(&mut self, way: Way, change: impl Fn(String) -> String) {
+        let road = self.road.as_mut().expect("`by` comes first");
+        road.otherwise(way, &self.cluster, change);
+    }
+
     /// The log that is followed since the API server was started for this way.
     pub(crate) fn quiet(&mut self) -> Quiet {
         self.quiet.take().expect("`by` comes first").1

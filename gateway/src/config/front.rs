@@ -204,6 +204,6 @@ pub enum ErrorForm {
     /// Status, `application/problem+json` and `Proxy-Status`.
     #[default]
     Problem,
-    /// 502 with `text/plain` and no Retry-After: what kubectl shows its user in every case.
+    /// 502 with `text/plain` and no Retry-After, or for an upgrade a `Status`: what kubectl shows its user in every case.
     Kubernetes,
 }

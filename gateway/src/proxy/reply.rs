@@ -3,7 +3,8 @@
 //! Three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and the
 //! same word in metrics and log through the record. A `connect` front puts the sentence into the reason
 //! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
-//! 502 with plain text, the only form that kubectl shows in every case.
+//! 502 with plain text, the only form that kubectl shows in every case; but an upgrade with a `Status` of Kubernetes: what
+//! comes back of one kubectl reads as YAML, and of a text that happens to be some, such as `what: why`, it shows nothing.
 
 use crate::{
     config::{ErrorForm, Kind},
@@ -16,6 +17,7 @@ use http::{
 };
 use hyper::ext::ReasonPhrase;
 use serde::Serialize;
+use serde_json::json;
 
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 
@@ -30,8 +32,8 @@ struct Problem<'a> {
     trace: &'a str,
 }
 
-/// The answer that says why there is no other.
-pub fn of(front: &Front, record: &Record, error: &Error) -> Response<Outgoing> {
+/// The answer that says why there is no other, to a request that may be for an upgrade.
+pub fn of(front: &Front, record: &Record, (switches, error): (bool, &Error)) -> Response<Outgoing> {
     record.failed(error);
     let status = match front.errors {
         ErrorForm::Problem => error.reason.status(),
@@ -40,6 +42,7 @@ pub fn of(front: &Front, record: &Record, error: &Error) -> Response<Outgoing> {
     record.answered(status);
     let (kind, text) = match front.errors {
         ErrorForm::Problem => ("application/problem+json", problem(error, record)),
+        ErrorForm::Kubernetes if switches => ("application/json", of_kubernetes(error)),
         ErrorForm::Kubernetes => ("text/plain; charset=utf-8", format!("{error}\n")),
     };
     let mut response = Response::new(Outgoing::text(text));
@@ -67,6 +70,15 @@ fn problem(error: &Error, record: &Record) -> String {
         trace: record.trace().as_str(),
     };
     serde_json::to_string(&problem).unwrap_or_default()
+}
+
+/// A `Status` of Kubernetes' API.
+fn of_kubernetes(error: &Error) -> String {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {},
+        "status": "Failure", "message": error.detail, "code": StatusCode::BAD_GATEWAY.as_u16(),
+    });
+    status.to_string()
 }
 
 fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {

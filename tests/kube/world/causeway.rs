@@ -98,13 +98,21 @@ impl Road {
         if example == "addresses" {
             net::leads_on();
         }
-        let config = self.folder.join("gateway.yaml");
         let text = self.config(way, callers, cluster);
-        fs::write(&config, text).unwrap();
         // Edges stay as they are on all ways; they could be as this example has them.
         let edges = format!("{EXAMPLES}/{example}/edge.yaml");
         let check = Program::new(BINARY).words("edge --check-config --config");
         check.args([edges]).run().ok();
+        self.runs(name, callers, text);
+        if name == "hosts" {
+            self.hosted = Some(hosted(&self.folder, cluster));
+        }
+    }
+
+    /// Starts a gateway with this configuration.
+    fn runs(&mut self, name: &'static str, callers: Callers, text: String) {
+        let config = self.folder.join("gateway.yaml");
+        fs::write(&config, text).unwrap();
         let mut gateway = causeway(&self.folder)
             .args(["gateway".as_ref(), "--config".as_ref(), config.as_os_str()])
             .start(&self.folder.join(format!("gateway-{name}.log")));
@@ -115,9 +123,30 @@ impl Road {
             let status = causeway(&self.folder).words("status").run();
             status.text().matches(" connected ").count() == joined
         });
-        if name == "hosts" {
-            self.hosted = Some(hosted(&self.folder, cluster));
-        }
+    }
+
+    /// The gateway of this way, but for this.
+    pub(crate) fn otherwise(
+        &mut self,
+        way: Way,
+        cluster: &Cluster,
+        change: impl Fn(String) -> String,
+    ) {
+        self.gateway = None;
+        let text = self.config(way, Callers::Server, cluster);
+        self.runs("another", Callers::Server, change(text));
+    }
+
+    /// Puts the gateway's configuration, but for this, into force while it runs.
+    pub(crate) fn gateway_anew(&self, change: impl Fn(String) -> String) {
+        rewrite(&self.folder.join("gateway.yaml"), change);
+        causeway(&self.folder).words("reload").run().ok();
+    }
+
+    /// Has an edge read its configuration, but for this, while it runs.
+    pub(crate) fn edge_anew(&self, node: &Node, change: impl Fn(String) -> String) {
+        // It sees by itself that it has changed.
+        rewrite(&node.path("edge.yaml"), change);
     }
 
     /// The example's configuration, here.
@@ -317,6 +346,13 @@ impl Callers {
         };
         text.lines().map(line).collect()
     }
+}
+
+fn rewrite(file: &Path, change: impl Fn(String) -> String) {
+    let text = fs::read_to_string(file).unwrap();
+    let changed = change(text.clone());
+    assert_ne!(text, changed, "{}", file.display());
+    fs::write(file, changed).unwrap();
 }
 
 fn causeway(folder: &Path) -> Program {

@@ -1,0 +1,190 @@
+//! What kubectl prints for rows of the error table that take some trouble to come about.
+//!
+//! Each of its commands shows a failure in another way: `logs` and `get --raw` have it as an answer's text, `exec` and its
+//! like as that of an upgrade which fails, by websocket or SPDY. All of them have to show the sentence. What a policy or a
+//! port without an app is answered, and an edge that is away, is among each way's own tests.
+
+use std::thread;
+
+use libtest_mimic::Trial;
+
+use crate::{
+    steps::{self, by},
+    world::{
+        Way, World,
+        process::{Program, Ran, until},
+    },
+};
+
+/// By the ways whose words differ; by addresses they are those of names.
+pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
+    let of = |row: &str| format!("{name}::{row}");
+    vec![
+        by(
+            of("a_kubelet_that_does_not_answer_is_told"),
+            way,
+            a_kubelet_that_does_not_answer_is_told,
+        ),
+        by(of("limits_are_told"), way, move |world| {
+            limits_are_told(world, way)
+        }),
+    ]
+}
+
+/// What only a gateway tells that asks kubelets itself.
+pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
+    let of = |row: &str| format!("{name}::{row}");
+    vec![
+        by(
+            of("a_kubelet_of_another_ca_is_told"),
+            way,
+            a_kubelet_of_another_ca_is_told,
+        ),
+        by(
+            of("a_command_may_be_long_and_one_too_long_is_told"),
+            way,
+            a_command_may_be_long_and_one_too_long_is_told,
+        ),
+    ]
+}
+
+/// Commands for edge-1, one of each kind.
+const UPGRADES: [&str; 2] = [
+    "exec -n a ticker -- true",
+    "port-forward -n a pod/echo 18081:8080",
+];
+const REQUESTS: [&str; 2] = [
+    "logs -n a ticker",
+    "get --raw /api/v1/nodes/edge-1/proxy/healthz",
+];
+
+/// Has all of these fail, at once, and with these words.
+fn each_says(world: &World, wanted: &str, lines: &[&str]) {
+    let mut programs: Vec<Program> = lines
+        .iter()
+        .map(|line| world.cluster.kubectl(line))
+        .collect();
+    if lines.contains(&UPGRADES[0]) {
+        programs.extend(steps::old_kubectl(world, UPGRADES[0]));
+    }
+    let running: Vec<_> = programs
+        .into_iter()
+        .map(|program| thread::spawn(|| program.run()))
+        .collect();
+    for ran in running {
+        let ran = ran.join().unwrap();
+        assert!(
+            ran.code != Some(0) && ran.stderr.contains(wanted),
+            "{wanted}: {ran:?}"
+        );
+    }
+}
+
+fn exec(world: &World) -> Ran {
+    world.cluster.kubectl(UPGRADES[0]).run()
+}
+
+/// What the firewall of a node does, until this is gone.
+struct Firewall<'a>(&'a World);
+
+impl<'a> Firewall<'a> {
+    /// To what comes to its kubelet.
+    fn new(world: &'a World, does: &str) -> Self {
+        let table =
+            "table inet row { chain in { type filter hook input priority 0; tcp dport 10250";
+        let rules = format!("{table} {does};\n}}\n}}\n");
+        let nft = world.nodes[0].at("nft").words("-f -").input(rules);
+        nft.run().ok();
+        Self(world)
+    }
+}
+
+impl Drop for Firewall<'_> {
+    fn drop(&mut self) {
+        // A test that fails has more to say than this.
+        self.0.nodes[0]
+            .at("nft")
+            .words("delete table inet row")
+            .run();
+    }
+}
+
+fn a_kubelet_that_does_not_answer_is_told(world: &mut World) {
+    let all = [UPGRADES, REQUESTS].concat();
+    let firewall = Firewall::new(world, "reject with tcp reset");
+    each_says(
+        world,
+        "edge-1 could not dial 127.0.0.1:10250: connection refused",
+        &all,
+    );
+    drop(firewall);
+    until("the kubelet answers", || exec(world).code == Some(0));
+    // What stands already is none of this.
+    let firewall = Firewall::new(world, "tcp flags & (syn | ack) == syn drop");
+    each_says(
+        world,
+        "127.0.0.1:10250 on edge-1 did not take the connection in time",
+        &UPGRADES,
+    );
+    drop(firewall);
+    let serves = "  10250: { scheme: tcp }";
+    let without = |text: String| text.replace(serves, "  10251: { scheme: tcp }");
+    world.the_road().edge_anew(&world.nodes[0], without);
+    let wanted = "edge-1 does not serve port 10250";
+    until("its owner's word is in force", || {
+        let ran = exec(world);
+        ran.code != Some(0) && ran.stderr.contains(wanted)
+    });
+    each_says(world, wanted, &UPGRADES);
+    let with = |text: String| text.replace("  10251: { scheme: tcp }", serves);
+    world.the_road().edge_anew(&world.nodes[0], with);
+    until("it is as it was", || exec(world).code == Some(0));
+}
+
+/// Limits are taken up at a gateway's start.
+fn limits_are_told(world: &mut World, way: Way) {
+    let few = |text: String| text + "\nlimits: { per_caller: 1 }\n";
+    world.otherwise(way, few);
+    let mut open = world
+        .cluster
+        .kubectl("exec -i -n a echo -- cat /tmp/node -")
+        .start(&world.path("limit.log"));
+    open.says("edge-1");
+    each_says(
+        world,
+        "this caller has 1 streams open, which is its limit",
+        &UPGRADES,
+    );
+    open.close_input();
+    assert_eq!(open.ended().0, Some(0), "{}", open.said());
+    until("there is room again", || exec(world).code == Some(0));
+    world.by(way);
+}
+
+fn a_kubelet_of_another_ca_is_told(world: &mut World) {
+    let road = world.the_road();
+    let (cluster, other) = (world.cluster.pki.path("ca.pem"), road.ca());
+    let of = |ca: &str| format!("    ca: {ca}");
+    let (cluster, other) = (of(&cluster), of(&other.display().to_string()));
+    road.gateway_anew(|text| text.replace(&cluster, &other));
+    let all = [UPGRADES, REQUESTS].concat();
+    each_says(
+        world,
+        "shows a certificate that none of the CAs of apps has signed",
+        &all,
+    );
+    road.gateway_anew(|text| text.replace(&other, &cluster));
+    exec(world).ok();
+}
+
+/// Of a command each word is in the request's path.
+fn a_command_may_be_long_and_one_too_long_is_told(world: &mut World) {
+    let said = |length: usize| {
+        let exec = world.cluster.kubectl("exec -n a ticker -- echo");
+        exec.args(["x".repeat(length)]).run()
+    };
+    assert_eq!(said(40_000).ok().stdout.len(), 40_001);
+    let said = said(65_200).failed();
+    let wanted = "bytes, at most 65536 are allowed";
+    assert!(said.contains(wanted), "{said}");
+}
