@@ -50,7 +50,7 @@ pub struct Config {
     pub allow: Allow,
     /// The node's ports that are served, and where each leads. No other port is.
     pub ports: BTreeMap<u16, Port>,
-    /// Node ports (`9100`, `9000-9999`) that are served as well, over loopback, as soon as the gateway's cluster lists them; `ports` wins. Empty is none.
+    /// Node ports (`9100`, `9000-9999`) that are served as well, over loopback or else by those `addresses` that `allow.hosts` permits, as soon as the gateway's cluster lists them; `ports` wins. Empty is none.
     pub listed_ports: Vec<PortRange>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,

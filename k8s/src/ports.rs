@@ -38,8 +38,6 @@ use tokio::{
 
 /// How long one request may take.
 const BOUND: Duration = Duration::from_secs(10);
-/// By whom the API notes that ports of the Service are listed here: all of them are this one's, whichever gateway wrote.
-const MANAGER: &str = "causeway-ports";
 /// The longest pauses between tries.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
 /// As much of a reason as fits into an event, in bytes.
@@ -215,7 +213,9 @@ impl<'a> Keeper<'a> {
             "spec": { "ports": ports },
         });
         let api = Api::<Service>::namespaced(self.ports.client.clone(), &rules.namespace);
-        let (parameters, patch) = (PatchParams::apply(MANAGER), Patch::Apply(&apply));
+        // By whom the API notes that these ports are listed: all of one list are that list's, whichever gateway wrote, and
+        // of two lists none takes away what the other has put there.
+        let (parameters, patch) = (PatchParams::apply(&rules.name), Patch::Apply(&apply));
         let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
         let written =
             written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;

@@ -742,7 +742,10 @@ async fn kube_apiservers_get_a_status_for_an_upgrade_that_fails() {
                  Upgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
     let head = exchange(&mut wire, asked).await.to_lowercase();
     assert!(head.starts_with("http/1.1 502 "), "{head}");
-    assert!(head.contains("content-type: application/json\r\n"), "{head}");
+    assert!(
+        head.contains("content-type: application/json\r\n"),
+        "{head}"
+    );
     let (_, length) = head.split_once("content-length: ").unwrap();
     let (length, _) = length.split_once("\r\n").unwrap();
     let body = read(&mut wire, length.parse().unwrap()).await;

@@ -67,6 +67,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(deploy::trials())
         .chain(egress::trials())
         .chain(rows::trials("egress", Way::Unix))
+        .chain([ports::proxied("egress", Way::Unix)])
         .chain(fleet::trials())
         .collect();
     let second = hosted::trials()
@@ -74,8 +75,10 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(names::trials())
         .chain(rows::trials("names", names::CHECKED))
         .chain(rows::own_trials("names", names::CHECKED))
+        .chain([ports::proxied("names", names::CHECKED)])
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
+        .chain([ports::proxied("addresses", addresses::CHECKED)])
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
         .chain(certificates::trials())

@@ -7,6 +7,7 @@ use std::{
     fs,
     net::TcpListener,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use libtest_mimic::Trial;
@@ -14,11 +15,13 @@ use serde_json::json;
 
 use crate::{
     nodes::{number, started},
+    steps::by,
     trial,
     world::{
-        World,
-        causeway::BINARY,
-        process::{Process, Program, until},
+        Way, World,
+        causeway::{BINARY, REFUSING},
+        image::BUSYBOX,
+        process::{Process, Program, until, within},
         world,
     },
 };
@@ -33,7 +36,20 @@ pub(crate) fn trials() -> Vec<Trial> {
             "ports::what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list",
             what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list,
         ),
+        trial(
+            "ports::two_lists_for_one_service_leave_each_other_alone",
+            two_lists_for_one_service_leave_each_other_alone,
+        ),
     ]
+}
+
+/// Of a node's own address, by a way that carries this to a port of a node.
+pub(crate) fn proxied(name: &str, way: Way) -> Trial {
+    by(
+        format!("{name}::a_port_of_the_nodes_own_address_is_listed_and_proxied_to"),
+        way,
+        move |world| a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world, way),
+    )
 }
 
 const TUNNEL: u16 = 11_362;
@@ -228,4 +244,136 @@ fn what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list() {
     drop(taken);
     until("both are served", || status(9052) == "502");
     assert_eq!((status(9051).as_str(), metric("ports_refused")), ("200", 0));
+}
+
+/// An app on `edge-1` that loopback does not lead to; by names it speaks TLS, and the API server names nobody without.
+fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, way: Way) {
+    let (port, fronts, key) = match way {
+        Way::Names(_) => (9443, "{ https: apps }", "https-proxy-ports"),
+        Way::Addresses(_) => (9100, "{ http: apps }", "http-proxy-ports"),
+        _ => (9100, "{}", "http-proxy-ports"),
+    };
+    for file in ["rbac.yaml", "ports.yaml"] {
+        world.cluster.apply_example(&format!("ports/{file}"));
+    }
+    let put = |world: &World, ports: &str| {
+        let patch =
+            json!({ "data": { "http-proxy-ports": "", "https-proxy-ports": "", key: ports } });
+        let line = "-n kube-system patch configmap causeway-ports --type merge -p";
+        let patch = world.cluster.kubectl(line).args([patch.to_string()]);
+        patch.run().ok();
+    };
+    put(world, "");
+    let ca = world.cluster.pki.path("ca.pem");
+    let ports = format!("\nkubernetes:\n  ports: {fronts}\n");
+    // Apps that a gateway asks by TLS itself.
+    let apps = format!("\napps:\n  {REFUSING}: {{ ca: {ca} }}\n");
+    world.otherwise(way, |text| {
+        let text = text.replace("\nkubernetes:\n", &ports);
+        if key == "https-proxy-ports" {
+            text.replace("\napps:\n", &apps)
+        } else {
+            text
+        }
+    });
+    let (world, node) = (&*world, &world.nodes[0]);
+    let own = node.site.address();
+    let _app = app(world, port);
+    let opened = |text: String| {
+        let listed = format!("\nlisted_ports: [\"{port}\"]\naddresses: [{own}]\nports:\n");
+        let text = text.replace("\nports:\n", &listed);
+        text.replace(
+            "hosts: [127.0.0.0/8,",
+            &format!("hosts: [127.0.0.0/8, {own},"),
+        )
+    };
+    let before = world.the_road().edge_anew(node, opened);
+    let scheme = if port == 9443 { "https:" } else { "" };
+    let raw = format!("get --raw /api/v1/nodes/{scheme}edge-1:{port}/proxy/metrics");
+    let ask = || world.cluster.kubectl(&raw).run();
+    assert_ne!(ask().code, Some(0), "nobody has listed it");
+    put(world, &port.to_string());
+    until("the port is listed", || ask().text() == "up 1\n");
+    put(world, "");
+    until("it is not any more", || ask().code != Some(0));
+    world.the_road().edge_anew(node, |_| before.clone());
+}
+
+/// What answers `up 1` at this port of the own address of `edge-1` alone.
+fn app(world: &World, port: u16) -> Process {
+    let node = &world.nodes[0];
+    let (own, place) = (node.site.address(), node.path("www"));
+    fs::create_dir_all(&place).unwrap();
+    fs::write(place.join("metrics"), "up 1\n").unwrap();
+    if port != 9443 {
+        let httpd = node.at(BUSYBOX).words("httpd -f -p");
+        let httpd = httpd.args([format!("{own}:{port}"), "-h".into()]);
+        return httpd.args([&place]).start(&node.path("www.log"));
+    }
+    let pki = &world.cluster.pki;
+    pki.server("edge-1-app", &["edge-1"], &[]);
+    let serve = "import http.server, ssl, sys, os\n\
+         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)\n\
+         context.load_cert_chain(sys.argv[3], sys.argv[4])\n\
+         os.chdir(sys.argv[5])\n\
+         server = http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), http.server.SimpleHTTPRequestHandler)\n\
+         server.socket = context.wrap_socket(server.socket, server_side=True)\n\
+         print('serving', flush=True)\n\
+         server.serve_forever()\n";
+    let python = node.at("python3").args(["-c", serve]);
+    let python = python.args([own.to_string(), port.to_string()]);
+    let python = python.args([pki.path("edge-1-app.pem"), pki.path("edge-1-app.key")]);
+    let mut app = python.args([&place]).start(&node.path("www.log"));
+    app.says("serving");
+    app
+}
+
+/// Of two gateways, each with a list of its own, neither takes away what the other has put there, nor has it put back.
+fn two_lists_for_one_service_leave_each_other_alone() {
+    let world = world();
+    let site = Site::new(&world, "ports-two");
+    let role = r#"{"rules": [
+        {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]},
+        {"apiGroups": [""], "resources": ["services"], "verbs": ["list", "watch", "patch"]}
+    ]}"#;
+    let line = "-n kube-system patch role causeway-gateway-ports --type merge -p";
+    world.cluster.kubectl(line).args([role]).run().ok();
+    let line = "-n kube-system create configmap other-ports --from-literal=http-proxy-ports=9061";
+    world.cluster.kubectl(line).run().ok();
+    let folder = world.path("ports-other");
+    fs::create_dir_all(&folder).unwrap();
+    let kubeconfig = world.cluster.account("egress");
+    let other = json!({
+        "data_dir": folder.join("data"),
+        "tunnel": { "listen": "127.0.0.1:11372" }, "admin": { "listen": "127.0.0.1:11375" },
+        "kubernetes": {
+            "kubeconfig": kubeconfig,
+            "ports": { "name": "other-ports", "http": "plain", "service": "causeway-callers" },
+        },
+        "fronts": [{
+            "name": "plain", "kind": "http", "listen": "127.0.0.3:10255", "port": 10255,
+            "anonymous": true, "anonymous_ports": [10255],
+        }],
+    });
+    let _other = started(&folder, &other.to_string());
+    list(&world, "9051");
+    let both = ["causeway-9051=9051", "causeway-9061=9061", "kubelets=10250"];
+    let is_both = || {
+        let mut ports = site.service();
+        ports.sort();
+        ports == both
+    };
+    until("the Service has what both list", is_both);
+    let version = || {
+        let service = world.cluster.get("-n kube-system service causeway-callers");
+        service.unwrap()["metadata"]["resourceVersion"].clone()
+    };
+    list(&world, "9051, 9052");
+    until("a change of one is there", || site.service().len() == 4);
+    // Time is the subject: as long as nobody lists anything else nothing is written.
+    let before = version();
+    let written = within(Duration::from_secs(4), || version() != before);
+    assert!(!written, "{:?}", site.service());
+    let line = "-n kube-system delete configmap other-ports";
+    world.cluster.kubectl(line).run().ok();
 }

@@ -10,6 +10,7 @@ use bytes::{Buf, Bytes};
 use causeway_tunnel::{Refusal, Target, error::Refused, socket::Abort};
 use std::{
     io,
+    net::IpAddr,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -36,6 +37,8 @@ pub(crate) struct App {
     pub(super) id: AppId,
     pub(super) node: Arc<str>,
     pub(super) target: Target,
+    /// Where it is looked for as well, at the same port, if the target does not take a connection.
+    pub(super) also: Vec<IpAddr>,
     pub(super) scheme: Scheme,
     pub(super) tls: Option<AppTls>,
 }

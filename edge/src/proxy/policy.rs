@@ -45,6 +45,7 @@ impl Policy {
                 node: node.clone(),
                 tls: tls::load(*number, port, &target)?,
                 target,
+                also: Vec::new(),
                 scheme: port.scheme,
             };
             ports.insert(*number, Arc::new(app));
@@ -70,6 +71,8 @@ impl Policy {
             id: AppId::Port(port),
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
+            // Whoever lists it does not know where this node's apps listen.
+            also: self.addresses.clone(),
             scheme,
             tls: None,
         };
@@ -164,6 +167,7 @@ impl Policy {
             id: AppId::Other(target.clone()),
             node: self.node.clone(),
             target: target.clone(),
+            also: Vec::new(),
             scheme: Scheme::Http,
             tls: None,
         };
@@ -239,6 +243,30 @@ mod tests {
         }
         let without = with.listing(&Listed::default());
         assert_eq!(without.ports(), [9100]);
+    }
+
+    #[test]
+    fn a_listed_port_is_looked_for_at_the_nodes_own_addresses_that_may_be_dialled() {
+        let with = |hosts: &[&str]| {
+            let policy = policy(json!({
+                "listed_ports": ["9100"], "addresses": ["10.0.0.5"], "allow": { "hosts": hosts },
+            }));
+            policy.listing(&Listed {
+                http: vec![9100],
+                tcp: Vec::new(),
+            })
+        };
+        let own: SocketAddr = "10.0.0.5:9100".parse().unwrap();
+        for (hosts, may) in [
+            (vec!["127.0.0.0/8"], None),
+            (vec!["127.0.0.0/8", "10.0.0.5"], Some(own)),
+        ] {
+            let policy = with(&hosts);
+            let app = policy.decide(&"edge-1:9100".parse().unwrap(), &Kind::Request);
+            let app = app.unwrap();
+            assert_eq!(app.also, [own.ip()]);
+            assert_eq!(policy.check(&app, own), may);
+        }
     }
 
     #[test]

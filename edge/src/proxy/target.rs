@@ -46,7 +46,8 @@ pub(super) async fn dial(
 async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refused> {
     let (host, port) = (app.target.host.as_str(), app.target.port);
     if let Some(ip) = app.target.ip() {
-        return Ok(vec![SocketAddr::new(ip, port)]);
+        let all = [ip].into_iter().chain(app.also.iter().copied());
+        return Ok(all.map(|ip| SocketAddr::new(ip, port)).collect());
     }
     match timeout_at(deadline, resolve::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),

@@ -143,10 +143,10 @@ impl Road {
         causeway(&self.folder).words("reload").run().ok();
     }
 
-    /// Has an edge read its configuration, but for this, while it runs.
-    pub(crate) fn edge_anew(&self, node: &Node, change: impl Fn(String) -> String) {
+    /// Has an edge read its configuration, but for this, while it runs. What it was before.
+    pub(crate) fn edge_anew(&self, node: &Node, change: impl Fn(String) -> String) -> String {
         // It sees by itself that it has changed.
-        rewrite(&node.path("edge.yaml"), change);
+        rewrite(&node.path("edge.yaml"), change)
     }
 
     /// The example's configuration, here.
@@ -348,20 +348,20 @@ impl Callers {
     }
 }
 
-fn rewrite(file: &Path, change: impl Fn(String) -> String) {
+fn rewrite(file: &Path, change: impl Fn(String) -> String) -> String {
     let text = fs::read_to_string(file).unwrap();
     let changed = change(text.clone());
     assert_ne!(text, changed, "{}", file.display());
     fs::write(file, changed).unwrap();
+    text
 }
 
 fn causeway(folder: &Path) -> Program {
     Program::new(BINARY).env("CAUSEWAY_DATA_DIR", folder.join("gateway"))
 }
 
-/// What the examples' policies say besides here: `REFUSING` is for everybody, and so are pods.
-const ANYBODY: &str =
-    "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996, 8080] }, then: allow }\n";
+/// What the examples' policies say besides here: `REFUSING` is for everybody, and so are pods and ports that are listed.
+const ANYBODY: &str = "  - { who: { users: [\"system:anonymous\"] }, what: { ports: [9996, 8080, 9100, 9443] }, then: allow }\n";
 
 /// Fronts that stand beside those of an example.
 fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {

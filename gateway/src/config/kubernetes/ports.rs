@@ -2,6 +2,7 @@
 //!
 //! A listed port is as the front that is named for its kind, but for a listener of its own: a pod sees no original
 //! destination. Where that front does see one, the port is redirected to it instead. What is configured by hand wins.
+//! A `connect` front needs no other for listed ports: there it is only edges that are told of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -78,7 +79,8 @@ impl Ports {
             ("service", self.service.as_ref()),
         ];
         check_names("kubernetes.ports", names, faults);
-        if self.fronts().next().is_none() {
+        let needs_none = |front: &Front| front.kind == Kind::Connect;
+        if self.fronts().next().is_none() && !fronts.iter().any(needs_none) {
             let message =
                 "lists for no front; name one as \"http\" or \"https\" here, or remove this key";
             faults.add("kubernetes.ports", message);
@@ -132,7 +134,7 @@ impl Config {
             });
             match front {
                 Some(front) => self.serve(&front, ports, &mut faults),
-                None if ports.is_empty() => {}
+                None if ports.is_empty() || rules.fronts().next().is_none() => {}
                 None => faults.add(
                     format!("{key}-proxy-ports"),
                     format!(
@@ -195,6 +197,12 @@ impl Config {
             }
             if let (true, Some(redirect)) = (front.original_destination, &mut self.redirect) {
                 redirect.ports.insert(port, front.name.clone());
+                let shared = self.fronts.iter_mut();
+                for shared in shared.filter(|each| each.name == front.name) {
+                    if !shared.anonymous_ports.is_empty() {
+                        shared.anonymous_ports.push(port);
+                    }
+                }
                 continue;
             }
             let mut own = front.clone();
@@ -204,7 +212,7 @@ impl Config {
             if let Listen::Tcp(address) = &mut own.listen {
                 address.set_port(port);
             }
-            // Whoever opened this front to anybody named ports: those that are listed are meant as well.
+            // Whoever opened this front to anybody named ports: those that are listed are meant as well, here and above.
             if !own.anonymous_ports.is_empty() {
                 own.anonymous_ports = vec![port];
             }
@@ -286,6 +294,26 @@ mod tests {
         let config = config.listing(&listed(&[], &[9443])).unwrap();
         assert_eq!(config.fronts.len(), 1);
         assert_eq!(config.redirect.unwrap().ports[&9443], "kubelets");
+        let config = self::config(&json!({
+            "redirect": { "fronts": ["any"] },
+            "fronts": [{ "name": "any", "kind": "http", "listen": "0.0.0.0:10264", "port": 10255,
+                         "original_destination": true, "anonymous": true, "anonymous_ports": [10255] }],
+            "kubernetes": { "ports": { "http": "any" } },
+        }));
+        let config = config.listing(&listed(&[9051], &[])).unwrap();
+        assert_eq!(config.fronts[0].anonymous_ports, [10255, 9051]);
+    }
+
+    #[test]
+    fn where_there_are_connect_fronts_alone_edges_are_told_and_nobody_listens() {
+        let config = config(&json!({
+            "kubernetes": { "ports": {} },
+            "fronts": [{ "name": "api", "kind": "connect", "listen": "unix:/run/it.sock" }],
+        }));
+        assert_eq!(said(&config.validate()), "");
+        let config = config.listing(&listed(&[9051], &[9443])).unwrap();
+        assert_eq!(config.fronts.len(), 1);
+        assert_eq!(config.listed.unwrap().http, [9051, 10267]);
     }
 
     #[test]
