@@ -100,7 +100,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         },
         #[cfg(feature = "k8s")]
         Command::Redirect(run) => match configure(run, &[], |_| Ok(()))? {
-            Some((config, _)) => Job::new(config.log.clone(), redirect::run(config)),
+            Some((config, sources)) => Job::new(config.log.clone(), redirect::run(config, sources)),
             None => return Ok(None),
         },
         Command::Demo(demo) => Job::brief(demo::run(demo)),

@@ -7,6 +7,7 @@
 mod admin;
 mod config;
 mod gateways;
+mod reload;
 mod session;
 
 use crate::{
@@ -19,6 +20,8 @@ use crate::{
     seldom::Seldom,
     state::{Nodes, NodesWriter},
 };
+use arc_swap::ArcSwap;
+use causeway_config::Reloads;
 use causeway_tunnel::{
     listener::{self, Listener, Peer},
     socket::{Abort, Socket},
@@ -27,7 +30,9 @@ use causeway_tunnel::{
 pub use config::{Admin, Cluster, Config, Limits, Timeouts};
 use futures_util::future::BoxFuture;
 use gateways::Gateways;
-use std::{collections::BTreeMap, io, net::SocketAddr, sync::Arc, time::Duration};
+use reload::ByPort;
+pub use reload::{Changed, Reloader};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::{Semaphore, watch},
     time::{Instant, timeout},
@@ -70,7 +75,7 @@ impl Error {
 /// What passes callers on needs to know.
 #[derive(Debug)]
 struct Passing {
-    ports: BTreeMap<u16, Gateways>,
+    ports: ArcSwap<ByPort>,
     nodes: Nodes,
     timeouts: Timeouts,
     metrics: Arc<RedirectorMetrics>,
@@ -119,6 +124,8 @@ pub struct Redirector {
     nat: Nat,
     nodes: NodesWriter,
     readiness: Readiness,
+    reloader: Reloader,
+    reloads: Reloads,
 }
 
 impl Redirector {
@@ -131,22 +138,23 @@ impl Redirector {
         let (listener, listens) = bound("listen", config.listen)?;
         let (admin, shown) = bound("admin.listen", config.admin.listen)?;
         let nodes = NodesWriter::default();
-        let led = Ports::all_to(listens, config.ports.keys().copied());
-        let nat = Nat::install(&config.table, &nodes, watch::channel(led).1)?;
-        let gateways = config.ports.into_iter();
+        let (led, leads) = watch::channel(Ports::all_to(listens, config.ports.keys().copied()));
+        let nat = Nat::install(&config.table, &nodes, leads)?;
         let passing = Passing {
-            ports: gateways
-                .map(|(port, all)| (port, Gateways::new(all)))
-                .collect(),
+            ports: ArcSwap::from_pointee(reload::by_port(&config, &ByPort::new())),
             nodes: nodes.reader(),
-            timeouts: config.timeouts,
+            timeouts: config.timeouts.clone(),
             metrics: RedirectorMetrics::new(),
             lost: Seldom::default(),
             turned_away: Seldom::default(),
         };
+        let passing = Arc::new(passing);
+        let room = Arc::new(Semaphore::new(config.limits.connections));
         Ok(Self {
-            passing: Arc::new(passing),
-            room: Arc::new(Semaphore::new(config.limits.connections)),
+            reloader: Reloader::new(config, passing.clone(), (listens, led)),
+            reloads: Reloads::default(),
+            passing,
+            room,
             listener,
             admin,
             addresses: [listens, shown],
@@ -159,6 +167,17 @@ impl Redirector {
     /// The table of nodes, for whoever knows them.
     pub fn nodes(&self) -> NodesWriter {
         self.nodes.clone()
+    }
+
+    /// By which another configuration is put into force, at any time from now on.
+    pub fn reloader(&self) -> Reloader {
+        self.reloader.clone()
+    }
+
+    /// The same, whose admin listener has the configuration read anew by these.
+    #[must_use]
+    pub fn reloads(self, reloads: Reloads) -> Self {
+        Self { reloads, ..self }
     }
 
     /// What is counted.
@@ -192,7 +211,13 @@ impl Redirector {
         let (control, closing) = (Tasks::default(), CancellationToken::new());
         control.spawn(info_span!("redirect"), self.nat.run(closing.clone()));
         let metrics = self.passing.metrics.clone();
-        let pages = admin::router(admin::App { fares, metrics }, shown.ip());
+        let reloads = self.reloads;
+        let app = admin::App {
+            fares,
+            metrics,
+            reloads,
+        };
+        let pages = admin::router(app, shown.ip());
         let admin = http::run(self.admin, pages, closing.clone());
         control.spawn(info_span!("admin"), admin);
         let door = Door {

@@ -287,6 +287,61 @@ async fn a_gateway_that_is_away_is_passed_over_and_where_none_is_left_callers_ar
 }
 
 #[tokio::test]
+async fn another_configuration_is_taken_up_and_what_is_open_stays_where_it_is() {
+    need!(NEED, "curl");
+    let street = Street::new();
+    let mut scene = Scene::new(&street).await;
+    let app = App::tcp(Script::new().echo()).await;
+    scene.joins("edge-1", &["10.0.0.11"], app).await;
+    let host = street.host();
+    let file = scene.configuration(&[], "");
+    let redirect = scene.redirect(&host, file.clone(), "10.0.0.11").await;
+    let mut stream = dial(&host, BYTES).await.unwrap();
+    let mut echoed = [0; 4];
+    stream.write_all(b"once").await.unwrap();
+    stream.read_exact(&mut echoed).await.unwrap();
+
+    // One port less, and a key that waits.
+    let [nodes, _] = scene.fronts;
+    let text = fs::read_to_string(&file).unwrap();
+    let (before, _) = text.split_once("ports:").unwrap();
+    let (_, behind) = text.split_once("kubernetes:").unwrap();
+    let ports = format!("ports: {{ 9100: [\"{HUB}:{nodes}\"] }}");
+    let less = format!("{before}{ports}\nkubernetes:{behind}limits: {{ connections: 7 }}\n");
+    fs::write(&file, less).unwrap();
+    let mut process = redirect.process;
+    let said = process.said("the configuration is in force").await;
+    assert!(said.contains("leads 9100 away"), "{said}");
+    assert!(said.contains("waits for the next start: limits"), "{said}");
+    let said = scene.curl("https://10.0.0.11:9100/", &host).await;
+    assert_eq!(said.ok().text(), "edge-1");
+    until("nobody is led away from the other port", async || {
+        let rules = host.nft("list table inet causeway").unwrap_or_default();
+        rules.contains("9100") && !rules.contains("9200")
+    })
+    .await;
+    stream.write_all(b"more").await.unwrap();
+    stream.read_exact(&mut echoed).await.unwrap();
+    assert_eq!(&echoed, b"more");
+
+    // What is wrong is refused, to whoever asks as well.
+    fs::write(&file, "ports: { 9100: [nowhere] }\n").unwrap();
+    let asked = host.causeway().args(["reload", "--admin", &redirect.admin]);
+    let asked = asked.run().await.with_code(2);
+    assert!(asked.stderr.contains("nowhere"), "{asked:?}");
+    fs::write(&file, text).unwrap();
+    until("all is as it was", async || {
+        let rules = host.nft("list table inet causeway").unwrap_or_default();
+        rules.contains("9200")
+    })
+    .await;
+    let mut stream = dial(&host, BYTES).await.unwrap();
+    stream.write_all(b"anew").await.unwrap();
+    stream.read_exact(&mut echoed).await.unwrap();
+    assert_eq!(&echoed, b"anew");
+}
+
+#[tokio::test]
 async fn the_rules_follow_the_nodes_and_go_with_the_process_however_it_ends() {
     need!(NEED, "curl");
     let street = Street::new();

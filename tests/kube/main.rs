@@ -17,6 +17,7 @@ mod hosts;
 mod names;
 mod nodes;
 mod ports;
+mod redirect;
 mod reviews;
 mod rows;
 mod scrapes;
@@ -79,6 +80,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain([ports::proxied("addresses", addresses::CHECKED)])
+        .chain(redirect::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
         .chain(certificates::trials())

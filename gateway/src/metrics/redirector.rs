@@ -21,6 +21,8 @@ declare! {
     gateways_failed: Counter,
     /// Addresses of nodes of which connections are led away.
     addresses: Gauge,
+    /// Configurations that were read anew, by what came of it.
+    reloads: Family<[Label; 1], Counter>,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,
     /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
@@ -87,6 +89,12 @@ impl RedirectorMetrics {
     /// A gateway could not be reached.
     pub fn gateway_failed(&self) {
         self.declared.gateways_failed.inc();
+    }
+
+    /// A configuration was read anew, and taken up or refused.
+    pub fn reloaded(&self, well: bool) {
+        let labels = [("outcome", if well { "ok" } else { "refused" })];
+        self.declared.reloads.get_or_create(&labels).inc();
     }
 
     /// So many addresses are led away.

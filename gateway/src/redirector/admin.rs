@@ -1,11 +1,18 @@
-//! The redirector's admin listener: health and metrics, kept as the gateway's is.
+//! The redirector's admin listener: health, metrics and reload, kept as the gateway's is.
 
 use super::Fares;
 use crate::{
     control::admin::{kept, scraped},
     metrics::RedirectorMetrics,
 };
-use axum::{Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
+use axum::{
+    Router,
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::IntoResponse,
+    routing::{get, post},
+};
+use causeway_config::Reloads;
 use std::{net::IpAddr, sync::Arc};
 
 /// What is shown.
@@ -13,6 +20,8 @@ use std::{net::IpAddr, sync::Arc};
 pub(super) struct App {
     pub(super) fares: Fares,
     pub(super) metrics: Arc<RedirectorMetrics>,
+    /// Who reads the configuration anew.
+    pub(super) reloads: Reloads,
 }
 
 /// The pages, at this address.
@@ -21,6 +30,7 @@ pub(super) fn router(app: App, address: IpAddr) -> Router {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .route("/metrics", get(scrape))
+        .route("/api/v1/reload", post(reload))
         .with_state(app);
     kept(router, address)
 }
@@ -35,4 +45,11 @@ async fn readyz(State(app): State<App>) -> (StatusCode, String) {
 async fn scrape(State(app): State<App>) -> impl IntoResponse {
     app.metrics.addresses(app.fares.addresses());
     scraped(app.metrics.encode())
+}
+
+/// Has the configuration read anew, and says what that did.
+async fn reload(State(app): State<App>, fields: HeaderMap) -> (StatusCode, String) {
+    let page = fields.contains_key(header::ORIGIN);
+    let (code, said) = app.reloads.answer(page).await;
+    (StatusCode::from_u16(code).unwrap_or_default(), said)
 }

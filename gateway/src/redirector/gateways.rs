@@ -34,6 +34,11 @@ impl Gateways {
         Self { all, first }
     }
 
+    /// Whether they are these.
+    pub(super) fn are(&self, all: &[String]) -> bool {
+        self.all == all
+    }
+
     /// A connection to the first that takes one before `bound` has passed, of which each gets its share.
     ///
     /// # Errors

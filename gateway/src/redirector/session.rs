@@ -51,7 +51,7 @@ pub(super) async fn serve(passing: &Passing, caller: Socket, peer: Peer) {
         passing.metrics.failed("not_redirected");
         return tracing::debug!("a connection that no rule has led here");
     };
-    let Some(gateways) = passing.ports.get(&to.port()) else {
+    let Some(gateways) = passing.ports.load().get(&to.port()).cloned() else {
         passing.metrics.failed("not_redirected");
         return tracing::debug!(%to, "a connection to a port that is not led here");
     };

@@ -6,7 +6,7 @@
 
 use std::{
     fs,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -68,7 +68,9 @@ impl Cluster {
         let etcd = Program::new(assets.join("etcd"))
             .args([format!("--data-dir={}", folder.join("etcd").display())])
             .words("--unsafe-no-fsync --log-level=warn")
-            .words("--listen-client-urls=http://127.0.0.1:2379")
+            .args([format!(
+                "--listen-client-urls=http://127.0.0.1:2379,http://{CLOUD}:2379"
+            )])
             .words("--advertise-client-urls=http://127.0.0.1:2379")
             .words("--listen-peer-urls=http://127.0.0.1:2380")
             .start(&folder.join("etcd.log"));
@@ -219,13 +221,7 @@ impl Cluster {
         self.stop();
         self.started += 1;
         let log = self.folder.join(format!("api-{}.log", self.started));
-        let mut command = self
-            .program()
-            .args(self.arguments())
-            .words("--etcd-servers=http://127.0.0.1:2379 --secure-port=6443")
-            .words("--authorization-mode=Node,RBAC --service-cluster-ip-range=10.96.0.0/16")
-            .words("--service-account-issuer=https://kubernetes.default.svc")
-            .words(AGGREGATION);
+        let mut command = always(self.program().args(self.arguments()));
         if let Some(egress) = &self.flags.egress {
             let file = egress.display();
             command = command.args([format!("--egress-selector-config-file={file}")]);
@@ -236,6 +232,32 @@ impl Cluster {
             asked.code == Some(0)
         });
         assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
+    }
+
+    /// A further API server, on a host of its own, with an administrator's `second-admin.kubeconfig`.
+    pub(crate) fn second(&self, host: &net::Machine, address: Ipv4Addr) -> Process {
+        let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
+        self.pki.server("second", &names, &[address.into()]);
+        let masters = Some("system:masters");
+        self.pki.client("second-admin", "admin", masters);
+        let config = self
+            .pki
+            .kubeconfig("second-admin", &format!("https://{address}:6443"));
+        let arguments = self.arguments().into_iter().map(|argument| {
+            argument
+                .replace(&CLOUD.to_string(), &address.to_string())
+                .replace("/apiserver.", "/second.")
+        });
+        let program = self.assets.join("kube-apiserver").display().to_string();
+        let command = always(host.at(&program).args(arguments));
+        let log = self.folder.join("api-second.log");
+        let api = command.start(&log);
+        until("the second API server is ready", || {
+            let ready = Program::new(self.assets.join("kubectl")).words("get --raw /readyz");
+            let ready = ready.args(["--kubeconfig", &config]);
+            ready.env("HOME", &self.folder).run().code == Some(0)
+        });
+        api
     }
 
     /// The API server, which sees its own files of names where the flags say so.
@@ -352,6 +374,15 @@ impl Cluster {
             },
         }));
     }
+}
+
+/// What every API server is told.
+fn always(api: Program) -> Program {
+    api.args([format!("--etcd-servers=http://{CLOUD}:2379")])
+        .words("--secure-port=6443 --service-cluster-ip-range=10.96.0.0/16")
+        .words("--authorization-mode=Node,RBAC")
+        .words("--service-account-issuer=https://kubernetes.default.svc")
+        .words(AGGREGATION)
 }
 
 fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {

@@ -126,24 +126,35 @@ impl Site {
     }
 }
 
-/// The machine of the node `cloud-1`, which the gateway's host can dial.
+/// A machine of the cloud's own, which the gateway's host can dial.
 pub(crate) struct Machine {
     space: &'static str,
 }
 
 impl Machine {
-    /// Puts it on the cloud's bridge.
+    /// That of the node `cloud-1`.
     pub(crate) fn new() -> Self {
-        let machine = Self { space: "machine" };
-        let (space, address) = (machine.space, MACHINE);
+        Self::called("machine", MACHINE)
+    }
+
+    /// Puts one on the cloud's bridge.
+    pub(crate) fn called(space: &'static str, address: Ipv4Addr) -> Self {
+        let machine = Self { space };
         must(&format!("ip netns add {space}"));
         must(&format!(
-            "ip link add port type veth peer name eth0 netns {space}"
+            "ip link add {space} type veth peer name eth0 netns {space}"
         ));
-        must("ip link set port master cloud up");
+        must(&format!("ip link set {space} master cloud up"));
         must(&format!("ip -n {space} addr add {address}/24 dev eth0"));
-        must(&format!("ip -n {space} link set eth0 up"));
+        for link in ["lo", "eth0"] {
+            must(&format!("ip -n {space} link set {link} up"));
+        }
         machine
+    }
+
+    /// Gives it a way to everywhere else.
+    pub(crate) fn leads_on(&self, by: Ipv4Addr) {
+        must(&format!("ip -n {} route add default via {by}", self.space));
     }
 
     /// A program, to be run there.
