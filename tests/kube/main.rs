@@ -23,6 +23,7 @@ mod rows;
 mod scrapes;
 mod stands;
 mod steps;
+mod webhooks;
 mod world;
 
 use std::{env, process::ExitCode};
@@ -80,6 +81,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(scrapes::trials("names", names::CHECKED))
         .chain(addresses::trials())
         .chain([ports::proxied("addresses", addresses::CHECKED)])
+        .chain(webhooks::trials())
         .chain(redirect::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
