@@ -79,6 +79,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(rows::own_trials("names", names::CHECKED))
         .chain([ports::proxied("names", names::CHECKED)])
         .chain(scrapes::trials("names", names::CHECKED))
+        .chain([rows::undecided("names", names::CHECKED)])
         .chain(addresses::trials())
         .chain([ports::proxied("addresses", addresses::CHECKED)])
         .chain(webhooks::trials())

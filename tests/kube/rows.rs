@@ -12,7 +12,9 @@ use crate::{
     steps::{self, by},
     world::{
         Way, World,
+        causeway::Callers,
         process::{Program, Ran, until},
+        world,
     },
 };
 
@@ -46,6 +48,34 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
             a_command_may_be_long_and_one_too_long_is_told,
         ),
     ]
+}
+
+/// What a gateway tells that asks the cluster about its callers.
+pub(crate) fn undecided(name: &str, way: Way) -> Trial {
+    Trial::test(
+        format!("{name}::that_nobody_can_decide_is_told"),
+        move || {
+            let mut world = world();
+            world.lets_in(way, Callers::Scrapers);
+            that_nobody_can_decide_is_told(&world);
+            Ok(())
+        },
+    )
+}
+
+fn that_nobody_can_decide_is_told(world: &World) {
+    exec(world).ok();
+    let reviews = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/egress/reviews.yaml");
+    let delete = world.cluster.kubectl("delete -f").args([reviews]);
+    delete.run().ok();
+    let wanted = "the cluster does not let this gateway create subjectaccessreviews";
+    until("what it was told does not count any more", || {
+        let ran = exec(world);
+        ran.code != Some(0) && ran.stderr.contains(wanted)
+    });
+    each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
+    world.cluster.apply_example("egress/reviews.yaml");
+    until("it may ask again", || exec(world).code == Some(0));
 }
 
 /// Commands for edge-1, one of each kind.
