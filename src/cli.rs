@@ -17,11 +17,11 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use ca::{
-    Ca, CaBackup, CaCaller, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
+    Ca, CaBackup, CaCaller, CaImport, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
 };
 pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgePins, EdgeRevoke, EdgeUnpin};
 #[cfg(feature = "k8s")]
-pub(crate) use k8s::{EgressConfig, K8s};
+pub(crate) use k8s::{CaSecret, EgressConfig, K8s};
 pub(crate) use keys::Keys;
 use token::label;
 pub(crate) use token::{ConfirmedArgs, Listing, Token, TokenCreate, TokenList, TokenRevoke};

@@ -44,8 +44,8 @@ pub use pem::{certificates, encode_chain};
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
 pub use store::{
-    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pin, PinTable, Pins, Revocation, Store,
-    StoreError,
+    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pin, PinTable, Pins, Revocation, Shared,
+    Store, StoreError,
 };
 pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
 pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};

@@ -11,6 +11,7 @@ mod backup;
 mod dir;
 mod owner;
 mod pins;
+mod shared;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -23,6 +24,7 @@ pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
 pub use pins::{Pin, PinTable, Pins};
+pub use shared::Shared;
 
 use crate::ca::Issued;
 use crate::edge::{EdgeFile, EdgeIdentity};

@@ -20,6 +20,17 @@ pub(crate) enum Ca {
     Backup(CaBackup),
     /// Make a data directory what it was when a backup was made; no gateway may run on it
     Restore(CaBackup),
+    /// Take up the CA that several gateways share, from a folder such as a mounted Secret; may be run again
+    Import(CaImport),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaImport {
+    /// The folder with ca.json and tickets.key (`causeway k8s ca-secret`)
+    #[arg(value_name = "DIR")]
+    pub(crate) from: PathBuf,
+    #[command(flatten)]
+    pub(crate) data: DataDir,
 }
 
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::DataDir;
+use super::{DataDir, OperatorFiles};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum K8s {
@@ -12,6 +12,26 @@ pub(crate) enum K8s {
     EgressConfig(EgressConfig),
     /// Print the CAs that kube-apiserver's `--kubelet-certificate-authority` has to know where fronts show certificates by the gateway's CA
     CaBundle(CaBundle),
+    /// Print the Secret by which several gateways have one CA: a new one, or that of a data directory
+    CaSecret(CaSecret),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CaSecret {
+    /// Namespace of the Secret
+    #[arg(long, value_name = "NAME", default_value = "causeway")]
+    pub(crate) namespace: String,
+    /// Name of the Secret
+    #[arg(long, default_value = "causeway-ca")]
+    pub(crate) name: String,
+    /// Under which name identities stand in certificates: `spiffe://NAME`
+    #[arg(long, value_name = "NAME", default_value = "causeway.local")]
+    pub(crate) trust_domain: causeway_certs::TrustDomain,
+    #[command(flatten)]
+    pub(crate) operator: OperatorFiles,
+    /// Data directory of a gateway, whose CA it is to be; without it a new one is made
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["trust_domain", "from_certificate", "from_key"])]
+    pub(crate) data_dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

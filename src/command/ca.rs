@@ -8,11 +8,11 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::anyhow;
 use causeway_certs::{
-    Access, Backup, Ca as Authority, Leaf, OperatorCa, Store, StoreError, TrustDomain,
+    Access, Backup, Ca as Authority, Leaf, OperatorCa, Shared, Step, Store, StoreError, TrustDomain,
 };
 
 use super::{data, operator, private, rotate};
-use crate::cli::{Ca, CaBackup, CaCaller, CaInit};
+use crate::cli::{Ca, CaBackup, CaCaller, CaImport, CaInit};
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
@@ -22,6 +22,7 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
         Ca::Rotate(order) => rotate::run(order).await,
         Ca::Backup(ask) => backup(&ask),
         Ca::Restore(ask) => restore(&ask),
+        Ca::Import(ask) => import(&ask).await,
     }
 }
 
@@ -112,6 +113,27 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
         directory.display(),
         humantime::format_rfc3339_seconds(made)
     );
+    Ok(())
+}
+
+async fn import(ask: &CaImport) -> anyhow::Result<()> {
+    let shared = Shared::read(&ask.from)?;
+    let directory = &ask.data.data_dir;
+    let store = Store::open(directory, Access::Create)?;
+    let step = store.take_up(&shared).map_err(|error| match error {
+        StoreError::Exists { .. } => anyhow!(
+            "there is another CA in {}, and its edges would be lost; take up the one that it has (causeway k8s ca-secret --data-dir {} makes the Secret), or empty the directory",
+            directory.display(),
+            directory.display()
+        ),
+        error => error.into(),
+    })?;
+    let news = match step {
+        Step::Made => "taken up",
+        Step::Standing => "is there already",
+    };
+    println!("CA {} {news}", shared.ca().fingerprint());
+    rotate::tell(directory).await?;
     Ok(())
 }
 

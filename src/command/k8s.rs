@@ -1,14 +1,16 @@
 //! `causeway k8s`: what a cluster has to be told. Prints; touches nothing.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
-use causeway_certs::{certificates, encode_chain};
+use causeway_certs::{Ca, Shared, certificates, encode_chain};
 use causeway_k8s::egress::Front;
+use serde_json::json;
 
-use super::data;
-use crate::cli::{EgressConfig, K8s};
+use super::{data, operator};
+use crate::cli::{CaSecret, EgressConfig, K8s};
 
 pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
     match order {
@@ -21,6 +23,10 @@ pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
         K8s::CaBundle(ask) => {
             let (_, ca) = data::with_ca(&ask.data.data_dir)?;
             print!("{}", bundle(&ca.bundle_pem(), &ask.kubelet_ca)?);
+            Ok(())
+        }
+        K8s::CaSecret(ask) => {
+            println!("{}", secret(&ask)?);
             Ok(())
         }
     }
@@ -40,6 +46,26 @@ fn bundle(own: &str, files: &[PathBuf]) -> anyhow::Result<String> {
         }
     }
     Ok(encode_chain(&all))
+}
+
+/// The Secret, as kubectl takes it.
+fn secret(ask: &CaSecret) -> anyhow::Result<String> {
+    let shared = if let Some(directory) = &ask.data_dir {
+        data::with_ca(directory)?.0.shared()?
+    } else {
+        let mut ca = Ca::create(&ask.trust_domain)?;
+        if let Some(operator) = operator::read(&ask.operator)? {
+            (ca, _) = ca.signed_by(&operator)?;
+        }
+        Shared::new(ca)
+    };
+    let texts: BTreeMap<_, _> = shared.files()?.into();
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+        "metadata": { "name": ask.name, "namespace": ask.namespace },
+        "stringData": texts,
+    });
+    Ok(serde_json::to_string_pretty(&secret)?)
 }
 
 fn front(ask: EgressConfig) -> anyhow::Result<Front> {
@@ -63,7 +89,8 @@ fn front(ask: EgressConfig) -> anyhow::Result<Front> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_certs::{Ca, TrustDomain};
+    use crate::cli::OperatorFiles;
+    use causeway_certs::{Access, Store, TrustDomain};
 
     #[test]
     fn a_bundle_has_our_roots_and_those_of_the_files_each_once_and_no_key() {
@@ -83,5 +110,32 @@ mod tests {
             refused.contains("kubelets.pem") && refused.contains("no certificate"),
             "{refused}"
         );
+    }
+
+    #[test]
+    fn a_secret_has_what_gateways_share_new_or_of_a_directory() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ask = CaSecret {
+            namespace: "causeway".to_owned(),
+            name: "causeway-ca".to_owned(),
+            trust_domain: TrustDomain::parse("test.example").unwrap(),
+            operator: OperatorFiles::default(),
+            data_dir: None,
+        };
+        let made = |ask: &CaSecret| -> serde_json::Value {
+            serde_json::from_str(&secret(ask).unwrap()).unwrap()
+        };
+        let first = made(&ask);
+        assert_eq!(first["metadata"]["namespace"], "causeway");
+        for (name, text) in first["stringData"].as_object().unwrap() {
+            fs::write(folder.path().join(name), text.as_str().unwrap()).unwrap();
+        }
+        let shared = Shared::read(folder.path()).unwrap();
+        assert_eq!(shared.ca().trust_domain().to_string(), "test.example");
+        let data = folder.path().join("data");
+        let store = Store::open(&data, Access::Create).unwrap();
+        store.take_up(&shared).unwrap();
+        ask.data_dir = Some(data);
+        assert_eq!(made(&ask), first);
     }
 }

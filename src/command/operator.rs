@@ -21,7 +21,14 @@ pub(super) fn read(files: &OperatorFiles) -> anyhow::Result<Option<OperatorCa>> 
         let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         anyhow::Ok(String::from_utf8_lossy(&bytes).into_owned())
     };
-    let operator = OperatorCa::load(&text(certificate)?, &text(key)?);
+    let chain = text(certificate)?;
+    // Both may be one file, or what comes on standard input, which reads once.
+    let secret = if key == certificate {
+        chain.clone()
+    } else {
+        text(key)?
+    };
+    let operator = OperatorCa::load(&chain, &secret);
     operator.map(Some).with_context(|| {
         let (certificate, key) = (certificate.display(), key.display());
         format!("{certificate} with {key} cannot sign Causeway's root")

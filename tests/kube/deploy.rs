@@ -3,6 +3,7 @@
 //! Its rights are those of the examples, by which all other tests live: nothing here grants more.
 
 mod pods;
+mod replicas;
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
@@ -33,6 +34,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             each_configuration_is_sound,
         ),
         trial(
+            "deploy::edges_may_join_by_tokens_all_the_same",
+            edges_may_join_by_tokens_all_the_same,
+        ),
+        trial(
             "deploy::the_chart_is_made_of_the_overlays",
             the_chart_is_made_of_the_overlays,
         ),
@@ -45,10 +50,14 @@ pub(crate) fn trials() -> Vec<Trial> {
             values_are_laid_over_what_helm_makes,
         ),
     ];
-    judged.into_iter().chain(pods::trials()).collect()
+    let run = pods::trials().into_iter().chain(replicas::trials());
+    judged.into_iter().chain(run).collect()
 }
 
-/// Each way, with the files of rights by which it is tested.
+/// By which rights edges join, whatever the way.
+const JOINING: &str = "certificates/rbac.yaml";
+
+/// Each way, with the files of rights by which it is tested besides.
 const WAYS: [(&str, &[&str]); 4] = [
     ("callers", &["egress/rbac.yaml", "egress/reviews.yaml"]),
     ("dns", &["dns/rbac.yaml"]),
@@ -207,7 +216,7 @@ fn rights_are_those_of_the_examples() {
     for (way, examples) in WAYS {
         let all = objects(&world, &kustomized(&world, way));
         let mut wanted = BTreeMap::new();
-        for example in examples {
+        for example in examples.iter().chain([&JOINING]) {
             let text = fs::read_to_string(file("examples").join(example)).unwrap();
             wanted.extend(rights(&objects(&world, &text)));
         }
@@ -252,6 +261,35 @@ fn each_configuration_is_sound() {
         let all = objects(&world, &kustomized(&world, way));
         sound(&world, way, &all);
     }
+}
+
+fn edges_may_join_by_tokens_all_the_same() {
+    let world = world();
+    let copy = world.path("deploy-tokens");
+    fs::create_dir_all(&copy).unwrap();
+    let copied = Program::new("cp").args(["-r".into(), file("deploy/."), copy.clone()]);
+    copied.run().ok();
+    let overlay = copy.join("overlays/callers");
+    let change = |name: &str, from: &str, to: &str| {
+        let text = fs::read_to_string(overlay.join(name)).unwrap();
+        assert!(text.contains(from), "{name}: {text}");
+        fs::write(overlay.join(name), text.replace(from, to)).unwrap();
+    };
+    let with = "patches:\n";
+    let component = format!("components: [../../components/tokens]\n{with}");
+    change("kustomization.yaml", with, &component);
+    change("edge.yaml", "kubernetes: {}", "# by a token");
+    let made = world.cluster.kubectl("kustomize").args([overlay]);
+    let all = objects(&world, &made.run().ok().text());
+    make(&world, &all, &SURROUNDINGS);
+    let edge = pod(named(&all, "DaemonSet", "causeway-edge"));
+    let container = &edge["spec"]["containers"][0];
+    let said = container["env"].to_string() + &container["volumeMounts"].to_string();
+    assert!(said.contains("CAUSEWAY_JOIN_FILE"), "{said}");
+    assert!(said.contains("/etc/causeway-join\""), "{said}");
+    let take = world.cluster.kubectl("create --dry-run=server -f -");
+    assert_eq!(take.input(edge.to_string()).run().ok().stderr, "");
+    sound(&world, "tokens", &all);
 }
 
 /// In an order of their own, and without the namespace that helm makes itself.
@@ -332,6 +370,11 @@ fn values_are_laid_over_what_helm_makes() {
     let edge = named(&all, "DaemonSet", "causeway-edge");
     assert_eq!(edge["metadata"]["namespace"], "edges");
     named(&all, "Namespace", "edges");
+    assert!(data("causeway-gateway").contains("edges/causeway-edge"));
+    let subjects = &named(&all, "ClusterRoleBinding", "causeway-edge")["subjects"];
+    assert_eq!(subjects[0]["namespace"], "edges");
+    let publishes = named(&all, "RoleBinding", "causeway-gateway-ca");
+    assert_eq!(publishes["metadata"]["namespace"], "kube-system");
     let unmade = all
         .iter()
         .all(|it| it["kind"] != "Namespace" || it["metadata"]["name"] == "edges");

@@ -392,6 +392,7 @@ fn controllers(folder: &Path, assets: &Path, pki: &Pki) -> Process {
         "serviceaccount-token-controller",
         "root-ca-certificate-publisher-controller",
         "endpoints-controller",
+        "endpointslice-controller",
         "namespace-controller",
         "certificatesigningrequest-signing-controller",
         "certificatesigningrequest-approving-controller",

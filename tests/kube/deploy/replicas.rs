@@ -1,0 +1,246 @@
+//! Two gateways as pods, the edge of their node, and a caller of the cluster who comes to whichever of them is ready.
+//!
+//! What a Service does is done by hand: the caller takes one of the addresses that its `EndpointSlices` have for ready. These,
+//! and what the name of the gateways leads to, are the cluster's own work: its controllers and a real `CoreDNS`.
+
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use super::pods::{Made, gateway, status, told};
+use crate::{
+    steps,
+    world::{
+        Way, World, image,
+        process::{Process, until},
+    },
+};
+
+pub(super) fn trials() -> [Trial; 1] {
+    [steps::by(
+        "deploy::a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go".to_owned(),
+        Way::Address,
+        a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go,
+    )]
+}
+
+/// The headless Service, as the cluster names it.
+const GATEWAYS: &str = "causeway-gateways.causeway.svc.cluster.local";
+
+/// The cluster's DNS, on the node's loopback.
+fn names(world: &World) -> Process {
+    let file = world.path("Corefile.cluster");
+    let admin = world.cluster.pki.path("admin.kubeconfig");
+    let text = format!(
+        "cluster.local:53 {{\n bind 127.0.0.1\n kubernetes cluster.local {{\n kubeconfig {admin}\n }}\n}}\n"
+    );
+    fs::write(&file, text).unwrap();
+    let coredns = world.cluster.assets.join("coredns");
+    let mut names = world.nodes[0]
+        .at(&coredns.display().to_string())
+        .args(["-conf".as_ref(), file.as_os_str()])
+        .start(&world.path("coredns.cluster.log"));
+    names.says("CoreDNS-");
+    names
+}
+
+/// The CA's Secret, as `deploy/README.md` has it made by a pod of the image, from what an operator's own CA is.
+fn ca_secret(world: &World) {
+    let pki = |name| fs::read_to_string(world.cluster.pki.path(name)).unwrap();
+    let place = json!({ "spec": { "nodeName": world.nodes[0].name } });
+    let run = "run causeway-ca -i --rm --quiet --restart=Never --image=causeway:0.1.0";
+    let made = world
+        .cluster
+        .kubectl(run)
+        .args(["--overrides", &place.to_string(), "--"])
+        .words("k8s ca-secret --from-certificate=/dev/stdin --from-key=/dev/stdin")
+        .input(pki("ca.pem") + &pki("ca.key"));
+    let secret = made.run().ok();
+    let create = world.cluster.kubectl("create -f -");
+    create.input(secret.stdout).run().ok();
+}
+
+/// Puts what this gateway has into the Secret, as after a step of a rotation.
+fn keep_ca(world: &World, pod: &str) {
+    let show = format!("exec -n causeway {pod} -c gateway -- /causeway k8s ca-secret --data-dir");
+    let show = world
+        .cluster
+        .kubectl(&show)
+        .args(["/var/lib/causeway/data"]);
+    let secret = show.run().ok();
+    let replace = world.cluster.kubectl("replace -f -");
+    replace.input(secret.stdout).run().ok();
+}
+
+/// How many roots edges are to believe.
+fn published(world: &World) -> usize {
+    let map = world.cluster.get("-n kube-system configmap causeway-ca");
+    let text = map.map(|map| map["data"]["ca.crt"].as_str().unwrap().to_owned());
+    text.unwrap_or_default()
+        .matches("BEGIN CERTIFICATE")
+        .count()
+}
+
+/// Who asks, by the token of an account of the namespace `monitoring`.
+struct Caller<'a> {
+    world: &'a World,
+    token: String,
+}
+
+impl<'a> Caller<'a> {
+    fn new(world: &'a World, account: &str) -> Self {
+        world.cluster.apply(&json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "monitoring" },
+        }));
+        world.cluster.apply(&json!({
+            "apiVersion": "v1", "kind": "ServiceAccount",
+            "metadata": { "name": account, "namespace": "monitoring" },
+        }));
+        let token = format!("create token -n monitoring {account} --audience causeway");
+        let token = world.cluster.kubectl(&token).run().ok().text();
+        Self {
+            world,
+            token: token.trim().to_owned(),
+        }
+    }
+
+    /// The answer's code and its body, or curl's complaint.
+    fn ask(&self, at: &str, path: &str) -> (String, String) {
+        let ran = self.world.nodes[0]
+            .at("curl")
+            .words("-sS --max-time 20 -w \\n%{http_code} --cacert")
+            .args([self.world.cluster.pki.path("ca.pem")])
+            .args(["--connect-to", &format!("::{at}:9100")])
+            .args(["-H", &format!("Authorization: Bearer {}", self.token)])
+            .args([format!("https://edge-1:9100{path}")])
+            .run();
+        let said = ran.text();
+        let (body, code) = said.rsplit_once('\n').unwrap_or_default();
+        (code.to_owned(), format!("{body}{}", ran.stderr))
+    }
+
+    /// Asks one after the other of those that are ready, until it is to stop. What was not answered as it should be, and how
+    /// many were.
+    fn asks_on(&self, stop: &AtomicBool) -> (Vec<String>, usize) {
+        let (mut failed, mut answered) = (Vec::new(), 0);
+        while !stop.load(Ordering::Relaxed) {
+            let ready = ready(self.world);
+            let Some(at) = ready.get(answered % ready.len().max(1)) else {
+                failed.push("no gateway is ready".to_owned());
+                continue;
+            };
+            match self.ask(at, "/metrics") {
+                (code, body) if code == "200" && body == "up 1\n" => answered += 1,
+                (code, body) => failed.push(format!("{at}: {code} {body}")),
+            }
+        }
+        (failed, answered)
+    }
+}
+
+/// The addresses to which the Service of the fronts leads.
+fn ready(world: &World) -> Vec<String> {
+    let line = "endpointslices -n causeway -l kubernetes.io/service-name=causeway-fronts";
+    let slices = world.cluster.get(line).unwrap();
+    let slices = slices["items"].as_array().unwrap().clone();
+    let all = slices
+        .iter()
+        .filter_map(|slice| slice["endpoints"].as_array());
+    all.flatten()
+        .filter(|endpoint| endpoint["conditions"]["ready"] == true)
+        .map(|endpoint| endpoint["addresses"][0].as_str().unwrap().to_owned())
+        .collect()
+}
+
+/// The node's app.
+fn app(world: &World, www: &Path) -> Process {
+    fs::create_dir_all(www).unwrap();
+    fs::write(www.join("metrics"), "up 1\n").unwrap();
+    let app = world.nodes[0].at(image::BUSYBOX);
+    let app = app.words("httpd -f -p 127.0.0.1:9100 -h").args([www]);
+    app.start(&world.path("deploy-app.log"))
+}
+
+/// What an edge's pod is here: it asks the cluster's DNS. It has no token, and needs none.
+fn edge(spec: &mut Value) {
+    told(spec);
+    spec["dnsPolicy"] = json!("None");
+    spec["dnsConfig"] = json!({ "nameservers": ["127.0.0.1"] });
+}
+
+/// Whom the policy lets in, at each gateway.
+fn the_policy_decides(world: &World) -> Caller<'_> {
+    let [prometheus, grafana] = ["prometheus", "grafana"].map(|name| Caller::new(world, name));
+    for at in ready(world) {
+        let (code, body) = prometheus.ask(&at, "/metrics");
+        assert_eq!((code.as_str(), body.as_str()), ("200", "up 1\n"));
+        assert_eq!(prometheus.ask(&at, "/else").0, "403");
+        assert_eq!(grafana.ask(&at, "/metrics").0, "403");
+    }
+    prometheus
+}
+
+fn a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go(world: &mut World) {
+    let world = &*world;
+    let made = Made::new(world, "callers", GATEWAYS);
+    ca_secret(world);
+    let _names = names(world);
+    let _app = app(world, &world.path("deploy-www"));
+    let begin = |name: &str| made.begin("Deployment", "causeway-gateway", name, gateway);
+    for name in ["first", "second"] {
+        begin(name);
+    }
+    made.begin("DaemonSet", "causeway-edge", "edge", edge);
+    for name in ["first", "second"] {
+        made.ready("causeway", name);
+    }
+    made.ready("causeway-edge", "edge");
+    until("the Service leads to both", || ready(world).len() == 2);
+    let prometheus = the_policy_decides(world);
+
+    let stop = AtomicBool::new(false);
+    let (failed, answered) = thread::scope(|scope| {
+        let asking = scope.spawn(|| prometheus.asks_on(&stop));
+        // A step of a rotation, which those that come have as well.
+        let rotate = "exec -n causeway second -c gateway -- /causeway ca rotate prepare";
+        world.cluster.kubectl(rotate).run().ok();
+        keep_ca(world, "second");
+        // One is drained and another takes its place; then all is up to that one.
+        let delete = "delete -n causeway pod first --wait=false";
+        world.cluster.kubectl(delete).run().ok();
+        begin("third");
+        made.ready("causeway", "third");
+        made.end("causeway", "second");
+        until("it is alone", || ready(world).len() == 1);
+        let before = status(world, "causeway", "third")["podIP"].clone();
+        assert_eq!(json!(ready(world)), json!([before]));
+        stop.store(true, Ordering::Relaxed);
+        asking.join().unwrap()
+    });
+    assert!(
+        failed.is_empty(),
+        "{answered} answered, and not: {failed:#?}"
+    );
+    assert!(answered > 50, "{answered}");
+    assert_eq!(published(world), 2);
+    // The edge comes back as who it is, and has asked the cluster once.
+    made.end("causeway-edge", "edge");
+    made.begin("DaemonSet", "causeway-edge", "edge", edge);
+    made.ready("causeway-edge", "edge");
+    for at in ready(world) {
+        assert_eq!(prometheus.ask(&at, "/metrics").0, "200");
+    }
+    let asked = "csr --field-selector=spec.signerName=causeway.io/edge";
+    let asked = world.cluster.get(asked).unwrap();
+    assert_eq!(asked["items"].as_array().unwrap().len(), 1, "{asked:#}");
+    for (namespace, name) in [("causeway", "third"), ("causeway-edge", "edge")] {
+        let is = status(world, namespace, name);
+        assert_eq!(is["containerStatuses"][0]["restartCount"], 0, "{is:#}");
+    }
+}
