@@ -15,7 +15,7 @@ pub mod policy;
 pub(crate) mod redirect;
 mod validate;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,6 +23,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use causeway_certs::NodeName;
 pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 use causeway_tunnel::hello::Listed;
@@ -148,6 +149,9 @@ pub struct Tunnel {
     pub advertise: Vec<String>,
     /// `host:port` of further gateways, told to edges when they connect.
     pub gateways: Vec<String>,
+    /// Names of nodes that are not welcome, whatever else is known of them: for gateways that share a configuration and no data directory. Others are revoked by `causeway edge revoke`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub revoked: Vec<String>,
     /// Certificates that another system makes and renews, the gateway's and all edges', in place of those of the own CA.
     pub identity: Option<Identity>,
     /// Bound of an edge's TLS handshake.
@@ -181,6 +185,7 @@ impl Default for Tunnel {
             listen: SocketAddr::from(([0, 0, 0, 0], 10262)),
             advertise: Vec::new(),
             gateways: Vec::new(),
+            revoked: Vec::new(),
             identity: None,
             // A handshake is two round trips; the slowest usable link has about 1 s each.
             handshake_timeout: Duration::from_secs(5),
@@ -196,6 +201,16 @@ impl Default for Tunnel {
             // Long enough for a node that is off over a weekend, short for a stolen key.
             edge_certificate_lifetime: Duration::from_hours(7 * 24),
         }
+    }
+}
+
+impl Tunnel {
+    /// The nodes that are revoked here, of a configuration that has been validated.
+    pub(crate) fn unwelcome(&self) -> BTreeSet<NodeName> {
+        let names = self.revoked.iter();
+        names
+            .filter_map(|name| NodeName::parse(name).ok())
+            .collect()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Who is welcome: nodes that are revoked, allowed again, removed; tokens for several nodes, and tokens taken back.
 
 use crate::world::{
+    World,
     app::App,
     process::{Site, causeway},
     until,
@@ -76,6 +77,46 @@ async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allo
 }
 
 /// Whoever stole a machine has its certificate still when another machine has taken the node's place.
+#[tokio::test]
+async fn a_node_that_the_configuration_revokes_loses_its_tunnels_and_nothing_lets_it_in() {
+    let mut world = World::start().await;
+    let app = App::saying("it").await;
+    let mut edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let other = world.edge("edge-2").port(9100, app.address());
+    let _other = other.join().await;
+    let names = ["edge-1", "edge-3"].map(str::to_owned).to_vec();
+    let changed = world
+        .reload(|config| config.tunnel.revoked = names)
+        .unwrap();
+    assert!(changed.revoked);
+    let says = "tunnel.revoked names it";
+    until("its tunnel has ended, and it knows why", async || {
+        let trouble = edge.status().trouble;
+        trouble.is_some_and(|trouble| trouble.what.contains(says))
+    })
+    .await;
+    let caller = world.caller();
+    assert_eq!(caller.get(URL).await.status, 503);
+    assert_eq!(caller.get("http://edge-2:9100/").await.status, 200);
+    assert_eq!(world.node("edge-1").await["state"], "revoked");
+    // It comes back neither by a new process nor, where it was never here, by a token.
+    edge.stop().await;
+    edge.start().await.unwrap();
+    until("it is refused again", async || {
+        let trouble = edge.status().trouble;
+        trouble.is_some_and(|trouble| trouble.what.contains(says))
+    })
+    .await;
+    let never = world.edge("edge-3").open().await.err().unwrap();
+    assert!(never.to_string().contains(says), "{never}");
+
+    let changed = world.reload(|config| config.tunnel.revoked.clear());
+    assert!(changed.unwrap().revoked);
+    edge.stop().await;
+    edge.start().await.unwrap();
+    until("it is back", async || caller.get(URL).await.status == 200).await;
+}
+
 #[tokio::test]
 async fn a_certificate_from_before_its_node_joined_anew_is_good_for_nothing() {
     let app = App::saying("it").await;

@@ -122,6 +122,11 @@ impl Config {
             ("advertise", &self.tunnel.advertise),
             ("gateways", &self.tunnel.gateways),
         ];
+        for (index, node) in self.tunnel.revoked.iter().enumerate() {
+            if let Err(error) = NodeName::parse(node) {
+                faults.add(format!("tunnel.revoked[{index}]"), error.to_string());
+            }
+        }
         for (key, list) in lists {
             for (index, text) in list.iter().enumerate() {
                 if let Err(message) = host_port(text) {

@@ -35,7 +35,7 @@ use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tls::Way;
 pub use tls::{LiveTls, Tls};
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
     time::timeout,
 };
 use tokio_rustls::server::TlsStream;
@@ -64,6 +64,8 @@ pub struct Admission {
     pub registry: Registry,
     /// The nodes that are welcome.
     pub nodes: Nodes,
+    /// Changes of these, where a cluster says which there are.
+    pub cluster: Option<watch::Receiver<()>>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// The tunnel port's certificates.
@@ -157,6 +159,22 @@ struct Desk {
 }
 
 impl Admission {
+    /// Whether it can be told if this node is welcome. One that only the cluster can know of waits until that has named its
+    /// nodes: to be sent away now would keep it away for a minute.
+    async fn can_judge(&self, node: &NodeName, bound: Duration) -> bool {
+        let Some(mut changes) = self.cluster.clone() else {
+            return true;
+        };
+        let known = async {
+            while !self.nodes.has_cluster() && self.nodes.get(node).is_none() {
+                if changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        timeout(bound, known).await.is_ok()
+    }
+
     /// Accepts edges until `stop`. Then lets the tunnels go on for the drain time (`control::drain` empties
     /// them meanwhile), and returns when the last is gone. Dropping the future ends all at once.
     pub async fn run(self, listener: Bound, stop: CancellationToken) {

@@ -19,7 +19,7 @@ use crate::{
         ledger::Ledger,
     },
     metrics::Metrics,
-    state::{Advertised, Node, NodesWriter, registry::Shown},
+    state::{Advertised, NodesWriter, registry::Shown},
 };
 use axum::{
     Extension, Json, Router,
@@ -273,18 +273,14 @@ impl Desk {
             root: peer.root,
             ..Shown::default()
         };
-        match (nodes.get(&node), unwelcome(&nodes, &node, &shown)) {
-            (None, _) => return Err(unknown(&node)),
-            (
-                Some(Node {
-                    revoked: Some(why), ..
-                }),
-                _,
-            ) => return Err(revoked(&node, &why)),
-            (Some(_), Some(why)) => {
-                return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
-            }
-            (Some(_), None) => {}
+        if nodes.get(&node).is_none() {
+            return Err(unknown(&node));
+        }
+        if let Some(why) = nodes.revoked(&node) {
+            return Err(revoked(why));
+        }
+        if let Some(why) = unwelcome(&nodes, &node, &shown) {
+            return Err(refuse(StatusCode::FORBIDDEN, "certificate_replaced", why));
         }
         let version = renew.version;
         info!(%node, ?version, "a certificate is renewed");
@@ -366,11 +362,8 @@ fn unknown(node: &NodeName) -> Problem {
     refuse(StatusCode::FORBIDDEN, "node_unknown", detail)
 }
 
-fn revoked(node: &NodeName, reason: &str) -> Problem {
-    let detail = format!(
-        "node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`"
-    );
-    refuse(StatusCode::FORBIDDEN, "node_revoked", detail)
+fn revoked(why: String) -> Problem {
+    refuse(StatusCode::FORBIDDEN, "node_revoked", why)
 }
 
 fn unreadable(rejection: &JsonRejection) -> Problem {

@@ -51,12 +51,9 @@ impl Signer {
 
     /// Why the node may have no certificate now, if it may not.
     pub fn refuses(&self, node: &NodeName) -> Option<String> {
-        let revoked = self.nodes.get(node).and_then(|known| known.revoked);
+        let revoked = self.nodes.revoked(node);
         match self.nodes.is_clusters_edge(node) {
-            _ if revoked.is_some() => Some(format!(
-                "node {node} is revoked: {}; it is let in again by `causeway edge allow {node}`",
-                revoked.unwrap_or_default()
-            )),
+            _ if revoked.is_some() => revoked,
             None => Some(format!("the cluster has no Node {node}")),
             Some(false) => Some(format!(
                 "Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels"
@@ -180,6 +177,10 @@ mod tests {
         );
         assert_eq!(refused("edge-1"), "");
         assert!(refused("cloud").contains("not at the edge"));
+        world.nodes.revoke([name("edge-1")].into());
+        assert!(refused("edge-1").contains("tunnel.revoked names it"));
+        world.nodes.revoke([].into());
+        assert_eq!(refused("edge-1"), "");
         let revoked = Revocation {
             at: 1,
             reason: "stolen".to_owned(),

@@ -99,7 +99,16 @@ impl World {
         Self::on(&Cores::here())
     }
 
+    /// Of a gateway that follows a cluster, which has not named its nodes yet.
+    pub(super) fn of_a_cluster() -> Self {
+        Self::with(&Cores::here(), true)
+    }
+
     pub(super) fn on(cores: &Cores) -> Self {
+        Self::with(cores, false)
+    }
+
+    fn with(cores: &Cores, cluster: bool) -> Self {
         install_provider();
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
@@ -129,6 +138,7 @@ impl World {
             cores: cores.clone(),
             registry: registry.clone(),
             nodes: nodes.reader(),
+            cluster: cluster.then(|| nodes.changes()),
             metrics: metrics.clone(),
             tls: tls.clone(),
             ledger,

@@ -323,6 +323,7 @@ fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
     let nodes = NodesWriter::default();
     nodes.replace(expel::records(store)?);
     nodes.zones(&config.zones());
+    nodes.revoke(config.tunnel.unwelcome());
     Ok(nodes)
 }
 
@@ -388,6 +389,7 @@ fn admission(
         cores: cores.clone(),
         registry: shared.registry.clone(),
         nodes: shared.nodes.clone(),
+        cluster: config.kubernetes.is_some().then(|| base.nodes.changes()),
         metrics: shared.metrics.clone(),
         tls: Arc::new(ArcSwap::from_pointee(tls)),
         ledger,

@@ -20,9 +20,9 @@ use crate::{
     proxy::{Shared, app::ByPort},
     state::{Advertised, ListedPorts, NodesWriter},
 };
-use causeway_certs::HostName;
+use causeway_certs::{HostName, NodeName};
 use causeway_tunnel::hello::{Listed, ToEdge};
-use std::{fmt, net::SocketAddr, sync::Arc};
+use std::{collections::BTreeSet, fmt, net::SocketAddr, sync::Arc};
 use tokio::sync::watch;
 
 /// What can change in a gateway that runs. Cheap to clone.
@@ -58,6 +58,7 @@ pub struct Prepared<'a> {
     apps: ByPort,
     advertised: Vec<String>,
     listed: Option<Listed>,
+    revoked: BTreeSet<NodeName>,
     node_zones: Vec<String>,
     zones: Option<Zones>,
     at_restart: Vec<&'static str>,
@@ -78,6 +79,8 @@ pub struct Changed {
     pub apps: bool,
     /// Whether edges were told other addresses.
     pub advertised: bool,
+    /// Whether others are revoked (`tunnel.revoked`).
+    pub revoked: bool,
     /// Whether names of nodes are answered otherwise (`dns`).
     pub dns: bool,
     /// Keys that differ from what the gateway began with, and wait for its next start.
@@ -116,6 +119,7 @@ impl Reloader {
             },
             advertised: advertised(&config.tunnel, parts.tunnel),
             listed: config.listed.clone(),
+            revoked: config.tunnel.unwelcome(),
             node_zones: config.zones(),
             zones: zones(&parts.began, config)?,
             at_restart: at_restart(&parts.began, config),
@@ -153,6 +157,8 @@ impl Prepared<'_> {
     /// last and those of the new ones nothing.
     pub fn apply_with(self, rules: Option<impl FnOnce()>) -> Changed {
         let parts = self.parts;
+        // Before it is looked who is welcome.
+        let revoked = parts.nodes.revoke(self.revoked);
         let tls = parts.identity.apply(self.identity);
         let identity = tls.is_some();
         match tls {
@@ -188,6 +194,7 @@ impl Prepared<'_> {
             identity,
             apps,
             advertised,
+            revoked,
             dns,
             at_restart: self.at_restart,
         }
@@ -206,6 +213,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     let tunnel = |config: &Config| config::Tunnel {
         advertise: Vec::new(),
         gateways: Vec::new(),
+        revoked: Vec::new(),
         identity: None,
         ..config.tunnel.clone()
     };
@@ -263,6 +271,9 @@ impl fmt::Display for Changed {
         }
         if self.advertised {
             f.write_str("; edges are told other addresses")?;
+        }
+        if self.revoked {
+            f.write_str("; others are revoked")?;
         }
         if self.dns {
             f.write_str("; names of nodes are answered otherwise")?;

@@ -57,15 +57,26 @@ pub enum Place {
     Elsewhere(Vec<IpAddr>),
 }
 
-#[derive(Debug, Default)]
-struct Table {
+/// What a node's record has not to say, since the configuration does: that it is not welcome.
+pub(crate) const REVOKED: &str = "tunnel.revoked names it";
+
+/// What is said of nodes, each by somebody else.
+#[derive(Clone, Debug, Default)]
+struct Said {
     /// Who has joined, as the records say.
     records: BTreeMap<NodeName, Node>,
     /// In which nodes have names as well: each in lower case, with the dot before it.
     zones: Arc<[String]>,
     /// All nodes of the cluster, once it has named them.
     cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
-    /// Nodes at the edge, by both.
+    /// Who is not welcome, whatever the records say.
+    revoked: Arc<BTreeSet<NodeName>>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    said: Said,
+    /// Nodes at the edge, by records and cluster.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, Vec<NodeName>>,
     /// Longest prefix first.
@@ -90,11 +101,10 @@ pub enum Named {
 pub struct Nodes(Arc<ArcSwap<Table>>);
 
 impl Table {
-    fn of(
-        records: BTreeMap<NodeName, Node>,
-        cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
-        zones: Arc<[String]>,
-    ) -> Self {
+    fn of(said: Said) -> Self {
+        let Said {
+            records, cluster, ..
+        } = &said;
         let mut nodes = records.clone();
         // An address that a node elsewhere has as well is not one edge's alone.
         let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
@@ -108,6 +118,11 @@ impl Table {
                 enter(&mut by_address, name, &member.addresses);
             }
         }
+        for name in said.revoked.iter() {
+            if let Some(node) = nodes.get_mut(name) {
+                node.revoked = Some(REVOKED.to_owned());
+            }
+        }
         let mut pod_networks = Vec::new();
         for (name, node) in &nodes {
             enter(&mut by_address, name, &node.addresses);
@@ -117,9 +132,7 @@ impl Table {
         by_address.retain(|_, named| named.iter().any(|name| nodes.contains_key(name)));
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
-            records,
-            zones,
-            cluster,
+            said,
             nodes,
             by_address,
             pod_networks,
@@ -147,6 +160,11 @@ fn enter(all: &mut HashMap<IpAddr, Vec<NodeName>>, name: &NodeName, addresses: &
     }
 }
 
+/// That a node's record says that it is not welcome.
+pub(crate) fn recorded(node: &NodeName, reason: &str) -> String {
+    format!("node {node} is revoked: {reason}; it is let in again by `causeway edge allow {node}`")
+}
+
 impl Nodes {
     /// Where the node of this name is, if there is one. Names compare as in [`Nodes::by_name`].
     pub fn place(&self, name: &str) -> Option<Place> {
@@ -156,21 +174,26 @@ impl Nodes {
             return Some(Place::Edge(edge));
         }
         let name = NodeName::parse(name).ok()?;
-        let member = table.cluster.as_ref()?.get(&name)?;
+        let member = table.said.cluster.as_ref()?.get(&name)?;
         Some(Place::Elsewhere(member.addresses.clone()))
     }
 
     /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
     pub fn is_clusters_edge(&self, name: &NodeName) -> Option<bool> {
         let table = self.0.load();
-        let member = table.cluster.as_ref()?.get(name)?;
-        Some(member.edge || table.records.contains_key(name))
+        let member = table.said.cluster.as_ref()?.get(name)?;
+        Some(member.edge || table.said.records.contains_key(name))
+    }
+
+    /// Whether the cluster has named its nodes.
+    pub fn has_cluster(&self) -> bool {
+        self.0.load().said.cluster.is_some()
     }
 
     /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.
     pub fn places(&self) -> Option<BTreeMap<NodeName, Place>> {
         let table = self.0.load();
-        let cluster = table.cluster.as_ref()?.iter();
+        let cluster = table.said.cluster.as_ref()?.iter();
         let elsewhere = |(name, member): (&NodeName, &Member)| {
             (name.clone(), Place::Elsewhere(member.addresses.clone()))
         };
@@ -192,7 +215,7 @@ impl Nodes {
         // A node whose own name ends like a zone is itself, before any other.
         table
             .edge(name)
-            .or_else(|| table.zones.iter().find_map(within))
+            .or_else(|| table.said.zones.iter().find_map(within))
     }
 
     /// What an address names: a node by its confirmed addresses, else by its pods' networks.
@@ -243,7 +266,20 @@ impl Nodes {
 
     /// What the records say of a node that has joined, whatever a cluster knows of it.
     pub fn recorded(&self, name: &NodeName) -> Option<Node> {
-        self.0.load().records.get(name).cloned()
+        self.0.load().said.records.get(name).cloned()
+    }
+
+    /// Why a node is not welcome, by its record or by the configuration, whether it is known or not; and by what it is let in
+    /// again.
+    pub fn revoked(&self, name: &NodeName) -> Option<String> {
+        let table = self.0.load();
+        if table.said.revoked.contains(name) {
+            return Some(format!(
+                "node {name} is revoked: {REVOKED}; it is let in again when that does not"
+            ));
+        }
+        let reason = table.nodes.get(name)?.revoked.as_ref()?;
+        Some(recorded(name, reason))
     }
 
     /// The confirmed addresses that name one node each.
@@ -265,7 +301,7 @@ impl Nodes {
             all.extend(node.addresses.iter().map(|ip| ((*ip).into(), name, false)));
             all.extend(node.pod_networks.iter().map(|net| (*net, name, true)));
         }
-        for (name, member) in table.cluster.iter().flat_map(|all| all.iter()) {
+        for (name, member) in table.said.cluster.iter().flat_map(|all| all.iter()) {
             if !table.nodes.contains_key(name) {
                 let own = member.addresses.iter().map(|ip| IpNet::from(*ip));
                 let nets = own.chain(member.pod_networks.iter().copied());

@@ -109,6 +109,16 @@ impl<'a> Made<'a> {
         self.world.cluster.apply(&pod);
     }
 
+    /// Says this in place of that in the configuration of a side.
+    pub(super) fn configure(&self, side: &str, from: &str, to: &str) {
+        let mut map = named(&self.all, "ConfigMap", &format!("causeway-{side}")).clone();
+        let text = &mut map["data"][format!("{side}.yaml")];
+        let before = text.as_str().unwrap().to_owned();
+        assert!(before.contains(from), "{before}");
+        *text = json!(before.replace(from, to));
+        self.world.cluster.apply(&map);
+    }
+
     /// Waits until a pod is ready.
     pub(super) fn ready(&self, namespace: &str, name: &str) {
         let ready = within(2 * PATIENCE, || {

@@ -174,6 +174,28 @@ fn edge(spec: &mut Value) {
     spec["dnsConfig"] = json!({ "nameservers": ["127.0.0.1"] });
 }
 
+/// By the file that all gateways have.
+fn a_node_that_is_revoked_is_out_at_each(made: &Made<'_>, caller: &Caller<'_>) {
+    let world = caller.world;
+    for at in ready(world) {
+        assert_eq!(caller.ask(&at, "/metrics").0, "200");
+    }
+    made.configure("gateway", "tunnel:\n", "tunnel:\n  revoked: [edge-1]\n");
+    // Which kubelet gives them when it looks at them next.
+    let stir = "annotate pods -n causeway -l app.kubernetes.io/component=gateway stirred=now";
+    world.cluster.kubectl(stir).run().ok();
+    for at in ready(world) {
+        until("its tunnel has ended", || {
+            caller.ask(&at, "/metrics").0 == "503"
+        });
+    }
+    let logs = "logs -n causeway-edge edge";
+    until("the edge says why", || {
+        let said = world.cluster.kubectl(logs).run().text();
+        said.contains("tunnel.revoked names it")
+    });
+}
+
 /// Whom the policy lets in, at each gateway.
 fn the_policy_decides(world: &World) -> Caller<'_> {
     let [prometheus, grafana] = ["prometheus", "grafana"].map(|name| Caller::new(world, name));
@@ -239,6 +261,10 @@ fn a_caller_of_the_cluster_loses_no_request_while_gateways_come_and_go(world: &m
     let asked = "csr --field-selector=spec.signerName=causeway.io/edge";
     let asked = world.cluster.get(asked).unwrap();
     assert_eq!(asked["items"].as_array().unwrap().len(), 1, "{asked:#}");
+    begin("fourth");
+    made.ready("causeway", "fourth");
+    until("the Service leads to both", || ready(world).len() == 2);
+    a_node_that_is_revoked_is_out_at_each(&made, &prometheus);
     for (namespace, name) in [("causeway", "third"), ("causeway-edge", "edge")] {
         let is = status(world, namespace, name);
         assert_eq!(is["containerStatuses"][0]["restartCount"], 0, "{is:#}");

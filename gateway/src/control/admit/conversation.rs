@@ -48,6 +48,8 @@ pub(super) enum End {
     TakenOver,
     #[error("{1}")]
     Dismissed(Dismissal, String),
+    #[error("the nodes of the cluster are not known yet")]
+    Early,
     #[error("control stream: {0}")]
     Control(#[from] ControlError),
 }
@@ -59,6 +61,7 @@ impl End {
             Self::Tunnel(ended) => ended.word(),
             Self::Left(_) => "left",
             Self::TakenOver => "taken_over",
+            Self::Early => "early",
             Self::Dismissed(why, _) => why.word(),
             Self::Control(ControlError::TooSlow(_)) => "hello_timeout",
             Self::Control(
@@ -146,6 +149,11 @@ impl Admission {
         let name = node
             .as_ref()
             .map_or_else(|_| "(unknown)".to_owned(), ToString::to_string);
+        if let Ok(node) = &node
+            && !self.can_judge(node, link.bound / 2).await
+        {
+            return Err((name, End::Early));
+        }
         // Who is refused whatever it says is refused for that, and not for having said nothing.
         let refused = match &node {
             Ok(node) => match self.arrive(node, link.bound).await {

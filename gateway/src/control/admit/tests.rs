@@ -5,7 +5,7 @@ use crate::{
         world::{FakeEdge, LONG, SHORT, World, dismissal, identity, name, new_ca, welcome},
     },
     core::Cores,
-    state::Away,
+    state::{Away, Member},
 };
 use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, Step, StoreError, verify};
 use causeway_tunnel::{
@@ -154,6 +154,30 @@ async fn a_node_that_is_not_enrolled_is_unwelcome() {
     world
         .until(|world| world.counted(r#"registrations_total{outcome="unwelcome"} 1"#))
         .await;
+}
+
+#[tokio::test]
+async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_being_none_of_them() {
+    let world = World::of_a_cluster();
+    let (known, other) = (world.enrolled("edge-1"), identity(&world.ca, "edge-2"));
+    world.joined(&known, "a", 0).await;
+    let config = verify::tunnel_client(&other).unwrap();
+    let _early = world.tls(config).await.unwrap();
+    world
+        .until(|world| world.counted(r#"registrations_total{outcome="early"} 1"#))
+        .await;
+    let member = Member {
+        edge: true,
+        ..Member::default()
+    };
+    let naming = async {
+        let members = [(name("edge-2"), member)];
+        world.nodes.cluster(members.into());
+    };
+    let (_edge, ()) = tokio::join!(world.joined(&other, "b", 0), naming);
+    let stranger = identity(&world.ca, "edge-3");
+    let (_edge, heard) = world.says(&stranger, welcome("c", 0)).await;
+    assert_eq!(dismissal(&heard).unwrap().0, Dismissal::Unwelcome);
 }
 
 #[tokio::test]

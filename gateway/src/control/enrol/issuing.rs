@@ -3,7 +3,7 @@
 use super::{Desk, Enrolled, Enrolment, broken, refuse, refused, revoked, unknown};
 use crate::{
     control::{expel::retired, http::Problem, signer::Signer},
-    state::{Node, registry::Shown},
+    state::{Node, nodes::recorded, registry::Shown},
 };
 use axum::http::StatusCode;
 use causeway_certs::{
@@ -35,13 +35,13 @@ impl Desk {
         // An edge that does not say who it is becomes who the token says.
         let node = node.map_or_else(|| self.meant(token), Ok)?;
         // A cluster that has a node of this name has let nobody in as it.
-        let known = self.enrolment.nodes.reader().recorded(&node);
-        let standing = match &known {
+        let nodes = self.enrolment.nodes.reader();
+        let standing = match nodes.recorded(&node) {
             Some(_) => Standing::Known,
             None => Standing::New,
         };
-        if let Some(reason) = known.and_then(|known| known.revoked) {
-            return Err(revoked(&node, &reason));
+        if let Some(why) = nodes.revoked(&node) {
+            return Err(revoked(why));
         }
         let redeemed = self
             .tokens()
@@ -138,7 +138,7 @@ impl Desk {
             None => Err(unknown(&node)),
             Some(NodeRecord {
                 revoked: Some(why), ..
-            }) => Err(revoked(&node, &why.reason)),
+            }) => Err(revoked(recorded(&node, &why.reason))),
             Some(_) => Ok(self.granted(node, &issued)),
         }
     }

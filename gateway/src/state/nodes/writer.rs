@@ -1,9 +1,9 @@
 //! The one hand that writes the table of nodes: each change is a new table, made of what records and cluster say.
 
-use super::{Member, Node, Nodes, Table};
+use super::{Member, Node, Nodes, Said, Table};
 use causeway_certs::NodeName;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, PoisonError},
 };
 use tokio::sync::watch;
@@ -42,15 +42,16 @@ impl NodesWriter {
     /// Replaces what the cluster says of its nodes.
     pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = self.nodes.0.load();
-        let (records, zones) = (before.records.clone(), before.zones.clone());
-        self.publish(Table::of(records, Some(Arc::new(members)), zones));
+        let cluster = Some(Arc::new(members));
+        self.publish(Said {
+            cluster,
+            ..self.said()
+        });
     }
 
     /// Replaces the zones in which nodes have names as well, `NODE.ZONE`.
     pub fn zones(&self, zones: &[String]) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = self.nodes.0.load();
         let behind =
             |zone: &String| format!(".{}", zone.trim_end_matches('.').to_ascii_lowercase());
         let zones: Arc<[String]> = zones
@@ -58,11 +59,21 @@ impl NodesWriter {
             .map(behind)
             .filter(|zone| zone != ".")
             .collect();
-        if before.zones == zones {
-            return;
+        let before = self.said();
+        if before.zones != zones {
+            self.publish(Said { zones, ..before });
         }
-        let (records, cluster) = (before.records.clone(), before.cluster.clone());
-        self.publish(Table::of(records, cluster, zones));
+    }
+
+    /// These nodes are not welcome, whatever the records say; whether others were before.
+    pub fn revoke(&self, names: BTreeSet<NodeName>) -> bool {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let (before, revoked) = (self.said(), Arc::new(names));
+        let new = before.revoked != revoked;
+        if new {
+            self.publish(Said { revoked, ..before });
+        }
+        new
     }
 
     /// Takes up those that are `written` now; nobody changes them meanwhile.
@@ -119,15 +130,17 @@ impl NodesWriter {
 
     /// Only while `making` is held.
     fn store(&self, edit: impl FnOnce(&mut BTreeMap<NodeName, Node>)) {
-        let before = self.nodes.0.load();
-        let mut records = before.records.clone();
-        edit(&mut records);
-        let (cluster, zones) = (before.cluster.clone(), before.zones.clone());
-        self.publish(Table::of(records, cluster, zones));
+        let mut said = self.said();
+        edit(&mut said.records);
+        self.publish(said);
     }
 
-    fn publish(&self, table: Table) {
-        self.nodes.0.store(Arc::new(table));
+    fn said(&self) -> Said {
+        self.nodes.0.load().said.clone()
+    }
+
+    fn publish(&self, said: Said) {
+        self.nodes.0.store(Arc::new(Table::of(said)));
         self.changes.send_replace(());
     }
 }
