@@ -5,13 +5,14 @@
 
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, UnixTime};
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Duration};
 use x509_parser::{
     oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME},
     prelude::{FromDer, X509Certificate, X509CertificationRequest},
     x509::X509Name,
 };
 
+use crate::certificate::Certificate;
 use crate::name::NodeName;
 use crate::verify::{self, PeerRefused, Purpose, TrustError};
 
@@ -93,6 +94,18 @@ impl fmt::Display for ClusterSubject {
     }
 }
 
+/// The longest life of a certificate that is shown: two hours are asked for, and signers begin somewhat earlier.
+pub const SHOWN_AT_MOST: Duration = Duration::from_hours(3);
+
+/// A node that has shown its certificate, and when that begins, in Unix seconds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vouched {
+    /// The node.
+    pub node: NodeName,
+    /// The certificate's first second.
+    pub since: u64,
+}
+
 /// The CA of a cluster's signers, and how they name nodes.
 #[derive(Debug, Clone)]
 pub struct ClusterTrust {
@@ -122,12 +135,12 @@ impl ClusterTrust {
         })
     }
 
-    /// Which node shows this chain, now.
+    /// Which node shows this chain, now. A certificate that lives for longer was made for something else.
     pub fn node(
         &self,
         chain: Option<&[CertificateDer<'_>]>,
         now: UnixTime,
-    ) -> Result<NodeName, PeerRefused> {
+    ) -> Result<Vouched, PeerRefused> {
         let (leaf, issuers) = chain
             .and_then(<[_]>::split_first)
             .ok_or(PeerRefused::Missing)?;
@@ -144,11 +157,23 @@ impl ClusterTrust {
         let names = parsed.subject_alternative_name();
         let names = names.map_err(|error| unreadable(&error))?;
         let node = self.subject.node(parsed.subject());
-        node.filter(|_| names.is_none())
-            .ok_or_else(|| PeerRefused::Subject {
-                found: parsed.subject().to_string(),
-                wanted: self.subject.to_string(),
-            })
+        let node = node.filter(|_| names.is_none());
+        let node = node.ok_or_else(|| PeerRefused::Subject {
+            found: parsed.subject().to_string(),
+            wanted: self.subject.to_string(),
+        })?;
+        let facts = Certificate::read(leaf).map_err(|error| unreadable(&error))?;
+        let (since, life) = (
+            facts.not_before,
+            facts.not_after.saturating_sub(facts.not_before),
+        );
+        if life > SHOWN_AT_MOST.as_secs() {
+            return Err(unreadable(&format_args!(
+                "it lives for {life} s, and what is made to be shown here for {} s at most",
+                SHOWN_AT_MOST.as_secs()
+            )));
+        }
+        Ok(Vouched { node, since })
     }
 }
 

@@ -34,7 +34,7 @@ mod pem;
 pub use ca::{Above, Ca, CaError, Issued, LiveCa, OperatorCa, Stage, Step};
 pub use caller::{CallerToken, CallerTokens};
 pub use certificate::Certificate;
-pub use cluster::{ClusterSubject, ClusterTrust};
+pub use cluster::{ClusterSubject, ClusterTrust, Vouched};
 pub use csr::{CsrError, CsrKey, EdgeKey};
 pub use edge::EdgeIdentity;
 pub use identity::{Identity, Issuing};
@@ -44,8 +44,8 @@ pub use pem::{certificates, encode_chain};
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
 pub use store::{
-    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pin, PinTable, Pins, Revocation, Shared,
-    Store, StoreError,
+    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pending, Pin, PinTable, Pins, Revocation,
+    Shared, Store, StoreError,
 };
 pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
 pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};

@@ -10,6 +10,7 @@ mod authority;
 mod backup;
 mod dir;
 mod owner;
+mod pending;
 mod pins;
 mod shared;
 
@@ -23,6 +24,7 @@ pub use backup::Backup;
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
+pub use pending::Pending;
 pub use pins::{Pin, PinTable, Pins};
 pub use shared::Shared;
 

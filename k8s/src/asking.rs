@@ -6,7 +6,7 @@ use crate::{
 };
 use causeway_edge::{Answer, NoAnswer};
 use k8s_openapi::{ByteString, apimachinery::pkg::apis::meta::v1::ObjectMeta};
-use kube::{Api, Client, ResourceExt, api::PostParams};
+use kube::{Api, Client, api::PostParams};
 use std::{future::Future, time::Duration};
 use tokio::time::timeout;
 
@@ -15,8 +15,8 @@ const BOUND: Duration = Duration::from_secs(10);
 
 /// What is asked for.
 pub(crate) struct Wanted<'a> {
-    /// How the request's name begins.
-    pub(crate) name: String,
+    /// The request's name, which nobody else takes.
+    pub(crate) name: &'a str,
     pub(crate) signer: &'a str,
     pub(crate) usages: [&'a str; 2],
     /// For how long the certificate is to hold, if that is not the signer's to say.
@@ -25,11 +25,11 @@ pub(crate) struct Wanted<'a> {
     pub(crate) request: &'a str,
 }
 
-/// The name under which to look for the answer.
-pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<String, NoAnswer> {
+/// Asks, unless that was asked before.
+pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnswer> {
     let request = CertificateSigningRequest {
         metadata: ObjectMeta {
-            generate_name: Some(wanted.name),
+            name: Some(wanted.name.to_owned()),
             ..ObjectMeta::default()
         },
         spec: RequestSpec {
@@ -42,8 +42,18 @@ pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<String, No
         status: None,
     };
     let api = Api::<CertificateSigningRequest>::all(client);
-    let made = bounded(api.create(&PostParams::default(), &request)).await?;
-    Ok(made.name_any())
+    let made = async {
+        match api.create(&PostParams::default(), &request).await {
+            Ok(_) => Ok(true),
+            Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(false),
+            Err(error) => Err(error),
+        }
+    };
+    if bounded(made).await? {
+        let (request, signer) = (wanted.name, wanted.signer);
+        tracing::info!(request, signer, "asked the cluster for a certificate");
+    }
+    Ok(())
 }
 
 /// What became of the request of this name until now.

@@ -8,27 +8,38 @@ use crate::{
     asking::{self, Wanted},
     trouble::Trouble,
 };
-use causeway_certs::{Certificate, EdgeKey, HostName, Leaf, Store, TrustDomain, given};
+use causeway_certs::{
+    Certificate, EdgeKey, HostName, Leaf, Pending, Store, StoreError, TrustDomain, given,
+};
 use causeway_edge::{Answer, NoAnswer};
 use causeway_tunnel::backoff::Backoff;
 use kube::Client;
+use rustls_pki_types::UnixTime;
 use std::{
     convert::Infallible,
     fmt::Display,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
 
 /// A server's, which signs its handshakes.
 const USAGES: [&str; 2] = ["server auth", "digital signature"];
-/// How often it is looked at whether it is time.
+/// How often it is looked at whether it is time, and what has become of a request.
 const LOOK: Duration = Duration::from_secs(5);
 /// So long is one request waited for.
 const PATIENCE: Duration = Duration::from_hours(1);
-/// The longest pauses between questions: while nobody answers, and while it is denied.
+/// The longest pauses between requests: while nobody answers, and while they come to nothing.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(5));
-/// Before the names in the file.
+/// Between two certificates, however short a life the signer gives them.
+const APART: Duration = Duration::from_mins(1);
+/// What the disk may take.
+const DISK: Duration = Duration::from_secs(30);
+/// Before the names in the file, and the moment when it was made.
 const NAMES: &str = "names: ";
+const MADE: &str = "made: ";
 
 /// Asks for it, and keeps it.
 pub struct OwnCertificate {
@@ -44,101 +55,159 @@ pub struct OwnCertificate {
     pub gateway: String,
 }
 
+/// Why there is no other certificate now.
+enum Not {
+    /// It is asked for, and waited for.
+    Yet(String),
+    /// Nothing has come of it.
+    Made(String),
+}
+
 impl OwnCertificate {
     /// Returns once there is one to begin with. `tell` hears what is waited for.
     pub async fn first(&self, names: &[HostName], tell: &(dyn Fn(&str) + Sync)) {
-        let kept = self.kept();
-        if kept.is_none_or(|kept| kept.not_after <= SystemTime::now()) {
-            self.until_made(names, tell).await;
-        }
+        let holds = |kept: &Kept| kept.not_after > SystemTime::now();
+        self.keep(|| names.to_vec(), tell, Some(&holds)).await;
     }
 
     /// Keeps one that holds, under the names that there are. Never ends.
     pub async fn run(self, names: impl Fn() -> Vec<HostName>) -> Infallible {
+        self.keep(names, &|_| {}, None).await;
+        std::future::pending().await
+    }
+
+    /// Asks for another whenever that is due; until there is one that is `enough`, if that is said.
+    async fn keep(
+        &self,
+        names: impl Fn() -> Vec<HostName>,
+        tell: &(dyn Fn(&str) + Sync),
+        enough: Option<&(dyn Fn(&Kept) -> bool + Sync)>,
+    ) {
+        let mut trouble = Trouble::new("getting this gateway's certificate from the cluster");
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut kept = self.kept().await;
         loop {
-            let wanted = names();
-            let kept = self.kept();
-            if kept.is_none_or(|kept| kept.is_due(&wanted, SystemTime::now())) {
-                self.until_made(&wanted, &|_| {}).await;
+            if let (Some(enough), Some(kept)) = (enough, &kept)
+                && enough(kept)
+            {
+                return;
             }
-            sleep(LOOK).await;
+            let wanted = names();
+            let due = |kept: &Kept| kept.is_due(&wanted, SystemTime::now());
+            let mut pause = LOOK;
+            if kept.as_ref().is_none_or(due) {
+                match self.attempt(&wanted).await {
+                    Ok(made) => {
+                        kept = Some(made);
+                        backoff.reset();
+                        trouble.over();
+                        continue;
+                    }
+                    Err(Not::Yet(why)) => {
+                        trouble.say(&why);
+                        tell(&why);
+                    }
+                    Err(Not::Made(why)) => {
+                        trouble.say(&why);
+                        tell(&why);
+                        pause = backoff.refused(None, rand::random());
+                    }
+                }
+            }
+            sleep(pause).await;
         }
     }
 
     /// What is kept, if it can be used.
-    fn kept(&self) -> Option<Kept> {
-        let text = self.store.made().ok().flatten()?;
+    async fn kept(&self) -> Option<Kept> {
+        let text = self.on_disk(Store::made).await.ok().flatten()?;
         Kept::read(&text, &self.domain).ok()
     }
 
-    async fn until_made(&self, names: &[HostName], tell: &(dyn Fn(&str) + Sync)) {
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        let mut trouble = Trouble::new("asking the cluster for this gateway's certificate");
-        while let Err(why) = self.made(names, tell).await {
-            trouble.say(&why);
-            tell(&why);
-            sleep(backoff.refused(None, rand::random())).await;
-        }
-        trouble.over();
-    }
-
-    /// One request, and what comes of it.
-    async fn made(&self, names: &[HostName], tell: &(dyn Fn(&str) + Sync)) -> Result<(), String> {
-        self.store.prepare_made().map_err(said)?;
-        let key = EdgeKey::generate().map_err(said)?;
-        let request = key.request_of_gateway(&self.domain, names).map_err(said)?;
+    /// Asks, if nothing was asked for these names yet, and looks at what has come of it.
+    async fn attempt(&self, names: &[HostName]) -> Result<Kept, Not> {
+        let pending = self.pending(names).await.map_err(Not::Made)?;
+        let key = pending.key().map_err(made)?;
+        let request = key.request_of_gateway(&self.domain, names).map_err(made)?;
         let wanted = Wanted {
-            name: format!("causeway-gateway-{}-", object_name(&self.gateway)),
+            name: &pending.name,
             signer: &self.signer,
             usages: USAGES,
             seconds: None,
             request: &request,
         };
         let asked = asking::ask(self.client.clone(), wanted).await;
-        let name = asked.map_err(words)?;
-        tracing::info!(
-            request = name,
-            signer = self.signer,
-            "asked the cluster for this gateway's certificate"
-        );
-        let chain = self.answered(&name, tell).await?;
+        asked.map_err(|why| Not::Yet(words(why)))?;
+        let chain = match asking::answer(self.client.clone(), &pending.name).await {
+            Ok(Answer::Signed(chain)) => chain,
+            Ok(Answer::Waiting(_)) if pending.since + PATIENCE.as_secs() > now() => {
+                return Err(Not::Yet(format!(
+                    "the request {} is not approved and signed yet: {} is to do that",
+                    pending.name, self.signer
+                )));
+            }
+            Ok(Answer::Refused(why) | Answer::Waiting(why)) => {
+                self.forget().await?;
+                return Err(Not::Made(why));
+            }
+            Err(why) => return Err(Not::Yet(words(why))),
+        };
         let text = Kept::text(names, &chain, key.key_pem().expose());
         let kept = Kept::read(&text, &self.domain);
-        let kept = kept
-            .map_err(|why| format!("what was made for the request {name} cannot be used: {why}"))?;
-        if kept.not_after <= SystemTime::now() {
-            return Err(format!(
-                "what was made for the request {name} has ended already"
-            ));
+        let kept = kept.and_then(|kept| {
+            let holds = kept.not_after > SystemTime::now();
+            holds
+                .then_some(kept)
+                .ok_or_else(|| "it has ended already".to_owned())
+        });
+        if kept.is_ok() {
+            let saved = self.on_disk(move |store| store.save_made(&text)).await;
+            // It is there to be taken when the disk is well again.
+            saved.map_err(Not::Yet)?;
         }
-        self.store.save_made(&text).map_err(said)?;
+        self.forget().await?;
+        let name = pending.name;
+        let kept = kept.map_err(|why| {
+            Not::Made(format!(
+                "what was made for the request {name} cannot be used: {why}"
+            ))
+        })?;
         let ends = humantime::format_rfc3339_seconds(kept.not_after);
         tracing::info!(request = name, %ends, "this gateway has another certificate by its cluster");
-        Ok(())
+        Ok(kept)
     }
 
-    async fn answered(&self, name: &str, tell: &(dyn Fn(&str) + Sync)) -> Result<String, String> {
-        let mut backoff = Backoff::new(PAUSES.0, PAUSES.0);
-        let mut trouble = Trouble::new("waiting for this gateway's certificate");
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let why = match asking::answer(self.client.clone(), name).await {
-                Ok(Answer::Signed(chain)) => return Ok(chain),
-                Ok(Answer::Refused(why)) => return Err(why),
-                Ok(Answer::Waiting(_)) => {
-                    format!(
-                        "the request {name} is not approved and signed yet: {} is to do that",
-                        self.signer
-                    )
-                }
-                Err(why) => words(why),
-            };
-            if Instant::now() >= until {
-                return Err(why);
-            }
-            trouble.say(&why);
-            tell(&why);
-            sleep(backoff.refused(None, rand::random())).await;
+    async fn forget(&self) -> Result<(), Not> {
+        self.on_disk(Store::forget_pending).await.map_err(Not::Yet)
+    }
+
+    /// The request that waits, or a new one, kept before anybody is asked.
+    async fn pending(&self, names: &[HostName]) -> Result<Pending, String> {
+        let asks = format!("{}: {} of {}", self.signer, listed(names), self.domain);
+        let kept = self.on_disk(Store::pending).await?;
+        if let Some(kept) = kept.filter(|kept| kept.asks == asks) {
+            return Ok(kept);
+        }
+        self.on_disk(Store::prepare_made).await?;
+        let key = EdgeKey::generate().map_err(said)?;
+        let host = object_name(&self.gateway);
+        let name = format!("causeway-gateway-{host}-{:08x}", rand::random::<u32>());
+        let pending = Pending::new(name, asks, now(), &key);
+        let kept = pending.clone();
+        self.on_disk(move |store| store.save_pending(&kept)).await?;
+        Ok(pending)
+    }
+
+    /// Never on the thread that hears signals.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, String> {
+        let store = self.store.clone();
+        match timeout(DISK, spawn_blocking(move || work(&store))).await {
+            Ok(Ok(done)) => done.map_err(said),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err("the data directory does not answer".to_owned()),
         }
     }
 }
@@ -147,13 +216,14 @@ impl OwnCertificate {
 struct Kept {
     /// The names that were asked for: the signer may have left some out.
     names: String,
-    begins: SystemTime,
+    /// A signer may let it begin long before it makes it.
+    since: SystemTime,
     not_after: SystemTime,
 }
 
 impl Kept {
     fn text(names: &[HostName], chain: &str, key: &str) -> String {
-        format!("{NAMES}{}\n{chain}\n{key}", listed(names))
+        format!("{NAMES}{}\n{MADE}{}\n{chain}\n{key}", listed(names), now())
     }
 
     fn read(text: &str, domain: &TrustDomain) -> Result<Self, String> {
@@ -164,21 +234,19 @@ impl Kept {
             ));
         }
         let (begins, not_after) = dates(&leaf);
-        let names = text
-            .lines()
-            .next()
-            .and_then(|line| line.strip_prefix(NAMES));
+        let line = |key| text.lines().find_map(|line| line.strip_prefix(key));
+        let since = line(MADE).and_then(|made| made.parse().ok());
         Ok(Self {
-            names: names.unwrap_or_default().to_owned(),
-            begins,
+            names: line(NAMES).unwrap_or_default().to_owned(),
+            since: begins.max(UNIX_EPOCH + Duration::from_secs(since.unwrap_or_default())),
             not_after,
         })
     }
 
     fn is_due(&self, names: &[HostName], now: SystemTime) -> bool {
-        let life = self.not_after.duration_since(self.begins);
-        let renew = self.begins + life.unwrap_or_default().mul_f64(2.0 / 3.0);
-        now >= renew || self.names != listed(names)
+        let life = self.not_after.duration_since(self.since);
+        let renew = self.since + life.unwrap_or_default().mul_f64(2.0 / 3.0);
+        now >= renew.max(self.since + APART) || self.names != listed(names)
     }
 }
 
@@ -202,6 +270,14 @@ fn object_name(name: &str) -> String {
 fn listed(names: &[HostName]) -> String {
     let names: Vec<_> = names.iter().map(ToString::to_string).collect();
     names.join(" ")
+}
+
+fn now() -> u64 {
+    UnixTime::now().as_secs()
+}
+
+fn made(error: impl Display) -> Not {
+    Not::Made(said(error))
 }
 
 fn said(error: impl Display) -> String {
@@ -237,9 +313,19 @@ mod tests {
         ];
         let text = kept(&names);
         let kept = Kept::read(&text, &domain("td")).unwrap();
-        assert!(!kept.is_due(&names, SystemTime::now()));
-        assert!(kept.is_due(&names[..1], SystemTime::now()));
-        assert!(kept.is_due(&names, kept.not_after - Duration::from_hours(1)));
+        let later = SystemTime::now() + APART;
+        assert!(!kept.is_due(&names, later));
+        assert!(kept.is_due(&names[..1], later));
+        assert!(kept.is_due(&names, kept.not_after - Duration::from_mins(50)));
+        // However far back it begins, and whatever is wrong with the clock: not one after the other.
+        let hour = Duration::from_hours(1);
+        let backdated = Kept {
+            since: SystemTime::now(),
+            not_after: SystemTime::now() + hour / 6,
+            ..kept
+        };
+        assert!(!backdated.is_due(&names, later));
+        assert!(backdated.is_due(&names, later + hour / 6));
         assert!(Kept::read(&text, &domain("other")).is_err());
         assert!(Kept::read("names: gw.example", &domain("td")).is_err());
     }

@@ -27,8 +27,10 @@ impl Cluster {
     fn node(&self, params: &CertificateParams) -> Result<NodeName, PeerRefused> {
         let key = KeyPair::generate().unwrap();
         let made = params.signed_by(&key, &self.issuer).unwrap();
-        self.trust
-            .node(Some(&[made.der().clone()]), UnixTime::now())
+        let shown = self
+            .trust
+            .node(Some(&[made.der().clone()]), UnixTime::now());
+        shown.map(|shown| shown.node)
     }
 }
 
@@ -44,6 +46,9 @@ fn client(parts: &[(DnType, &str)]) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name = name(parts);
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let now = std::time::SystemTime::now();
+    params.not_before = (now - Duration::from_mins(5)).into();
+    params.not_after = (now + Duration::from_hours(2)).into();
     params
 }
 
@@ -99,6 +104,11 @@ fn no_other_certificate_of_the_clusters_ca_is_an_edges() {
         params.extended_key_usages = usages;
         assert!(cluster.node(&params).is_err());
     }
+    // A kubelet's own lives for a year.
+    let mut long = client(&KUBELET);
+    long.not_after = (std::time::SystemTime::now() + Duration::from_hours(4)).into();
+    let refused = cluster.node(&long).unwrap_err();
+    assert!(refused.to_string().contains("lives for"), "{refused}");
     // Of another cluster, and of nobody.
     let other = Cluster::new(ClusterSubject::Kubelet);
     let key = KeyPair::generate().unwrap();

@@ -48,6 +48,11 @@ impl Held {
         locked(&self.0.current).clone()
     }
 
+    /// Where it is kept.
+    pub(crate) fn store(&self) -> &Store {
+        &self.0.store
+    }
+
     /// Changes the identity: on the disk, then here.
     ///
     /// # Errors

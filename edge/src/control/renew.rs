@@ -188,7 +188,7 @@ async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
         // No gateway renews what has ended.
         Some(cluster) if dates(&old).1 < SystemTime::now() => {
             let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
-            vouch::asked(&**cluster, &links.config, &tell).await?
+            vouch::asked(&**cluster, (&links.config, held.store()), &tell).await?
         }
         _ => ask(links, &old).await?,
     };

@@ -1,7 +1,7 @@
 //! Joining without a token: the node's cluster says who asks, and the gateway's CA signs what the cluster has been asked for.
 //!
 //! 1. the CA to believe is what the cluster publishes; which node this is, the API server says;
-//! 2. the key is made here and stays here; a request for it is put to the cluster;
+//! 2. the key is made here and stays here; a request for it is put to the cluster, and outlives this process;
 //! 3. the answer is waited for, and why it takes long is told at each look. A request that nobody has answered within
 //!    an hour, or that was denied, is followed by another for another key;
 //! 4. what comes has to be for this node and to hang on that CA; where a signer of the cluster's own has made it, it is shown
@@ -18,12 +18,17 @@ use super::{
 };
 use crate::config::Config;
 use causeway_certs::{
-    ClusterSubject, EdgeIdentity, EdgeKey, Leaf, NodeName, verify::vouched_client,
+    ClusterSubject, EdgeIdentity, EdgeKey, Leaf, NodeName, Pending, Store, StoreError,
+    verify::vouched_client,
 };
 use causeway_tunnel::backoff::Backoff;
 use futures_util::future::BoxFuture;
+use rustls::pki_types::UnixTime;
 use std::{fmt::Display, time::Duration};
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
 use tracing::{info, warn};
 
 /// So long is one request waited for: a cluster forgets those that nobody approves after a day.
@@ -35,12 +40,9 @@ pub trait Cluster: Send + Sync {
     fn node(&self) -> BoxFuture<'_, Result<String, NoAnswer>>;
     /// The CA certificates of gateways, as PEM.
     fn roots(&self) -> BoxFuture<'_, Result<String, NoAnswer>>;
-    /// Asks for a certificate by a request in PEM. The name under which to look for the answer.
-    fn ask<'a>(
-        &'a self,
-        node: &'a str,
-        request: &'a str,
-    ) -> BoxFuture<'a, Result<String, NoAnswer>>;
+    /// Asks for a certificate by a request in PEM, under a name by which to look for the answer. What has been asked under
+    /// that name is not asked again.
+    fn ask<'a>(&'a self, name: &'a str, request: &'a str) -> BoxFuture<'a, Result<(), NoAnswer>>;
     /// How its signer names nodes, where that is one of the cluster's own.
     fn subject(&self) -> Option<ClusterSubject>;
     /// What became of a request until now.
@@ -80,12 +82,12 @@ impl From<NoAnswer> for Trouble {
 /// time. Drop the future to stop.
 pub(crate) async fn join(
     cluster: &dyn Cluster,
-    config: &Config,
+    (config, store): (&Config, &Store),
     tell: &Listener<'_>,
 ) -> EdgeIdentity {
     let mut backoff = bounds(config);
     loop {
-        let trouble = match asked(cluster, config, tell).await {
+        let trouble = match asked(cluster, (config, store), tell).await {
             Ok(identity) => {
                 info!(
                     node = identity.node.as_str(),
@@ -102,12 +104,14 @@ pub(crate) async fn join(
     }
 }
 
-/// One request, and what comes of it.
+/// One request, and what comes of it. One that waits for an answer since before this process began is gone on with.
 pub(crate) async fn asked(
     cluster: &dyn Cluster,
-    config: &Config,
+    (config, store): (&Config, &Store),
     tell: &Listener<'_>,
 ) -> Result<EdgeIdentity, Trouble> {
+    // Nobody is asked for what cannot be kept.
+    on_disk(store, Store::prepare_edge).await?;
     let roots = cluster.roots().await?;
     let domain = EdgeIdentity::domain_of(&roots);
     let domain = domain.map_err(|error| unsound(&"the CA that the cluster publishes", &error))?;
@@ -117,15 +121,19 @@ pub(crate) async fn asked(
     };
     let node = NodeName::parse(&node).map_err(|error| unsound(&"the node's name", &error))?;
     let own = |error| unsound(&"the key", &error);
-    let key = EdgeKey::generate().map_err(own)?;
     let subject = cluster.subject();
+    let asks = subject.map_or_else(|| domain.to_string(), |subject| subject.to_string());
+    let pending = pending(store, &node, asks).await?;
+    let key = pending.key().map_err(own)?;
     let request = match subject {
         Some(subject) => key.request_as(subject, &node),
         None => key.request_of(&domain, &node),
     };
-    let request = request.map_err(own)?;
-    let name = cluster.ask(node.as_str(), &request).await?;
-    let chain = answered(cluster, &name, (config, tell)).await?;
+    cluster.ask(&pending.name, &request.map_err(own)?).await?;
+    let made = answered(cluster, &pending, (config, tell)).await;
+    // Whatever it is: another request is for another key.
+    on_disk(store, Store::forget_pending).await?;
+    let chain = made?;
     // They may be others by now.
     let roots = cluster.roots().await?;
     let unusable = |error: &dyn Display| unsound(&"the answer", error);
@@ -139,9 +147,36 @@ pub(crate) async fn asked(
     };
     if identity.node != node {
         let other = format!("it is for node {}", identity.node);
-        return Err(unsound(&"the answer", &other));
+        return Err(unusable(&other));
     }
     Ok(identity)
+}
+
+/// The request that waits, or a new one, kept before anybody is asked.
+async fn pending(store: &Store, node: &NodeName, asks: String) -> Result<Pending, Trouble> {
+    let asks = format!("{node}: {asks}");
+    let kept = on_disk(store, Store::pending).await?;
+    let now = UnixTime::now().as_secs();
+    let waits = |kept: &Pending| kept.asks == asks && now < kept.since + PATIENCE.as_secs();
+    if let Some(kept) = kept.filter(waits) {
+        return Ok(kept);
+    }
+    let key = EdgeKey::generate().map_err(|error| unsound(&"the key", &error))?;
+    let name = format!("causeway-edge-{node}-{:08x}", rand::random::<u32>());
+    let pending = Pending::new(name, asks, now, &key);
+    let kept = pending.clone();
+    on_disk(store, move |store| store.save_pending(&kept)).await?;
+    Ok(pending)
+}
+
+async fn on_disk<T: Send + 'static>(
+    store: &Store,
+    work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
+) -> Result<T, Trouble> {
+    let store = store.clone();
+    let done = spawn_blocking(move || work(&store)).await;
+    let done = done.map_err(|error| unsound(&"the data directory", &error))?;
+    done.map_err(|error| unsound(&"the data directory", &error))
 }
 
 /// One of the gateways' certificates for that of the cluster, with a key of its own.
@@ -162,9 +197,10 @@ async fn exchanged(
             Ok(granted) => break granted,
             Err(Failed::Trouble(trouble)) => trouble,
             Err(Failed::Answer(why)) => return Err(unsound(&"the gateway's answer", &why)),
+            // The cluster's certificate stays as good as it was: what is wrong is with the node.
             Err(Failed::Refused { reason, detail }) => {
                 let why = format!("the gateway refuses this node ({reason}): {detail}");
-                return Err(Trouble::unwelcome(why));
+                Trouble::unwelcome(why)
             }
         };
         if Instant::now() >= until {
@@ -181,20 +217,24 @@ async fn exchanged(
     Ok(identity)
 }
 
+/// Waited for within its time, or until it is clear that nothing comes.
 async fn answered(
     cluster: &dyn Cluster,
-    name: &str,
+    pending: &Pending,
     (config, tell): (&Config, &Listener<'_>),
 ) -> Result<String, Trouble> {
-    let (mut backoff, until) = (bounds(config), Instant::now() + PATIENCE);
+    let mut backoff = bounds(config);
+    let begun = Instant::now();
+    let waited = UnixTime::now().as_secs().saturating_sub(pending.since);
+    let patience = PATIENCE.saturating_sub(Duration::from_secs(waited));
     loop {
-        let trouble = match cluster.answer(name).await {
+        let trouble = match cluster.answer(&pending.name).await {
             Ok(Answer::Signed(chain)) => return Ok(chain),
             Ok(Answer::Refused(why)) => return Err(Trouble::unwelcome(why)),
             Ok(Answer::Waiting(why)) => Trouble::refused(why),
             Err(why) => why.into(),
         };
-        if Instant::now() >= until {
+        if begun.elapsed() >= patience {
             return Err(trouble);
         }
         let delay = trouble.delay(&mut backoff, rand::random());

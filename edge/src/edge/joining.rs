@@ -118,9 +118,11 @@ async fn join(
     }
     // A token is good once: it is not given for an identity that cannot be kept.
     store.prepare_edge()?;
-    let identity = match token {
-        Some(token) => enrol::join(&token, config, tell).await?,
-        None => vouch::join(cluster.ok_or(Error::NoCluster)?, config, tell).await,
+    let identity = if let Some(token) = token {
+        enrol::join(&token, config, tell).await?
+    } else {
+        let cluster = cluster.ok_or(Error::NoCluster)?;
+        vouch::join(cluster, (config, store), tell).await
     };
     store.save_edge(&identity)?;
     Ok(identity)

@@ -7,6 +7,7 @@
 
 mod issuing;
 mod strangers;
+mod vouched;
 
 #[cfg(test)]
 mod tests;
@@ -30,7 +31,6 @@ use axum::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{CsrKey, Identity, JoinToken, LiveCa, NodeName, Store, TokenRefused};
-use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
@@ -235,29 +235,6 @@ impl Desk {
         enrolled
     }
 
-    async fn vouched(self: Arc<Self>, peer: &Peer, asked: Renew) -> Result<Enrolled, Problem> {
-        let Some(node) = peer.vouched.clone() else {
-            let detail = if self.enrolment.by_cluster {
-                "this needs the certificate that the cluster's signer has made for the node"
-            } else {
-                "this gateway signs for the cluster itself, or not at all: kubernetes.signer of the edge has to be kubernetes.certificates.signer of the gateway"
-            };
-            let status = StatusCode::UNAUTHORIZED;
-            return Err(refuse(status, "certificate_missing", detail));
-        };
-        let key = key(&asked.csr)?;
-        let signer = self.enrolment.signer();
-        if let Some(why) = signer.refuses(&node) {
-            return Err(refuse(StatusCode::FORBIDDEN, "node_refused", why));
-        }
-        let version = asked.version;
-        info!(%node, ?version, "a node joins by a certificate of its cluster's");
-        let now = UnixTime::now().as_secs();
-        let issued = signer.issue((key, &node), None, now).await;
-        let issued = issued.map_err(|error| broken(&error))?;
-        Ok(self.granted(node, &issued))
-    }
-
     async fn renew(self: Arc<Self>, peer: &Peer, renew: Renew) -> Result<Enrolled, Problem> {
         let Some(Identity::Edge(node)) = peer.identity.clone() else {
             return Err(refuse(
@@ -273,6 +250,7 @@ impl Desk {
             root: peer.root,
             ..Shown::default()
         };
+        self.can_judge(&node)?;
         if nodes.get(&node).is_none() {
             return Err(unknown(&node));
         }
@@ -314,7 +292,9 @@ fn report(
                 ?detail,
                 "refused an edge's certificate"
             );
+            let vouched = peer.vouched.as_ref();
             let edge = peer.identity.as_ref().map(ToString::to_string);
+            let edge = edge.or_else(|| vouched.map(|vouched| vouched.node.to_string()));
             let from = peer.address.map(|address| address.to_string());
             audit::refused_edge(
                 edge.as_deref().unwrap_or("(unknown)"),

@@ -9,7 +9,7 @@ use axum::{
     http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use causeway_certs::{Fingerprint, Identity, NodeName};
+use causeway_certs::{Fingerprint, Identity, Vouched};
 use causeway_tunnel::{listener::Bound, task::Tasks};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
@@ -50,8 +50,8 @@ pub struct Peer {
     pub issued: u64,
     /// The root on which it hangs.
     pub root: Option<Fingerprint>,
-    /// The node as which it may join, by a certificate of the cluster's.
-    pub vouched: Option<NodeName>,
+    /// As which node it may join, by a certificate of the cluster's.
+    pub vouched: Option<Vouched>,
 }
 
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.

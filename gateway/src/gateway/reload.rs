@@ -219,12 +219,19 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     };
     let table = |config: &Config| config.redirect.clone().map(|redirect| redirect.table);
     let given = |config: &Config| config.tunnel.identity.is_some();
+    let asked = |config: &Config| {
+        let identity = config.tunnel.identity.as_ref();
+        identity.map(|identity| (identity.signer.clone(), identity.trust_domain.clone()))
+    };
     let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
     let keys = [
         ("data_dir", began.data_dir != now.data_dir),
         ("cores", began.cores != now.cores),
         ("tunnel", tunnel(began) != tunnel(now)),
-        ("tunnel.identity", given(began) != given(now)),
+        (
+            "tunnel.identity",
+            given(began) != given(now) || asked(began) != asked(now),
+        ),
         ("redirect", table(began) != table(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),

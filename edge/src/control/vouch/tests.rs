@@ -14,7 +14,8 @@ struct Api {
     ca: Ca,
     /// For which node it signs, whoever asks.
     signs: &'static str,
-    asked: Mutex<Vec<String>>,
+    /// Names and requests.
+    asked: Mutex<Vec<(String, String)>>,
     looks: AtomicUsize,
     denied: AtomicUsize,
 }
@@ -33,7 +34,7 @@ impl Api {
 
     fn signed(&self, name: &str) -> String {
         let asked = self.asked.lock().unwrap();
-        let request = &asked[name.parse::<usize>().unwrap()];
+        let (_, request) = asked.iter().find(|(known, _)| known == name).unwrap();
         let der = CertificateSigningRequestDer::from_pem_slice(request.as_bytes()).unwrap();
         let node = NodeName::parse("edge-1").unwrap();
         let key = CsrKey::of_edge(&der, self.ca.trust_domain(), &node).unwrap();
@@ -52,11 +53,12 @@ impl Cluster for Api {
         Box::pin(async { Ok(self.ca.bundle_pem()) })
     }
 
-    fn ask<'a>(&'a self, _: &'a str, request: &'a str) -> BoxFuture<'a, Result<String, NoAnswer>> {
+    fn ask<'a>(&'a self, name: &'a str, request: &'a str) -> BoxFuture<'a, Result<(), NoAnswer>> {
         let mut asked = self.asked.lock().unwrap();
-        asked.push(request.to_owned());
-        let name = (asked.len() - 1).to_string();
-        Box::pin(async { Ok(name) })
+        if !asked.iter().any(|(known, _)| known == name) {
+            asked.push((name.to_owned(), request.to_owned()));
+        }
+        Box::pin(async { Ok(()) })
     }
 
     fn subject(&self) -> Option<ClusterSubject> {
@@ -105,17 +107,39 @@ async fn after_a_refusal_another_request_is_for_another_key() {
     let api = Api::new("edge-1");
     api.denied.store(1, Relaxed);
     let data = tempfile::tempdir().unwrap();
-    let identity = join(&api, &config(data.path()), &|_| {}).await;
+    let store = Store::open(data.path(), Access::Create).unwrap();
+    let identity = join(&api, (&config(data.path()), &store), &|_| {}).await;
     assert_eq!(identity.node.as_str(), "edge-1");
     let asked = api.asked.lock().unwrap();
     assert!(asked.len() == 2 && asked[0] != asked[1]);
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_edge_that_starts_anew_waits_for_the_same_request() {
+    let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
+    let api = Arc::new(Api::new("edge-1"));
+    // It is stopped while it waits.
+    let tell = |why: &str| {
+        if why.contains("not approved") {
+            stop.cancel();
+        }
+    };
+    let opened = Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &tell));
+    assert!(matches!(opened.await, Err(Error::Stopped)));
+    let stop = CancellationToken::new();
+    let opened = Edge::open_by(config(data.path()), Some(api.clone()), (&stop, &|_| {}));
+    assert_eq!(opened.await.unwrap().node(), "edge-1");
+    assert_eq!(api.asked.lock().unwrap().len(), 1);
+    let store = Store::open(data.path(), Access::Existing).unwrap();
+    assert_eq!(store.pending().unwrap(), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_certificate_for_another_node_is_not_taken() {
     let api = Api::new("edge-2");
     let data = tempfile::tempdir().unwrap();
-    let trouble = asked(&api, &config(data.path()), &|_| {})
+    let store = Store::open(data.path(), Access::Create).unwrap();
+    let trouble = asked(&api, (&config(data.path()), &store), &|_| {})
         .await
         .unwrap_err();
     assert!(

@@ -4,7 +4,7 @@ use super::Io;
 use crate::state::registry::Shown;
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    ClusterTrust, NodeName, PeerRefused, Purpose, Trust,
+    ClusterTrust, PeerRefused, Purpose, Trust, Vouched,
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
@@ -119,7 +119,7 @@ impl Tls {
     }
 
     /// Which node it is that may join by the cluster's certificate which it shows, where such count.
-    pub(super) fn joins(&self, io: &Io) -> Option<Result<NodeName, PeerRefused>> {
+    pub(super) fn joins(&self, io: &Io) -> Option<Result<Vouched, PeerRefused>> {
         let chain = io.get_ref().1.peer_certificates();
         let cluster = self.cluster.as_ref()?;
         Some(cluster.node(chain, UnixTime::now()))

@@ -233,6 +233,10 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
         (status, &said["reason"]),
         (401, &json!("certificate_missing"))
     );
+    // Who is to say it has not spoken yet.
+    let (status, said) = counter.post("/v1/renew", edge(), body()).await;
+    assert_eq!((status, &said["reason"]), (503, &json!("nodes_unknown")));
+    counter.world.nodes.cluster([].into());
     let (status, said) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &said["reason"]), (403, &json!("node_unknown")));
     let token = counter.token("edge-1", Duration::from_mins(1));
@@ -352,6 +356,7 @@ async fn an_edge_joins_and_renews_over_the_tunnel_port() {
     let control = verify::control_client(&edge).unwrap();
     let said = over_the_port(world, control, "/v1/renew", body.clone()).await;
     assert_eq!(said["node"], "edge-1");
+    world.nodes.cluster([].into());
     let stranger = verify::control_client(&identity(&world.ca, "edge-9")).unwrap();
     let said = over_the_port(world, stranger, "/v1/renew", body).await;
     assert_eq!(said["reason"], "node_unknown");

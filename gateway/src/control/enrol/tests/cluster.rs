@@ -2,7 +2,7 @@
 
 use super::{Counter, over_the_port};
 use crate::{
-    control::world::{World, identity, name},
+    control::world::{World, name},
     state::Member,
 };
 use causeway_certs::{
@@ -15,10 +15,14 @@ use rcgen::{
 };
 use rustls::ClientConfig;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 /// The cluster's CA, which has made certificates for more than nodes.
-struct Signer(Issuer<'static, KeyPair>);
+/// Its certificates begin so long ago.
+struct Signer(Issuer<'static, KeyPair>, Duration);
 
 impl Signer {
     /// Whom the gateway believes from now on.
@@ -30,13 +34,16 @@ impl Signer {
         let root = params.self_signed(&key).unwrap().der().clone();
         let trust = ClusterTrust::new(vec![root], ClusterSubject::Kubelet).unwrap();
         world.believe(trust, &TicketSecret::random());
-        Self(Issuer::new(params, key))
+        Self(Issuer::new(params, key), Duration::from_mins(5))
     }
 
     fn client(&self, organization: &str, name: &str) -> Leaf {
         let mut params = CertificateParams::default();
         params.distinguished_name = subject(Some(organization), name);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let began = SystemTime::now() - self.1;
+        params.not_before = began.into();
+        params.not_after = (began + Duration::from_hours(2)).into();
         let key = KeyPair::generate().unwrap();
         let made = params.signed_by(&key, &self.0).unwrap();
         Leaf::load(&made.pem(), &key.serialize_pem()).unwrap()
@@ -70,7 +77,7 @@ async fn asks(counter: &Counter, path: &str, leaf: &Leaf) -> Value {
 async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
     let counter = Counter::open();
     let world = &counter.world;
-    let signer = Signer::believed_by(world);
+    let mut signer = Signer::believed_by(world);
     let edge = Member {
         edge: true,
         ..Member::default()
@@ -85,7 +92,13 @@ async fn a_node_that_shows_its_clusters_certificate_gets_one_of_ours_for_it() {
     assert_eq!(edge.node, name("edge-1"));
     world.joined(&edge, "a", 0).await;
 
+    // Shown again it is as good as before; one from before is not.
+    let again = asks(&counter, "/v1/vouched", &kubelet).await;
+    assert_eq!(again["node"], "edge-1");
+    signer.1 = Duration::from_mins(10);
+    let earlier = signer.kubelet("edge-1");
     for (leaf, path, reason) in [
+        (&earlier, "/v1/vouched", "certificate_replaced"),
         (&kubelet, "/v1/renew", "certificate_missing"),
         (&signer.kubelet("cloud"), "/v1/vouched", "node_refused"),
         (&signer.kubelet("edge-9"), "/v1/vouched", "node_refused"),
@@ -125,10 +138,5 @@ async fn no_other_certificate_of_the_clusters_ca_gets_anything_nor_is_any_a_tunn
         Err(error) => Err(error),
     };
     assert!(!matches!(refused, Ok(1)), "{refused:?}");
-    assert!(
-        world
-            .reader()
-            .get(&identity(&world.ca, "edge-1").node)
-            .is_none()
-    );
+    assert!(world.store.nodes().all().unwrap().is_empty());
 }

@@ -1,0 +1,91 @@
+//! A request for a certificate that waits for somebody's answer: a process that starts anew goes on waiting for the same.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Store, StoreError};
+use crate::csr::{CsrError, EdgeKey};
+
+const PENDING: &str = "request.json";
+
+/// A request, and the key that it is for.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pending {
+    /// Under which name it is known to whoever is asked.
+    pub name: String,
+    /// What it asks for and whom, as its maker writes that.
+    pub asks: String,
+    /// When it was made, in Unix seconds.
+    pub since: u64,
+    key: String,
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({}, {})", self.name, self.asks)
+    }
+}
+
+impl Pending {
+    /// A request for this key.
+    pub fn new(name: String, asks: String, since: u64, key: &EdgeKey) -> Self {
+        Self {
+            name,
+            asks,
+            since,
+            key: key.key_pem().expose().to_owned(),
+        }
+    }
+
+    /// The key.
+    pub fn key(&self) -> Result<EdgeKey, CsrError> {
+        EdgeKey::load(&self.key)
+    }
+}
+
+impl Store {
+    /// What is waited for, if anything.
+    pub fn pending(&self) -> Result<Option<Pending>, StoreError> {
+        self.dir.read_json(PENDING)
+    }
+
+    /// Keeps what is waited for from now on, before anybody is asked.
+    pub fn save_pending(&self, pending: &Pending) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.write_json(PENDING, pending)
+    }
+
+    /// Nothing is waited for any more.
+    pub fn forget_pending(&self) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.remove(PENDING)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Access;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn what_is_waited_for_outlives_the_process_and_is_nobody_elses_to_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), Access::Create).unwrap();
+        assert_eq!(store.pending().unwrap(), None);
+        let key = EdgeKey::generate().unwrap();
+        let pending = Pending::new("name".to_owned(), "all".to_owned(), 1, &key);
+        store.save_pending(&pending).unwrap();
+        let again = Store::open(dir.path(), Access::Existing).unwrap();
+        let kept = again.pending().unwrap().unwrap();
+        assert_eq!(kept, pending);
+        assert_eq!(kept.key().unwrap().key_pem(), key.key_pem());
+        let mode = std::fs::metadata(dir.path().join(PENDING)).unwrap();
+        assert_eq!(mode.permissions().mode() & 0o777, 0o600);
+        store.forget_pending().unwrap();
+        store.forget_pending().unwrap();
+        assert_eq!(store.pending().unwrap(), None);
+    }
+}
