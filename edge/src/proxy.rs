@@ -19,7 +19,6 @@ mod body;
 mod interim;
 mod kept;
 
-mod heard;
 mod shared;
 
 mod forward;

@@ -23,6 +23,7 @@ mod cork;
 pub mod duplex;
 pub mod frames;
 pub mod headers;
+pub mod heard;
 pub mod load;
 mod small;
 pub mod stream;

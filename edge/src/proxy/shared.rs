@@ -13,10 +13,12 @@ use super::{
     body::Outgoing,
     broken,
     forward::{self, Unanswered},
-    heard::{Allowed, heard},
     target,
 };
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{
+    heard::{Allowed, heard},
+    task::Tasks,
+};
 use hyper::{Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::TokioIo;
 use std::{

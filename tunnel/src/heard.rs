@@ -1,11 +1,11 @@
 //! What an HTTP/2 app is heard to say before the engine reads it: the heads of its frames, no more.
 //!
-//! The engine keeps two things to itself that the edge must know. How many streams the app allows at once
+//! The engine keeps two things to itself that whoever asks an app must know. How many streams the app allows at once
 //! is in its SETTINGS; the engine queues what goes beyond without a word. Interim answers it drops unread,
 //! however many there are, so an app that sends them without end never comes to its answer: such an app's connection
 //! fails, whichever stream they were for.
 
-use causeway_tunnel::{
+use crate::{
     frames::{ACK, DATA, END_STREAM, Frames, HEADERS, Head, Part, RST_STREAM, SETTINGS},
     tap::{Listen, Tap},
     wire::MOST_INTERIMS,
@@ -21,17 +21,17 @@ const MAX_CONCURRENT_STREAMS: u16 = 3;
 const MOST_COUNTED: usize = 4_096;
 
 /// How many streams an app allows at once. `None`: it has not said yet.
-pub(super) type Allowed = watch::Receiver<Option<u32>>;
+pub type Allowed = watch::Receiver<Option<u32>>;
 
 /// A connection to an HTTP/2 app that is listened to, and what is heard of it.
-pub(super) fn heard<S>(io: S) -> (Tap<S, Ear>, Allowed) {
+pub fn heard<S>(io: S) -> (Tap<S, Ear>, Allowed) {
     let (ear, allowed) = Ear::new();
     (Tap::new(io, ear), allowed)
 }
 
 /// What an app has said so far.
 #[derive(Debug)]
-pub(super) struct Ear {
+pub struct Ear {
     frames: Frames,
     said: Said,
 }
