@@ -99,6 +99,8 @@ declare! {
     unread_bytes: Gauge,
     /// Questions by DNS, by what was found.
     dns_queries: Family<[Label; 1], Counter>,
+    /// Connections to apps to which the gateway itself speaks TLS, by the version of HTTP that the app chose.
+    app_connections: Family<[Label; 1], Counter>,
     /// Whether the gateway drains.
     draining: Gauge,
     /// Fetches of the keys of issuers of JWTs, by outcome.
@@ -188,6 +190,12 @@ impl Metrics {
     /// A stream is served by another core than its node's.
     pub fn crossed(&self) {
         self.declared.streams_crossed.inc();
+    }
+
+    /// An app was connected to.
+    pub fn app_connected(&self, http2: bool) {
+        let labels = [("http", if http2 { "2" } else { "1.1" })];
+        self.declared.app_connections.get_or_create(&labels).inc();
     }
 
     /// A limit was reached.

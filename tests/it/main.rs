@@ -50,6 +50,7 @@ mod abuse;
 
 mod app_faults;
 mod apps;
+mod apps_http2;
 mod audit;
 mod pins;
 

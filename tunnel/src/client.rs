@@ -88,7 +88,7 @@ pub struct Tunnel {
 #[derive(Debug)]
 struct Shared {
     load: Arc<Load>,
-    max_streams: usize,
+    settings: Settings,
     suspect: AtomicBool,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
@@ -104,7 +104,7 @@ impl Shared {
         let close = CancellationToken::new();
         Self {
             load,
-            max_streams: settings.max_streams,
+            settings: settings.clone(),
             suspect: AtomicBool::new(false),
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
@@ -156,6 +156,19 @@ impl Tunnel {
         self.start(head, end).await
     }
 
+    /// Opens a stream to somebody who is no edge, such as an app: `head` goes as it is.
+    ///
+    /// # Errors
+    /// As [`Tunnel::open`].
+    pub async fn ask(&self, head: Request<()>, end: bool) -> Result<Opened, StreamError> {
+        self.start(head, end).await
+    }
+
+    /// What a connection goes by that a stream of this tunnel carries: what its streams leave unread is of the same budget.
+    pub fn within(&self) -> Settings {
+        self.shared.settings.clone()
+    }
+
     /// Opens the control stream (see [`crate::hello`]).
     ///
     /// # Errors
@@ -174,8 +187,8 @@ impl Tunnel {
     }
 
     async fn start(&self, head: Request<()>, end: bool) -> Result<Opened, StreamError> {
-        let open =
-            Open::new(&self.shared.load, self.shared.max_streams).ok_or(StreamError::Busy)?;
+        let open = Open::new(&self.shared.load, self.shared.settings.max_streams)
+            .ok_or(StreamError::Busy)?;
         let path = head.uri().path_and_query();
         let path = path.map_or(0, |path| path.as_str().len());
         if headers::size(head.headers()) + path > wire::MAX_HEAD {
@@ -195,7 +208,7 @@ impl Tunnel {
     }
 
     /// What the tunnel carries.
-    pub fn load(&self) -> &Load {
+    pub fn load(&self) -> &Arc<Load> {
         &self.shared.load
     }
 

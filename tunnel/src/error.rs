@@ -39,6 +39,11 @@ impl StreamError {
         h2::Error::from(h2::Reason::CANCEL).into()
     }
 
+    /// The other end has not taken the stream, which is as if it had never been opened (RFC 9113 §8.7).
+    pub fn is_refused(&self) -> bool {
+        matches!(self, Self::Reset { cause } if cause.reason() == Some(h2::Reason::REFUSED_STREAM))
+    }
+
     /// A reset, as against a lost tunnel.
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset { .. })

@@ -6,11 +6,14 @@
 //! A line is reset, and not used again, unless its last answer came to its end.
 
 mod body;
+mod dialled;
 mod failure;
 mod forward;
 mod kept;
 mod line;
 mod pin;
+mod shared;
+mod stream;
 mod tls;
 mod upgrade;
 

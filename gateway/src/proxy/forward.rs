@@ -63,7 +63,7 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
 }
 
 /// Waits for the final answer; lets the body go at the app's 100, at its answer, or when it took too long.
-async fn wait(
+pub(super) async fn wait(
     mut answer: Answer,
     go: Option<oneshot::Sender<()>>,
 ) -> Result<Response<Receive>, StreamError> {

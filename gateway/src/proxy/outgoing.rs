@@ -54,7 +54,7 @@ enum Source {
     /// A stream of a tunnel.
     Tunnel(Receive),
     /// An app that is asked through one.
-    App(AppBody),
+    App(Box<AppBody>),
 }
 
 /// A body from a tunnel.
@@ -88,7 +88,7 @@ impl Outgoing {
 
     /// A body from an app that is asked through a tunnel.
     pub(super) fn app(body: AppBody, node: &NodeName, record: &Arc<Record>) -> Self {
-        Self::streamed(Source::App(body), node, record)
+        Self::streamed(Source::App(Box::new(body)), node, record)
     }
 
     fn streamed(source: Source, node: &NodeName, record: &Arc<Record>) -> Self {

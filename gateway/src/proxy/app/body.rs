@@ -6,10 +6,12 @@
 use super::{
     failure,
     line::{Asking, Life},
+    shared::Place,
 };
 use crate::{
     error::Error,
     proxy::{
+        Way,
         forward::CONTINUE,
         front::idle::Busy,
         route::Route,
@@ -17,7 +19,7 @@ use crate::{
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::StreamError;
+use causeway_tunnel::{Receive, StreamError};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{
@@ -30,6 +32,7 @@ use tokio::{
     sync::oneshot,
     time::{Sleep, sleep},
 };
+use tokio_util::sync::CancellationToken;
 
 /// A request's body on its way to the app.
 #[derive(Default)]
@@ -121,8 +124,7 @@ const LINGER: u8 = 2;
 /// a frame, a record of TLS and a write for each. Nobody waits for more than that turn.
 #[derive(Debug)]
 pub(crate) struct AppBody {
-    incoming: Incoming,
-    asking: Asking,
+    source: Source,
     route: Route,
     whole: bool,
     /// Short chunks that are not handed out yet.
@@ -133,14 +135,42 @@ pub(crate) struct AppBody {
     behind: Option<Came>,
 }
 
+/// Who brings an answer's body.
+#[derive(Debug)]
+enum Source {
+    /// A line of HTTP/1.1, to be given back.
+    Line { incoming: Incoming, asking: Asking },
+    /// A stream of HTTP/2, which keeps its place. Dropped, it is reset.
+    Stream {
+        receive: Receive,
+        _place: Place,
+        /// The tunnel below goes.
+        leaving: CancellationToken,
+    },
+}
+
 /// What comes of a body, as `Body::poll_frame` says it.
 type Came = Option<Result<Frame<Bytes>, Broken>>;
 
 impl AppBody {
-    pub(super) fn new(incoming: Incoming, asking: Asking, route: &Route) -> Self {
+    /// What a line brings.
+    pub(super) fn of_line(incoming: Incoming, asking: Asking, route: &Route) -> Self {
+        Self::new(Source::Line { incoming, asking }, route)
+    }
+
+    /// What a stream brings.
+    pub(super) fn of_stream(receive: Receive, place: Place, way: Way<'_>) -> Self {
+        let source = Source::Stream {
+            receive,
+            _place: place,
+            leaving: way.tunnel.leaving().clone(),
+        };
+        Self::new(source, way.route)
+    }
+
+    fn new(source: Source, route: &Route) -> Self {
         Self {
-            incoming,
-            asking,
+            source,
             route: route.clone(),
             whole: false,
             joined: BytesMut::new(),
@@ -172,7 +202,7 @@ impl AppBody {
             match came {
                 Some(Ok(frame)) if short(&frame) => {
                     let chunk = frame.into_data().unwrap_or_default();
-                    let is_last = self.incoming.is_end_stream();
+                    let is_last = self.source.is_end();
                     if self.joined.is_empty() && is_last {
                         return Poll::Ready(Some(Ok(Frame::data(chunk))));
                     }
@@ -198,18 +228,12 @@ impl AppBody {
     }
 
     fn poll_incoming(&mut self, cx: &mut Context<'_>) -> Poll<Came> {
-        match ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
-            None => {
-                self.whole = true;
-                self.asking.settle();
-                Poll::Ready(None)
-            }
-            Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
-            Some(Err(error)) => {
-                let why = failure::of_answer(&self.route, &error, "in mid answer");
-                Poll::Ready(Some(Err((why, StreamError::cancelled()))))
-            }
+        let came = ready!(self.source.poll_frame(cx, &self.route));
+        if came.is_none() {
+            self.whole = true;
+            self.source.settle();
         }
+        Poll::Ready(came)
     }
 
     /// Whether nothing more will come.
@@ -219,16 +243,68 @@ impl AppBody {
 
     /// Whether the app has said all of it.
     fn is_brought(&self) -> bool {
-        self.whole || self.incoming.is_end_stream()
+        self.whole || self.source.is_end()
+    }
+}
+
+impl Source {
+    fn poll_frame(&mut self, cx: &mut Context<'_>, route: &Route) -> Poll<Came> {
+        Poll::Ready(match self {
+            Self::Line { incoming, .. } => {
+                let came = ready!(Pin::new(incoming).poll_frame(cx));
+                came.map(|came| {
+                    came.map_err(|error| {
+                        let why = failure::of_answer(route, &error, "in mid answer");
+                        (why, StreamError::cancelled())
+                    })
+                })
+            }
+            Self::Stream {
+                receive, leaving, ..
+            } => {
+                let came = ready!(Pin::new(receive).poll_frame(cx));
+                came.map(|came| {
+                    came.map_err(|error| {
+                        let why = failure::of_stream(route, leaving, (&error, "in mid answer"));
+                        // A code goes on; what was lost is not the caller's connection.
+                        let reset = error.is_reset();
+                        (
+                            why,
+                            if reset {
+                                error
+                            } else {
+                                StreamError::cancelled()
+                            },
+                        )
+                    })
+                })
+            }
+        })
+    }
+
+    fn is_end(&self) -> bool {
+        match self {
+            Self::Line { incoming, .. } => incoming.is_end_stream(),
+            Self::Stream { receive, .. } => receive.is_end(),
+        }
+    }
+
+    /// The answer came to its end.
+    fn settle(&mut self) {
+        if let Self::Line { asking, .. } = self {
+            asking.settle();
+        }
     }
 }
 
 impl Drop for AppBody {
     fn drop(&mut self) {
-        // Before `incoming` goes: the engine must know by then that it was given up.
+        // Before the source goes: the engine must know by then that it was given up.
         if self.is_brought() {
-            self.asking.settle();
-        } else if let Some(life) = self.asking.life() {
+            self.source.settle();
+        } else if let Source::Line { asking, .. } = &self.source
+            && let Some(life) = asking.life()
+        {
             life.end.cancel();
         }
     }

@@ -11,6 +11,7 @@ use crate::{
 use causeway_tunnel::StreamError;
 use rustls::CertificateError;
 use std::{error::Error as StdError, io};
+use tokio_util::sync::CancellationToken;
 
 /// The app broke the protocol, or off.
 pub(super) fn broken(route: &Route, what: &str) -> Error {
@@ -119,6 +120,21 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
         .source()
         .map_or_else(|| error.to_string(), ToString::to_string);
     broken(route, &format!("broke the connection {when}: {cause}"))
+}
+
+/// A stream that an app's connection carries broke, which is `when`; perhaps because the tunnel below that goes.
+pub(super) fn of_stream(
+    route: &Route,
+    leaving: &CancellationToken,
+    (error, when): (&StreamError, &str),
+) -> Error {
+    match error {
+        StreamError::Reset { .. } => broken(route, &format!("reset the request {when}")),
+        StreamError::Lost { .. } if !leaving.is_cancelled() => {
+            broken(route, &format!("closed the connection {when}"))
+        }
+        error => Error::of_stream(route.node.as_str(), error),
+    }
 }
 
 /// An error of this type among the causes. An `io::Error` does not show the one that it holds as its source.

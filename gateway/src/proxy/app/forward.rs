@@ -1,16 +1,20 @@
 //! A plain request to an app that the gateway itself asks.
 //!
+//! By HTTP/2 where the app chose it (`stream`), else by HTTP/1.1.
 //! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
 //! ways; an answer that comes before the request's body has been read passes at once. A kept line that turns out closed
 //! is replaced once, if the request was never sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
 
 use super::{
     body::{AppBody, Asked},
+    dialled::Dialled,
     failure,
     kept::Key,
     line::{Asking, Line},
     pin,
-    tls::AppTls,
+    shared::{Stream, Turn},
+    stream,
+    tls::{AppTls, Offer},
 };
 use crate::{
     error::Error,
@@ -30,24 +34,92 @@ use std::sync::{
 };
 use tokio::sync::oneshot;
 
+/// What a request brings behind its head.
+pub(super) struct Content {
+    pub(super) body: Incoming,
+    /// The caller's.
+    pub(super) version: Version,
+    /// It waits for a 100.
+    pub(super) expects: bool,
+}
+
+/// On what an app is asked. True with it: it was used before.
+pub(super) enum Chosen {
+    /// A line of HTTP/1.1.
+    Line(Asking, bool),
+    /// A stream of HTTP/2.
+    Stream(Stream, bool),
+}
+
 /// Forwards a plain request.
 ///
 /// # Errors
-/// If there is no line to the app, or it breaks before the answer's head.
+/// If there is no connection to the app, or it breaks before the answer's head.
 pub(in crate::proxy) async fn run(
     way: Way<'_>,
     app: &Arc<AppTls>,
     request: Request<Incoming>,
 ) -> Result<Response<Outgoing>, Error> {
     let (parts, body) = request.into_parts();
-    let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
-    let version = parts.version;
+    let content = Content {
+        body,
+        version: parts.version,
+        expects: headers::lists(&parts.headers, &EXPECT, "100-continue"),
+    };
     let mut head = forward::head(way, parts)?;
     app.alone(head.headers_mut());
+    match choose(way, app, 0).await? {
+        Chosen::Line(asking, reused) => by_line(way, app, (head, content), (asking, reused)).await,
+        Chosen::Stream(stream, reused) => {
+            stream::run(way, app, (head, content), (stream, reused)).await
+        }
+    }
+}
+
+/// A kept line, a stream of a connection that is there, or whichever a new connection brings. With `after` none will do but
+/// what was dialled later than this shared one.
+pub(super) async fn choose(way: Way<'_>, app: &Arc<AppTls>, after: u64) -> Result<Chosen, Error> {
+    let (kept, key) = (way.proxy.shared.apps.kept(), Key::of(way, app));
+    while after == 0
+        && let Some(line) = kept.take(&key)
+    {
+        let believed = pin::holds(app, way.route, line.life.key);
+        // Dropped, it is reset: its app is to be met anew.
+        let asking = line.asking();
+        if believed {
+            return Ok(Chosen::Line(asking, true));
+        }
+    }
+    let shared = kept.shared(&key);
+    let _turn = match shared.turn(way, app, after).await? {
+        Turn::Open(stream) => return Ok(Chosen::Stream(stream, true)),
+        Turn::Dial(turn) => turn,
+    };
+    let dialled = Dialled::to(way, app, Offer::Any).await?;
+    if dialled.chose_http2() {
+        let stream = shared.begin(way, app, dialled).await?;
+        return Ok(Chosen::Stream(stream, false));
+    }
+    shared.chose_http1();
+    let line = Line::begin(way, app, dialled).await?;
+    Ok(Chosen::Line(line.asking(), false))
+}
+
+/// Asks on a line, and once more on a new one if it was used before.
+pub(super) async fn by_line(
+    way: Way<'_>,
+    app: &Arc<AppTls>,
+    (mut head, content): (Request<()>, Content),
+    (mut asking, reused): (Asking, bool),
+) -> Result<Response<Outgoing>, Error> {
+    let Content {
+        body,
+        version,
+        expects,
+    } = content;
     let has_body = !body.is_end_stream();
     prepare(way, &mut head, has_body);
-    let (mut asking, reused) = open(way, app).await?;
-    let mut again = (reused && is_repeatable(&head, has_body)).then(|| copy(&head));
+    let mut again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
@@ -77,20 +149,6 @@ pub(in crate::proxy) async fn run(
         Ok(answer) => answered(way, asking, answer),
         Err(error) => Err(unanswered(way, &asking, error.error())),
     }
-}
-
-/// A kept line, or a new one. True with it: it was kept.
-async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<(Asking, bool), Error> {
-    let kept = way.proxy.shared.apps.kept();
-    while let Some(line) = kept.take(&Key::of(way, app)) {
-        let believed = pin::holds(app, way.route, line.life.key);
-        // Dropped, it is reset: its app is to be met anew.
-        let asking = line.asking();
-        if believed {
-            return Ok((asking, true));
-        }
-    }
-    Ok((Line::open(way, app).await?.asking(), false))
 }
 
 /// Hears interim answers: a 100 lets the body go, too many end the line.
@@ -140,12 +198,12 @@ pub(super) fn to_origin(way: Way<'_>, head: &mut Request<()>) {
     }
 }
 
-fn is_repeatable(head: &Request<()>, has_body: bool) -> bool {
-    let idempotent = matches!(
+/// Whether a request can be repeated.
+pub(super) fn is_idempotent(head: &Request<()>) -> bool {
+    matches!(
         *head.method(),
         Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
-    );
-    idempotent && !has_body
+    )
 }
 
 fn copy(head: &Request<()>) -> Request<Asked> {
@@ -166,33 +224,43 @@ fn answered(
         let what = "switched protocols, which nobody had asked for";
         return Err(failure::broken(way.route, what));
     }
-    respond(way, asking, answer)
+    respond_by(way, asking, answer)
 }
 
-/// The app's answer, whole.
-pub(super) fn respond(
+/// The answer that a line brings, whole.
+pub(super) fn respond_by(
     way: Way<'_>,
     asking: Asking,
     answer: Response<Incoming>,
 ) -> Result<Response<Outgoing>, Error> {
-    check(way, &answer)?;
-    let (mut parts, incoming) = answer.into_parts();
+    check(way, answer.headers())?;
+    let (parts, incoming) = answer.into_parts();
+    let body = AppBody::of_line(incoming, asking, way.route);
+    Ok(respond(way, parts, body, Version::HTTP_11))
+}
+
+/// The app's answer, by this version of HTTP.
+pub(super) fn respond(
+    way: Way<'_>,
+    mut parts: http::response::Parts,
+    body: AppBody,
+    version: Version,
+) -> Response<Outgoing> {
     request::clean(&mut parts.headers);
-    forward::via(&mut parts.headers, Version::HTTP_11);
+    forward::via(&mut parts.headers, version);
     parts.version = Version::default();
     parts.extensions.clear();
     way.record.answered(parts.status);
-    let body = AppBody::new(incoming, asking, way.route);
     let body = Outgoing::app(body, &way.route.node, way.record);
-    Ok(Response::from_parts(parts, body))
+    Response::from_parts(parts, body)
 }
 
 /// Whoever gets the answer is not told of a coding, and so must not get a body in one; and it has a bound everywhere
 /// how large a head may be.
-pub(super) fn check(way: Way<'_>, answer: &Response<Incoming>) -> Result<(), Error> {
-    let what = if !headers::codes_only_by_chunks(answer.headers()) {
+pub(super) fn check(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
+    let what = if !headers::codes_only_by_chunks(fields) {
         "answered with a Transfer-Encoding that is not chunked alone"
-    } else if headers::size(answer.headers()) > wire::MAX_HEAD {
+    } else if headers::size(fields) > wire::MAX_HEAD {
         "answered with a head that is too large"
     } else {
         return Ok(());

@@ -2,10 +2,11 @@
 //!
 //! They lie by tunnel, port and credentials: never one node's for another, none of a tunnel that leaves, none made with
 //! what a reload has replaced. A line's own task lays it by and takes it away; whoever asks takes the one that was used
-//! last. A list for each core, of which the nodes are: locks are its own.
+//! last. Connections of HTTP/2 lie here too, with what is known of their app (`shared`). A list for each core, of which the nodes are: locks are its own.
 
 use super::{
     line::{Life, Line},
+    shared::Shared,
     tls::AppTls,
 };
 use crate::{core::CoreId, proxy::Way, state::TunnelId};
@@ -44,9 +45,13 @@ impl Key {
 /// Lines of one tunnel to one port, each by the credentials that it was made with.
 type Idle = HashMap<(TunnelId, u16), Vec<(Arc<AppTls>, Line)>>;
 
+/// The same of connections that requests share.
+type Connections = HashMap<(TunnelId, u16), Vec<(Arc<AppTls>, Arc<Shared>)>>;
+
 /// What is kept.
 pub(crate) struct Kept {
     idle: Vec<Mutex<Idle>>,
+    shared: Vec<Mutex<Connections>>,
     bound: Duration,
     tasks: Tasks,
 }
@@ -56,6 +61,7 @@ impl Kept {
     pub(crate) fn new(cores: usize, bound: Duration) -> Self {
         Self {
             idle: (0..cores.max(1)).map(|_| Mutex::default()).collect(),
+            shared: (0..cores.max(1)).map(|_| Mutex::default()).collect(),
             bound,
             tasks: Tasks::default(),
         }
@@ -106,6 +112,8 @@ impl Kept {
     pub(super) fn remove(&self, key: &Key, life: &Arc<Life>) -> bool {
         let mut idle = self.idle(key);
         let Some(lines) = idle.get_mut(&(key.tunnel, key.port)) else {
+            drop(idle);
+            self.sweep(key);
             return false;
         };
         let at = lines
@@ -116,7 +124,44 @@ impl Kept {
             idle.remove(&(key.tunnel, key.port));
         }
         drop(idle);
+        self.sweep(key);
         removed.is_some()
+    }
+
+    /// The connections that requests share.
+    pub(super) fn shared(&self, key: &Key) -> Arc<Shared> {
+        let mut all = self.connections(key);
+        let here = all.entry((key.tunnel, key.port)).or_default();
+        if let Some((_, shared)) = here.iter().find(|(app, _)| Arc::ptr_eq(app, &key.app)) {
+            return shared.clone();
+        }
+        let shared = Arc::<Shared>::default();
+        here.push((key.app.clone(), shared.clone()));
+        shared
+    }
+
+    /// Lets no further stream onto this one of them.
+    pub(super) fn forget(&self, key: &Key, number: u64) {
+        self.shared(key).forget(number);
+        self.sweep(key);
+    }
+
+    /// Forgets what is known of an app that has no connection any more. A request that is about to dial one holds what it
+    /// will put there.
+    fn sweep(&self, key: &Key) {
+        let mut all = self.connections(key);
+        let Some(here) = all.get_mut(&(key.tunnel, key.port)) else {
+            return;
+        };
+        here.retain(|(_, shared)| Arc::strong_count(shared) > 1 || !shared.is_empty());
+        if here.is_empty() {
+            all.remove(&(key.tunnel, key.port));
+        }
+    }
+
+    fn connections(&self, key: &Key) -> MutexGuard<'_, Connections> {
+        let list = &self.shared[key.core.0 % self.shared.len()];
+        list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn idle(&self, key: &Key) -> MutexGuard<'_, Idle> {

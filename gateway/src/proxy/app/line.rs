@@ -6,21 +6,20 @@
 
 use super::{
     body::Asked,
+    dialled::{Dialled, Guarded},
     failure,
     kept::{Kept, Key},
-    pin,
-    tls::{self, AppTls},
+    tls::{AppTls, Offer},
 };
 use crate::{
     error::Error,
     proxy::{
         Way,
         held::{Waiting, weighed},
-        relay,
     },
 };
 use causeway_certs::Fingerprint;
-use causeway_tunnel::{duplex::Duplex, wire};
+use causeway_tunnel::wire;
 use hyper::{
     Request, Response,
     body::Incoming,
@@ -28,26 +27,22 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use std::{
-    io::{self, IoSlice},
-    pin::{Pin, pin},
+    pin::pin,
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
-    task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::mpsc,
-    time::{Instant, sleep, timeout, timeout_at},
+    time::{sleep, timeout},
 };
-use tokio_rustls::client::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
 /// What a line that is not wanted any more has for ending in order.
-const FAREWELL: Duration = Duration::from_secs(1);
+pub(super) const FAREWELL: Duration = Duration::from_secs(1);
 
 /// A line that somebody may ask on.
 #[derive(Debug)]
@@ -70,9 +65,9 @@ pub(super) struct Life {
     /// What of them waits.
     pub(super) waiting: Waiting,
     /// It has taken nothing for too long.
-    stalled: AtomicBool,
+    pub(super) stalled: AtomicBool,
     /// It is no line of HTTP any more.
-    switched: AtomicBool,
+    pub(super) switched: AtomicBool,
 }
 
 /// A line while somebody asks on it. Dropped, it is reset.
@@ -80,30 +75,25 @@ pub(super) struct Life {
 pub(super) struct Asking(Option<Line>);
 
 impl Line {
-    /// Opens a stream to the way's target, and begins TLS and HTTP on it.
+    /// A new one, for upgrades too.
     ///
     /// # Errors
-    /// As the edge says, or why TLS failed.
+    /// As [`Dialled::to`].
     pub(super) async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<Self, Error> {
+        let dialled = Dialled::to(way, app, Offer::Http1).await?;
+        Self::begin(way, app, dialled).await
+    }
+
+    /// Begins HTTP/1.1.
+    ///
+    /// # Errors
+    /// If the engine does not take the connection.
+    pub(super) async fn begin(
+        way: Way<'_>,
+        app: &Arc<AppTls>,
+        Dialled { guarded, life }: Dialled,
+    ) -> Result<Self, Error> {
         let shared = &way.proxy.shared;
-        let deadline = Instant::now() + shared.timeouts.open;
-        let (send, receive) = relay::open(way).await?;
-        let name = tls::name(&way.route.node)
-            .ok_or_else(|| failure::broken(way.route, "cannot be asked for by this node's name"))?;
-        let connecting = app.connector().connect(name, Duplex::new(send, receive));
-        let tls = match timeout_at(deadline, connecting).await {
-            Ok(Ok(tls)) => tls,
-            Ok(Err(error)) => return Err(failure::of_tls(way.route, &error)),
-            Err(_) => return Err(failure::slow(way.route, "did not finish TLS in time")),
-        };
-        let life = Arc::new(Life {
-            key: pin::believed(way, app, (&tls, deadline)).await?,
-            ..Life::default()
-        });
-        let guarded = Guarded {
-            tls,
-            life: life.clone(),
-        };
         let (sender, connection) = http1::Builder::new()
             .title_case_headers(true)
             .max_buf_size(wire::MAX_HEAD)
@@ -309,67 +299,5 @@ async fn stalls(life: &Life, patience: Duration) {
             return;
         }
         before = now;
-    }
-}
-
-/// TLS that ends in order only if nobody has given it up; and then it waits for the app's end, since what is dropped before
-/// that is reset.
-#[derive(Debug)]
-struct Guarded {
-    tls: TlsStream<Duplex>,
-    life: Arc<Life>,
-}
-
-impl AsyncRead for Guarded {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tls).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Guarded {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.tls).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tls).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.life.end.is_cancelled() {
-            // The engine may come here before its task hears of it.
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-        }
-        ready!(Pin::new(&mut self.tls).poll_shutdown(cx))?;
-        while !self.life.switched.load(Relaxed) {
-            let mut room = [0; 1024];
-            let mut last = ReadBuf::new(&mut room);
-            // How it ends is all the same.
-            let read = ready!(Pin::new(&mut self.tls).poll_read(cx, &mut last));
-            if read.is_err() || last.filled().is_empty() {
-                break;
-            }
-        }
-        Poll::Ready(Ok(()))
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.tls).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.tls.is_write_vectored()
     }
 }

@@ -45,11 +45,22 @@ pub(crate) struct Material {
     pub(crate) leaf: Option<Leaf>,
 }
 
+/// Which versions of HTTP a connection may come to speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Offer {
+    /// HTTP/2 or HTTP/1.1, as the app chooses.
+    Any,
+    /// HTTP/1.1 alone: upgrades.
+    Http1,
+}
+
 /// How to speak TLS to the app of one port.
 #[derive(Debug)]
 pub(crate) struct AppTls {
     material: Material,
-    config: Arc<ClientConfig>,
+    /// By which versions of HTTP are offered: both, or the one that upgrades need.
+    any: Arc<ClientConfig>,
+    http1: Arc<ClientConfig>,
     /// Where the app is known by its key.
     pins: Option<Pins>,
     retired: CancellationToken,
@@ -99,14 +110,17 @@ impl AppTls {
                 builder.with_client_cert_resolver(Arc::new(shown))
             }
         };
-        // Kubelets agree on nothing, or on either version of HTTP; upgrades need this one.
+        // Kubelets agree on nothing, or on either version of HTTP.
         config.alpn_protocols = vec![wire::ALPN_HTTP11.to_vec()];
         config.resumption = Resumption::disabled();
+        let http1 = Arc::new(config.clone());
+        config.alpn_protocols.insert(0, wire::ALPN_H2.to_vec());
         let is_pinned = material.believed == Believed::Pinned;
         Ok(Self {
             pins: is_pinned.then(|| pins.clone()),
             material,
-            config: Arc::new(config),
+            any: Arc::new(config),
+            http1,
             retired: CancellationToken::new(),
         })
     }
@@ -127,8 +141,12 @@ impl AppTls {
         }
     }
 
-    pub(super) fn connector(&self) -> TlsConnector {
-        TlsConnector::from(self.config.clone())
+    pub(super) fn connector(&self, offer: Offer) -> TlsConnector {
+        let config = match offer {
+            Offer::Any => &self.any,
+            Offer::Http1 => &self.http1,
+        };
+        TlsConnector::from(config.clone())
     }
 
     /// Other credentials are in force.

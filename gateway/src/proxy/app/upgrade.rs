@@ -7,7 +7,7 @@
 use super::{
     body::Asked,
     failure::{self, find},
-    forward::{check, respond, to_origin, unanswered},
+    forward::{check, respond_by, to_origin, unanswered},
     line::Line,
     tls::AppTls,
 };
@@ -72,9 +72,9 @@ pub(in crate::proxy) async fn run(
         }
     };
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-        return respond(way, asking, answer);
+        return respond_by(way, asking, answer);
     }
-    check(way, &answer)?;
+    check(way, answer.headers())?;
     let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
         let what = "switched protocols without saying to which";
         return Err(failure::broken(way.route, what));

@@ -1,0 +1,475 @@
+//! Apps that choose HTTP/2 where the gateway itself speaks TLS to them: requests share a connection, and nothing else.
+
+use crate::{
+    apps::asked,
+    road::{Road, URL},
+    world::{
+        app::answer::pattern,
+        authority::Authority,
+        caller::{assert_problem, whole},
+        frames::{self, HEADERS, PREFACE, SETTINGS},
+        until,
+    },
+};
+use causeway_edge::config::Scheme;
+use causeway_gateway::config::Config;
+use futures_util::future::join_all;
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
+use hyper::body::Bytes;
+use hyper::{
+    HeaderMap, Request, Response,
+    body::{Body, Frame, Incoming},
+    server::conn::http2,
+    service::service_fn,
+};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::ServerConfig;
+use std::{
+    convert::Infallible,
+    io,
+    net::SocketAddr,
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::{Semaphore, mpsc},
+    task::JoinSet,
+    time::timeout,
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::sync::CancellationToken;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+type Answer = UnsyncBoxBody<Bytes, io::Error>;
+
+/// What an app has seen, and what it waits for.
+#[derive(Default)]
+struct Seen {
+    connections: AtomicUsize,
+    requests: AtomicUsize,
+    /// Requests that wait at `/gate`.
+    waiting: AtomicUsize,
+    /// Answers without an end that are over.
+    given_up: AtomicUsize,
+    /// How many of them may break off.
+    breaks: AtomicUsize,
+    /// Connections that have ended in order.
+    ended: AtomicUsize,
+    /// Asks connections to end.
+    leave: std::sync::Mutex<CancellationToken>,
+}
+
+/// An app by HTTP/2, until it is dropped.
+struct App {
+    address: SocketAddr,
+    seen: Arc<Seen>,
+    gate: Arc<Semaphore>,
+    _serving: JoinSet<()>,
+}
+
+fn with_alpn(tls: &Arc<ServerConfig>) -> TlsAcceptor {
+    let mut tls = ServerConfig::clone(tls);
+    tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    TlsAcceptor::from(Arc::new(tls))
+}
+
+impl App {
+    /// One that takes so many streams at once on each connection.
+    async fn start(authority: &Authority, streams: u32) -> Self {
+        let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (seen, gate) = (Arc::<Seen>::default(), Arc::new(Semaphore::new(0)));
+        let mut serving = JoinSet::new();
+        let (saw, opens) = (seen.clone(), gate.clone());
+        serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (tcp, _) = listener.accept().await.unwrap();
+                let (tls, seen, gate) = (tls.clone(), saw.clone(), opens.clone());
+                connections.spawn(async move {
+                    let Ok(io) = tls.accept(tcp).await else {
+                        return;
+                    };
+                    seen.connections.fetch_add(1, SeqCst);
+                    serve(io, streams, seen, gate).await;
+                });
+            }
+        });
+        Self {
+            address,
+            seen,
+            gate,
+            _serving: serving,
+        }
+    }
+
+    fn connections(&self) -> usize {
+        self.seen.connections.load(SeqCst)
+    }
+
+    /// Waits until so many wait at its gate.
+    async fn until_waiting(&self, many: usize) {
+        until("all wait at the gate", async || {
+            self.seen.waiting.load(SeqCst) == many
+        })
+        .await;
+    }
+
+    /// Asks all connections that there are to end.
+    fn leave(&self) {
+        let mut leave = self.seen.leave.lock().unwrap();
+        std::mem::take(&mut *leave).cancel();
+    }
+}
+
+async fn serve(io: TlsStream<TcpStream>, streams: u32, seen: Arc<Seen>, gate: Arc<Semaphore>) {
+    assert_eq!(io.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let leave = seen.leave.lock().unwrap().clone();
+    let saw = seen.clone();
+    let service = service_fn(move |request| answer(request, saw.clone(), gate.clone()));
+    let connection = http2::Builder::new(TokioExecutor::new())
+        .max_concurrent_streams(streams)
+        .serve_connection(TokioIo::new(io), service);
+    let mut connection = pin!(connection);
+    let ended = tokio::select! {
+        ended = &mut connection => ended,
+        () = leave.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if ended.is_ok() {
+        seen.ended.fetch_add(1, SeqCst);
+    }
+}
+
+fn text(text: impl Into<Bytes>) -> Answer {
+    Full::new(text.into())
+        .map_err(|never| match never {})
+        .boxed_unsync()
+}
+
+async fn answer(
+    request: Request<Incoming>,
+    seen: Arc<Seen>,
+    gate: Arc<Semaphore>,
+) -> Result<Response<Answer>, Infallible> {
+    seen.requests.fetch_add(1, SeqCst);
+    let body = match request.uri().path() {
+        "/gate" => {
+            seen.waiting.fetch_add(1, SeqCst);
+            gate.acquire().await.unwrap().forget();
+            seen.waiting.fetch_sub(1, SeqCst);
+            text("through")
+        }
+        "/mirror" => request.into_body().map_err(io::Error::other).boxed_unsync(),
+        "/authority" => text(request.uri().to_string()),
+        "/deaf" => {
+            // It goes with its connection.
+            let _body = request.into_body();
+            std::future::pending().await
+        }
+        "/trailers" => {
+            let mut trailers = HeaderMap::new();
+            trailers.insert("x-sum", "7".parse().unwrap());
+            let trailers = async { Some(Ok(trailers)) };
+            text("data").with_trailers(trailers).boxed_unsync()
+        }
+        "/large" => text(pattern(8 << 20)),
+        "/endless" => Endless(usize::MAX, seen).boxed_unsync(),
+        "/breaks" => Endless(3, seen).boxed_unsync(),
+        _ => text("well"),
+    };
+    Ok(Response::new(body))
+}
+
+/// So many chunks, and no end behind them: it breaks off when it may. It tells that it is over.
+struct Endless(usize, Arc<Seen>);
+
+impl Body for Endless {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let Some(left) = self.0.checked_sub(1) else {
+            let one_less = |breaks: usize| breaks.checked_sub(1);
+            if self
+                .1
+                .breaks
+                .fetch_update(SeqCst, SeqCst, one_less)
+                .is_err()
+            {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            return Poll::Ready(Some(Err(io::Error::other("broken off"))));
+        };
+        self.0 = left;
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(&[7; 1 << 14])))))
+    }
+}
+
+impl Drop for Endless {
+    fn drop(&mut self) {
+        self.1.given_up.fetch_add(1, SeqCst);
+    }
+}
+
+/// A road to this address as port 9100, to which the gateway itself speaks TLS.
+async fn road(authority: &Authority, app: SocketAddr, change: impl FnOnce(&mut Config)) -> Road {
+    let build = Road::build();
+    let ours = asked(build.folder(), authority, None);
+    let build = build.config(|config| {
+        config.apps.insert(9100, ours);
+        change(config);
+    });
+    Road::along(build, Scheme::Tcp, app).await
+}
+
+/// An app that takes so many streams at once, and the road to it.
+async fn to_app(streams: u32, change: impl FnOnce(&mut Config)) -> (App, Road) {
+    let authority = Authority::new();
+    let app = App::start(&authority, streams).await;
+    let road = road(&authority, app.address, change).await;
+    (app, road)
+}
+
+#[tokio::test]
+async fn requests_by_the_hundred_share_one_connection_with_bodies_and_trailers() {
+    const MANY: usize = 300;
+    let (app, road) = to_app(1_000, |_| {}).await;
+    let large = pattern(1 << 18);
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "well");
+        let url = format!("{URL}mirror");
+        let mirrored = caller.ask("POST", &url, large.clone());
+        assert_eq!(mirrored.await.body, large);
+        let named = caller.get(&format!("{URL}authority?x=1")).await;
+        assert_eq!(named.text(), "https://edge-1:9100/authority?x=1");
+        assert!(named.field("via").contains("2 causeway"), "{named}");
+    }
+    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let request = Request::get(format!("{URL}trailers"))
+        .body(whole(""))
+        .unwrap();
+    let answer = connection.open(request).await.unwrap();
+    let collected = answer.collect().await.unwrap();
+    assert_eq!(collected.trailers().unwrap()["x-sum"], "7");
+    assert_eq!(collected.to_bytes(), "data");
+
+    let (caller, url) = (road.caller(), format!("{URL}gate"));
+    let asking = join_all((0..MANY).map(|_| caller.get(&url)));
+    let met = async {
+        app.until_waiting(MANY).await;
+        app.gate.add_permits(MANY);
+    };
+    let (answers, ()) = tokio::join!(asking, met);
+    assert!(answers.iter().all(|answer| answer.text() == "through"));
+    assert_eq!(app.connections(), 1);
+    let metrics = road.metrics().await;
+    assert_eq!(metrics.sum("app_connections_total", &[("http", "2")]), 1);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_abort_is_a_reset_both_ways_and_costs_no_other_request_its_connection() {
+    let (app, road) = to_app(100, |_| {}).await;
+    let (beside, gate) = (road.caller(), format!("{URL}gate"));
+    let held = beside.get(&gate);
+    let breaking = break_off(&app, &road);
+    let (held, ()) = tokio::join!(held, breaking);
+    assert_eq!(held.text(), "through");
+    road.until_idle().await;
+}
+
+/// Callers and the app give answers up, while one waits at the gate.
+async fn break_off(app: &App, road: &Road) {
+    app.until_waiting(1).await;
+    for (number, caller) in [road.caller(), road.http2()].into_iter().enumerate() {
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let request = Request::get(format!("{URL}endless")).body(whole(""));
+        let mut answer = connection.open(request.unwrap()).await.unwrap();
+        answer.frame().await.unwrap().unwrap();
+        drop((answer, connection));
+        until("the app hears of it", async || {
+            app.seen.given_up.load(SeqCst) == 2 * number + 1
+        })
+        .await;
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let request = Request::get(format!("{URL}breaks")).body(whole(""));
+        let mut answer = connection.open(request.unwrap()).await.unwrap();
+        answer.frame().await.unwrap().unwrap();
+        app.seen.breaks.fetch_add(1, SeqCst);
+        answer.collect().await.unwrap_err();
+        assert_eq!(caller.get(URL).await.text(), "well");
+    }
+    app.gate.add_permits(1);
+}
+
+#[tokio::test]
+async fn what_an_app_allows_at_once_is_kept_to_and_more_has_further_connections() {
+    const MANY: usize = 8;
+    let (app, road) = to_app(1, |_| {}).await;
+    let (caller, url) = (road.caller(), format!("{URL}gate"));
+    let asking = join_all((0..MANY).map(|_| caller.get(&url)));
+    let met = async {
+        app.until_waiting(MANY).await;
+        assert_eq!(app.connections(), MANY);
+        app.gate.add_permits(MANY);
+    };
+    let (answers, ()) = tokio::join!(asking, met);
+    assert!(answers.iter().all(|answer| answer.text() == "through"));
+    for _ in 0..20 {
+        assert_eq!(caller.get(URL).await.text(), "well");
+    }
+    assert_eq!(app.connections(), MANY);
+}
+
+#[tokio::test]
+async fn an_app_that_leaves_keeps_what_it_has_and_gets_the_rest_on_another_connection() {
+    let (app, road) = to_app(100, |_| {}).await;
+    let (caller, url) = (road.caller(), format!("{URL}gate"));
+    let leaving = async {
+        app.until_waiting(1).await;
+        app.leave();
+        for _ in 0..10 {
+            assert_eq!(caller.get(URL).await.text(), "well");
+            let posted = caller.ask("POST", &format!("{URL}mirror"), "body").await;
+            assert_eq!(posted.text(), "body");
+        }
+        app.gate.add_permits(1);
+    };
+    let (answer, ()) = tokio::join!(caller.get(&url), leaving);
+    assert_eq!(answer.text(), "through");
+    assert_eq!(app.connections(), 2);
+    until("the first has ended in order", async || {
+        app.seen.ended.load(SeqCst) == 1
+    })
+    .await;
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_reader_or_an_upload_that_stalls_holds_up_none_beside_it_and_counts_as_unread() {
+    let patience = Duration::from_secs(2);
+    let (_app, road) = to_app(100, |config| config.timeouts.upload = patience).await;
+    let mut stalled = Vec::new();
+    for caller in [road.caller(), road.http2()] {
+        let mut connection = caller.connect("edge-1").await.unwrap();
+        let request = Request::get(format!("{URL}endless")).body(whole(""));
+        let answer = connection.open(request.unwrap()).await.unwrap();
+        stalled.push((connection, answer));
+        let large = caller.get(&format!("{URL}large")).await;
+        assert!(large.body == pattern(8 << 20));
+    }
+    until("what is not read counts", async || {
+        road.metrics().await.sum("unread_bytes", &[]) > 0
+    })
+    .await;
+    let caller = road.caller();
+    let deaf = format!("{URL}deaf");
+    let upload = caller.ask("PUT", &deaf, pattern(4 << 20));
+    let beside = async {
+        for _ in 0..20 {
+            assert_eq!(caller.get(URL).await.text(), "well");
+        }
+    };
+    let (refused, ()) = tokio::join!(upload, beside);
+    assert_problem(
+        &refused,
+        504,
+        "target_timeout",
+        "nothing of the request's body",
+    );
+    drop(stalled);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_shared_connection_that_rests_ends_in_order_and_none_waits_for_it() {
+    let short = Duration::from_millis(300);
+    let (app, mut road) = to_app(100, |config| config.timeouts.idle_keepalive = short).await;
+    let ended = async |many: usize| {
+        until("it has ended in order", async || {
+            app.seen.ended.load(SeqCst) == many
+        })
+        .await;
+    };
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+    ended(1).await;
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+    let stopping = timeout(PATIENCE, road.edge.stop());
+    stopping.await.expect("an edge waits for none that rests");
+    ended(2).await;
+    assert_eq!(app.connections(), 2);
+}
+
+/// An app whose first connection is this flood, and whose others do not matter; behind it, what its callers get.
+async fn floods(flood: Vec<u8>) {
+    let authority = Authority::new();
+    let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (tell, mut told) = mpsc::unbounded_channel();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut connections = JoinSet::new();
+        loop {
+            let (tcp, _) = listener.accept().await.unwrap();
+            let (tls, tell, flood) = (tls.clone(), tell.clone(), flood.clone());
+            connections.spawn(async move {
+                let mut io = tls.accept(tcp).await.unwrap();
+                let mut preface = [0; PREFACE.len()];
+                io.read_exact(&mut preface).await.unwrap();
+                let settings = frames::settings(&[]);
+                io.write_all(&settings).await.unwrap();
+                let ack = frames::frame(SETTINGS, frames::ACK, 0, &[]);
+                io.write_all(&ack).await.unwrap();
+                while frames::next(&mut io).await.unwrap().kind != HEADERS {}
+                let (mut read, mut write) = tokio::io::split(io);
+                let many = flood.repeat((16 * 1024 / flood.len()).max(1));
+                let writing = async { while write.write_all(&many).await.is_ok() {} };
+                let mut nowhere = tokio::io::sink();
+                let reading = tokio::io::copy(&mut read, &mut nowhere);
+                tokio::select! {
+                    () = writing => {}
+                    _ = reading => {}
+                }
+                tell.send(()).unwrap();
+            });
+        }
+    });
+    let road = road(&authority, address, |_| {}).await;
+    let first = road.tunnels().await;
+    let answer = timeout(PATIENCE, road.caller().ask("POST", URL, "")).await;
+    let answer = answer.expect("an app that floods has an end");
+    assert_problem(&answer, 502, "target_broken", "port 9100 of edge-1");
+    timeout(PATIENCE, told.recv())
+        .await
+        .expect("its connection ends");
+    assert_eq!(road.tunnels().await, first);
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_app_that_floods_loses_its_own_connection_and_no_tunnel() {
+    let ping = frames::frame(frames::PING, 0, 0, &[7; 8]);
+    let empty = frames::settings(&[]);
+    let hint = frames::fields(&[(":status", "103")]);
+    let hint = frames::frame(HEADERS, frames::END_HEADERS, 1, &hint);
+    for flood in [ping, empty, hint] {
+        Box::pin(floods(flood)).await;
+    }
+}
