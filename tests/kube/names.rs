@@ -71,6 +71,11 @@ pub(crate) fn trials() -> Vec<Trial> {
             CHECKED,
             kubelets_that_sign_for_themselves_are_known_by_their_keys,
         ),
+        by(
+            "names::kubelets_are_asked_by_the_http_that_they_choose".to_owned(),
+            CHECKED,
+            kubelets_are_asked_by_the_http_that_they_choose,
+        ),
     ]);
     trials
 }
@@ -142,13 +147,61 @@ fn a_kubelet_gets_nothing_of_another(world: &mut World) {
 }
 
 fn kubelets_that_sign_for_themselves_are_known_by_their_keys(world: &mut World) {
-    let done = catch_unwind(AssertUnwindSafe(|| known_by_their_keys(world)));
-    // Others find things as they were.
+    and_back(world, known_by_their_keys);
+}
+
+fn kubelets_are_asked_by_the_http_that_they_choose(world: &mut World) {
+    and_back(world, asked_by_what_they_choose);
+}
+
+/// Does this, behind which others find things as they were.
+fn and_back(world: &mut World, done: impl Fn(&mut World)) {
+    let done = catch_unwind(AssertUnwindSafe(|| done(world)));
     world.the_road().pins(false, &world.cluster);
     serves(world, Serving::Signed);
     if let Err(failed) = done {
         resume_unwind(failed);
     }
+}
+
+fn asked_by_what_they_choose(world: &mut World) {
+    for (serving, version, other) in [
+        (Serving::Http2, "2", "1.1"),
+        (Serving::Http1, "1.1", "2"),
+        (Serving::Signed, "1.1", "2"),
+    ] {
+        // What rests of the one before has ended with it by then.
+        serves(world, serving);
+        let before = [version, other].map(connections);
+        let steps = || {
+            for line in [
+                "logs -n a ticker",
+                "get --raw /api/v1/nodes/edge-1/proxy/stats/summary",
+                "get --raw /api/v1/nodes/edge-1/proxy/metrics",
+            ] {
+                world.cluster.kubectl(line).run().ok();
+            }
+        };
+        std::thread::scope(|scope| (0..4).map(|_| scope.spawn(steps)).for_each(drop));
+        let after = [version, other].map(connections);
+        assert_eq!(before[1], after[1], "{serving:?}");
+        assert!(after[0] > 0, "{serving:?}");
+        if serving == Serving::Http2 {
+            assert_eq!(before[0], after[0], "all share the one connection");
+        }
+        // Upgrades have lines of their own, by HTTP/1.1.
+        world.cluster.kubectl("exec -n a ticker -- true").run().ok();
+        assert!(connections("1.1") > after[usize::from(version == "2")]);
+    }
+}
+
+/// How many connections to kubelets the gateway has made by this version of HTTP.
+fn connections(version: &str) -> u64 {
+    let metrics = Program::new("curl").words("-q -sS http://127.0.0.1:10265/metrics");
+    let name = format!("causeway_gateway_app_connections_total{{http=\"{version}\"}} ");
+    let metrics = metrics.run().ok().text();
+    let found = metrics.lines().find_map(|line| line.strip_prefix(&name));
+    found.map_or(0, |count| count.parse().unwrap())
 }
 
 /// edge-1's kubelet makes its own certificate, edge-2's has it of the cluster.

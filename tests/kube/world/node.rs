@@ -42,6 +42,10 @@ pub(crate) enum Serving {
     Signed,
     /// The kubelet, as those do that are told of none.
     Own,
+    /// The cluster's CA, and the kubelet agrees on HTTP/2 as those before 1.36 do.
+    Http2,
+    /// The same with HTTP/2 switched off.
+    Http1,
 }
 
 impl Node {
@@ -99,6 +103,14 @@ impl Node {
             .words("--node-labels=openyurt.io/is-edge-worker=true,causeway.io/edge=true")
             // So that who asks every 10 s always finds new figures, of which it wants two.
             .words("--housekeeping-interval=4s")
+            .env(
+                "GODEBUG",
+                if serving == Serving::Http1 {
+                    "http2server=0"
+                } else {
+                    ""
+                },
+            )
             .start(&self.path("kubelet.log"));
         self.kubelet = Some(kubelet);
     }
@@ -192,7 +204,7 @@ fn containerd(place: &Path, pods: &str) -> String {
 fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) -> String {
     let path = |file: String| cluster.pki.path(&file);
     let signed =
-        |end: &str| (serving == Serving::Signed).then(|| path(format!("{name}-kubelet.{end}")));
+        |end: &str| (serving != Serving::Own).then(|| path(format!("{name}-kubelet.{end}")));
     serde_json::json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
         "address": "0.0.0.0", "port": 10250, "healthzPort": 0,
@@ -202,6 +214,8 @@ fn kubelet(cluster: &Cluster, (name, serving): (&str, Serving), branch: &str) ->
             "x509": { "clientCAFile": path("ca.pem".into()) },
         },
         "authorization": { "mode": "Webhook" },
+        // Reloading its callers' CAs, it names no protocols.
+        "featureGates": { "ReloadKubeletClientCAFile": !matches!(serving, Serving::Http1 | Serving::Http2) },
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
         "cgroupDriver": "cgroupfs", "cgroupRoot": branch, "failCgroupV1": false,
         "failSwapOn": false, "registerNode": true, "resolvConf": "", "oomScoreAdj": 0,
