@@ -14,7 +14,7 @@ use crate::{
     control::{
         drain::{Hold, Readiness},
         http,
-        nat::{Nat, NatError, Ports},
+        nat::{Nat, NatError},
     },
     metrics::RedirectorMetrics,
     seldom::Seldom,
@@ -30,7 +30,7 @@ use causeway_tunnel::{
 pub use config::{Admin, Cluster, Config, Limits, Timeouts};
 use futures_util::future::BoxFuture;
 use gateways::Gateways;
-use reload::ByPort;
+use reload::Takers;
 pub use reload::{Changed, Reloader};
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -75,7 +75,7 @@ impl Error {
 /// What passes callers on needs to know.
 #[derive(Debug)]
 struct Passing {
-    ports: ArcSwap<ByPort>,
+    takers: ArcSwap<Takers>,
     nodes: Nodes,
     timeouts: Timeouts,
     metrics: Arc<RedirectorMetrics>,
@@ -138,10 +138,10 @@ impl Redirector {
         let (listener, listens) = bound("listen", config.listen)?;
         let (admin, shown) = bound("admin.listen", config.admin.listen)?;
         let nodes = NodesWriter::default();
-        let (led, leads) = watch::channel(Ports::all_to(listens, config.ports.keys().copied()));
+        let (led, leads) = watch::channel(reload::led(&config, listens));
         let nat = Nat::install(&config.table, &nodes, leads)?;
         let passing = Passing {
-            ports: ArcSwap::from_pointee(reload::by_port(&config, &ByPort::new())),
+            takers: ArcSwap::from_pointee(Takers::of(&config, &Takers::default())),
             nodes: nodes.reader(),
             timeouts: config.timeouts.clone(),
             metrics: RedirectorMetrics::new(),

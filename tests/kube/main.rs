@@ -81,6 +81,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(scrapes::trials("names", names::CHECKED))
         .chain([rows::undecided("names", names::CHECKED)])
         .chain(addresses::trials())
+        .chain(rows::trials("addresses", addresses::CHECKED))
         .chain([ports::proxied("addresses", addresses::CHECKED)])
         .chain(webhooks::trials())
         .chain(redirect::trials())

@@ -19,7 +19,7 @@ use crate::{
     trial,
     world::{
         Way, World,
-        causeway::{BINARY, REFUSING},
+        causeway::{BINARY, REFUSING, edge_anew},
         image::BUSYBOX,
         process::{Process, Program, until, within},
         world,
@@ -287,7 +287,7 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
             &format!("hosts: [127.0.0.0/8, {own},"),
         )
     };
-    let before = world.the_road().edge_anew(node, opened);
+    let before = edge_anew(node, opened);
     let scheme = if port == 9443 { "https:" } else { "" };
     let raw = format!("get --raw /api/v1/nodes/{scheme}edge-1:{port}/proxy/metrics");
     let ask = || world.cluster.kubectl(&raw).run();
@@ -296,7 +296,7 @@ fn a_port_of_the_nodes_own_address_is_listed_and_proxied_to(world: &mut World, w
     until("the port is listed", || ask().text() == "up 1\n");
     put(world, "");
     until("it is not any more", || ask().code != Some(0));
-    world.the_road().edge_anew(node, |_| before.clone());
+    edge_anew(node, |_| before.clone());
 }
 
 /// What answers `up 1` at this port of the own address of `edge-1` alone.

@@ -34,8 +34,8 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// Where the second API server is.
 const SECOND: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 60);
-/// The front that takes what the redirector passes on.
-const FRONT: u16 = 10273;
+/// The fronts that take what the redirector passes on, of kubelets and of pods.
+const FRONTS: [u16; 2] = [10273, 10274];
 
 /// kubectl at the second API server: of two such flags the last one counts.
 fn kubectl(world: &World, line: &str) -> Program {
@@ -47,9 +47,12 @@ fn kubectl(world: &World, line: &str) -> Program {
 
 fn redirect(world: &World, host: &Machine) -> Process {
     let file = world.path("redirect.yaml");
+    let [kubelets, pods] = FRONTS;
     let config = json!({
-        "ports": { "10250": [format!("{CLOUD}:{FRONT}")] },
-        "kubernetes": { "kubeconfig": world.cluster.account("addresses") },
+        "ports": { "10250": [format!("{CLOUD}:{kubelets}")] }, "pods": [format!("{CLOUD}:{pods}")],
+        "kubernetes": {
+            "kubeconfig": world.cluster.account("addresses"), "pod_networks": ["10.244.0.0/16"],
+        },
         "timeouts": { "drain": "1s" },
     });
     fs::write(&file, config.to_string()).unwrap();
@@ -74,13 +77,21 @@ fn exec(world: &World, namespace: &str) -> Ran {
 }
 
 fn an_api_server_without_a_gateway_on_its_host_reaches_nodes(world: &mut World) {
-    let front = json!({
-        "name": "led", "kind": "https", "listen": format!("{CLOUD}:{FRONT}"), "port": 10250,
+    let [kubelets, pods] = FRONTS;
+    let led = json!({
+        "name": "led", "kind": "https", "listen": format!("{CLOUD}:{kubelets}"), "port": 10250,
         "original_destination": true, "proxy_protocol": [format!("{SECOND}/32")], "errors": "kubernetes",
         "callers": { "own_ca": false, "client_ca": [world.cluster.pki.path("ca.pem")] },
     });
+    let pods = json!({
+        "name": "led-pods", "kind": "tcp", "listen": format!("{CLOUD}:{pods}"),
+        "original_destination": true, "proxy_protocol": [format!("{SECOND}/32")], "anonymous": true,
+    });
     world.otherwise(addresses::CHECKED, |text| {
-        text.replace("\nfronts:\n", &format!("\nfronts:\n  - {front}\n"))
+        text.replace(
+            "\nfronts:\n",
+            &format!("\nfronts:\n  - {led}\n  - {pods}\n"),
+        )
     });
     let world = &*world;
     let host = Machine::called("second", SECOND);
@@ -99,6 +110,11 @@ fn an_api_server_without_a_gateway_on_its_host_reaches_nodes(world: &mut World) 
     app.read_to_string(&mut answer).unwrap();
     assert!(answer.ends_with("\r\n\r\nedge-2\n"), "{answer}");
     drop(forward);
+
+    for (namespace, node) in NODES {
+        let raw = format!("get --raw /api/v1/namespaces/{namespace}/pods/echo:8080/proxy/");
+        assert_eq!(kubectl(world, &raw).run().ok().text(), format!("{node}\n"));
+    }
 
     // It ends in mid-exec, and another takes its place.
     let open = kubectl(world, "exec -n a echo -- sh -c");

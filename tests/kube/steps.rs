@@ -81,10 +81,15 @@ pub(crate) fn some(name: &str, way: Way) -> Vec<Trial> {
 
 /// What one way shows for all, by the others as well where all variants are wanted.
 pub(crate) fn variant(name: &str, way: Way, (step, run): Step) -> Vec<Trial> {
-    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
-    full.then(|| by(format!("{name}::{step}"), way, run))
+    full()
+        .then(|| by(format!("{name}::{step}"), way, run))
         .into_iter()
         .collect()
+}
+
+/// Whether all variants are wanted.
+pub(crate) fn full() -> bool {
+    env::var_os("CAUSEWAY_TEST_FULL").is_some()
 }
 
 /// Another pod takes the name of one that is gone, on the other node.
@@ -176,8 +181,7 @@ fn logs_and_exec_of_each(world: &World) {
 }
 
 fn silence() -> Duration {
-    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
-    Duration::from_secs(if full { 300 } else { 30 })
+    Duration::from_secs(if full() { 300 } else { 30 })
 }
 
 /// A log that nobody writes to, followed since the API server has come to know this way.

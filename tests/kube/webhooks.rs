@@ -89,7 +89,7 @@ impl<'a> Hook<'a> {
         Self { world, _app: app }
     }
 
-    /// A Service whose endpoint is the pod, and that it is asked about ConfigMaps which are for it.
+    /// A Service whose endpoint is the pod, and that it is asked about `ConfigMaps` which are for it.
     fn is_asked(&self) {
         let cluster = &self.world.cluster;
         let pod = cluster.get("pod -n a hook").unwrap();

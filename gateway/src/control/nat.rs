@@ -87,19 +87,26 @@ impl Ports {
             }
         }
         if let Some(at) = redirect.of_pods(fronts).and_then(at) {
-            for (family, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
-                ports.pods[0][family] = Some(at.port());
-                ports.pods[1][family] = Some(at.port()).filter(|_| at.ip().is_unspecified());
-            }
+            ports.lead_pods(at);
         }
         ports
     }
 
-    /// All of these lead to the one listener that stands at this address.
-    pub(crate) fn all_to(at: SocketAddr, led: impl IntoIterator<Item = u16>) -> Self {
+    /// All of these, and pods as well if that is wanted, lead to the one listener that stands at this address.
+    pub(crate) fn all_to(at: SocketAddr, led: impl IntoIterator<Item = u16>, pods: bool) -> Self {
         let mut ports = Self::default();
         led.into_iter().for_each(|port| ports.lead(port, at));
+        if pods {
+            ports.lead_pods(at);
+        }
         ports
+    }
+
+    fn lead_pods(&mut self, at: SocketAddr) {
+        for (family, _) in takes(at).iter().enumerate().filter(|(_, takes)| **takes) {
+            self.pods[0][family] = Some(at.port());
+            self.pods[1][family] = Some(at.port()).filter(|_| at.ip().is_unspecified());
+        }
     }
 
     fn lead(&mut self, port: u16, at: SocketAddr) {

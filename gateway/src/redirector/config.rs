@@ -20,6 +20,8 @@ use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration}
 pub struct Config {
     /// Node ports that are led away, and for each the `host:port` of gateways' fronts, which are tried in turn.
     pub ports: BTreeMap<u16, Vec<String>>,
+    /// The `host:port` of gateways' `tcp` fronts to which all TCP to pods of nodes at the edge is led, whatever its port, tried in turn. Empty is none.
+    pub pods: Vec<String>,
     /// Where the kernel leads callers: loopback is for IPv4 callers on this host alone, `[::]:PORT` for IPv6 and for those whose packets pass through it, too.
     #[serde(with = "HumanAddress")]
     pub listen: SocketAddr,
@@ -41,6 +43,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             ports: BTreeMap::new(),
+            pods: Vec::new(),
             listen: SocketAddr::from(([127, 0, 0, 1], 10267)),
             kubernetes: Cluster::default(),
             // A gateway's as well: two that redirect on one host would be one too many.
@@ -70,6 +73,9 @@ pub struct Cluster {
     /// Networks in which addresses of Node objects are believed; empty is all. A kubelet can write any address into its own.
     #[serde(with = "HumanNetworks")]
     pub address_networks: Vec<IpNet>,
+    /// Networks in which pods are believed to be on the node whose object says so (`podCIDRs`); for `pods`.
+    #[serde(with = "HumanNetworks")]
+    pub pod_networks: Vec<IpNet>,
 }
 
 impl Default for Cluster {
@@ -78,12 +84,14 @@ impl Default for Cluster {
             kubeconfig,
             edge_labels,
             address_networks,
+            pod_networks,
             ..
         } = Kubernetes::default();
         Self {
             kubeconfig,
             edge_labels,
             address_networks,
+            pod_networks,
         }
     }
 }
@@ -95,6 +103,7 @@ impl Cluster {
             kubeconfig: self.kubeconfig.clone(),
             edge_labels: self.edge_labels.clone(),
             address_networks: self.address_networks.clone(),
+            pod_networks: self.pod_networks.clone(),
             ..Kubernetes::default()
         }
     }
@@ -160,7 +169,7 @@ impl Default for Timeouts {
 impl Validate for Config {
     fn validate(&self) -> Vec<Fault> {
         let mut faults = Faults::default();
-        if self.ports.is_empty() {
+        if self.ports.is_empty() && self.pods.is_empty() {
             faults.add(
                 "ports",
                 "redirects nothing; name node ports, and for each the fronts of gateways, such as { 10250: [gateway.example:10263] }",
@@ -174,11 +183,14 @@ impl Validate for Config {
             if gateways.is_empty() {
                 faults.add(&path, "leads nowhere; name HOST:PORT of a gateway's front");
             }
-            for (index, text) in gateways.iter().enumerate() {
-                if let Err(message) = host_port(text) {
-                    faults.add(format!("{path}[{index}]"), message);
-                }
-            }
+            check_gateways(&path, gateways, &mut faults);
+        }
+        check_gateways("pods", &self.pods, &mut faults);
+        if !self.pods.is_empty() && self.kubernetes.pod_networks.is_empty() {
+            faults.add(
+                "pods",
+                "no pod is believed to be anywhere; name the cluster's networks of pods as kubernetes.pod_networks",
+            );
         }
         if !reached(self.listen) {
             let message = format!(
@@ -203,5 +215,13 @@ impl Validate for Config {
             &[("open", timeouts.open), ("drain", timeouts.drain)],
         );
         faults.into_vec()
+    }
+}
+
+fn check_gateways(path: &str, gateways: &[String], faults: &mut Faults) {
+    for (index, text) in gateways.iter().enumerate() {
+        if let Err(message) = host_port(text) {
+            faults.add(format!("{path}[{index}]"), message);
+        }
     }
 }

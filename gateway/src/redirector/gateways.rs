@@ -100,9 +100,12 @@ async fn one(gateway: &str, until: Instant, nodes: &Nodes) -> Result<TcpStream, 
 }
 
 async fn connect(address: SocketAddr, nodes: &Nodes) -> Result<TcpStream, String> {
-    if matches!(nodes.by_address(address.ip()), Named::Node(_)) {
+    if matches!(
+        nodes.by_address(address.ip()),
+        Named::Node(_) | Named::Pod(_)
+    ) {
         return Err(format!(
-            "{address} is the address of a node at the edge, which leads back here"
+            "{address} is the address of a node at the edge or a pod there, which leads back here"
         ));
     }
     let tcp = TcpStream::connect(address).await;

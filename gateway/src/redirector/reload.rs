@@ -4,25 +4,51 @@
 //! effect at the next start.
 
 use super::{Config, Gateways, Passing};
-use crate::control::nat::Ports;
-use arc_swap::ArcSwap;
+use crate::{
+    control::nat::Ports,
+    state::{Nodes, nodes::Named},
+};
 use std::{collections::BTreeMap, fmt, net::SocketAddr, sync::Arc};
 use tokio::sync::watch;
 
-/// Node ports that are led away, and the gateways of each.
-pub(super) type ByPort = BTreeMap<u16, Arc<Gateways>>;
+/// Who takes what is led away.
+#[derive(Debug, Default)]
+pub(super) struct Takers {
+    /// Of each node port.
+    ports: BTreeMap<u16, Arc<Gateways>>,
+    /// Of pods.
+    pods: Option<Arc<Gateways>>,
+}
 
-/// The gateways of this configuration. Of a port whose gateways are `before` as well, those go on, with what they know.
-pub(super) fn by_port(config: &Config, before: &ByPort) -> ByPort {
-    let gateways = |port: &u16, all: &Vec<String>| {
-        let same = before.get(port).filter(|gateways| gateways.are(all));
-        same.cloned()
-            .unwrap_or_else(|| Arc::new(Gateways::new(all.clone())))
-    };
-    let ports = config.ports.iter();
-    ports
-        .map(|(port, all)| (*port, gateways(port, all)))
-        .collect()
+impl Takers {
+    /// The gateways of this configuration. Those who are as they were `before` go on, with what they know.
+    pub(super) fn of(config: &Config, before: &Self) -> Self {
+        let taker = |all: &Vec<String>, before: Option<&Arc<Gateways>>| {
+            let same = before.filter(|gateways| gateways.are(all));
+            same.cloned()
+                .unwrap_or_else(|| Arc::new(Gateways::new(all.clone())))
+        };
+        let ports = config.ports.iter();
+        let pods = Some(&config.pods).filter(|all| !all.is_empty());
+        Self {
+            ports: ports
+                .map(|(port, all)| (*port, taker(all, before.ports.get(port))))
+                .collect(),
+            pods: pods.map(|all| taker(all, before.pods.as_ref())),
+        }
+    }
+
+    /// Those for this destination, if it is led away.
+    pub(super) fn for_destination(&self, to: SocketAddr, nodes: &Nodes) -> Option<Arc<Gateways>> {
+        let pods = self.pods.as_ref();
+        let pods = pods.filter(|_| matches!(nodes.by_address(to.ip()), Named::Pod(_)));
+        pods.or_else(|| self.ports.get(&to.port())).cloned()
+    }
+}
+
+/// What the kernel leads to a listener at this address.
+pub(super) fn led(config: &Config, to: SocketAddr) -> Ports {
+    Ports::all_to(to, config.ports.keys().copied(), !config.pods.is_empty())
 }
 
 /// What can change in a redirector that runs. Cheap to clone.
@@ -43,6 +69,8 @@ struct Parts {
 pub struct Changed {
     /// The node ports that are led away.
     pub ports: Vec<u16>,
+    /// Pods are as well.
+    pub pods: bool,
     /// Keys that differ from what it began with, and wait for its next start.
     pub at_restart: Vec<&'static str>,
 }
@@ -69,13 +97,14 @@ impl Reloader {
             listens,
             led,
         } = &*self.0;
-        let next: &ArcSwap<ByPort> = &passing.ports;
-        next.store(Arc::new(by_port(config, &next.load())));
+        let next = Takers::of(config, &passing.takers.load());
+        passing.takers.store(Arc::new(next));
         // Behind the gateways, so that nobody is led here for whom there are none.
-        led.send_replace(Ports::all_to(*listens, config.ports.keys().copied()));
+        led.send_replace(self::led(config, *listens));
         passing.metrics.reloaded(true);
         Changed {
             ports: config.ports.keys().copied().collect(),
+            pods: !config.pods.is_empty(),
             at_restart: at_restart(began, config),
         }
     }
@@ -104,8 +133,10 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
 /// For people, in one line.
 impl fmt::Display for Changed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ports: Vec<_> = self.ports.iter().map(u16::to_string).collect();
-        write!(f, "leads {} away", ports.join(", "))?;
+        let ports = self.ports.iter().map(u16::to_string);
+        let pods = self.pods.then(|| "pods".to_owned());
+        let led: Vec<_> = ports.chain(pods).collect();
+        write!(f, "leads {} away", led.join(", "))?;
         if !self.at_restart.is_empty() {
             let keys = self.at_restart.join(", ");
             write!(f, "; waits for the next start: {keys}")?;

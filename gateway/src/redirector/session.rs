@@ -51,10 +51,12 @@ pub(super) async fn serve(passing: &Passing, caller: Socket, peer: Peer) {
         passing.metrics.failed("not_redirected");
         return tracing::debug!("a connection that no rule has led here");
     };
-    let Some(gateways) = passing.ports.load().get(&to.port()).cloned() else {
+    let takers = passing.takers.load();
+    let Some(gateways) = takers.for_destination(to, &passing.nodes) else {
         passing.metrics.failed("not_redirected");
-        return tracing::debug!(%to, "a connection to a port that is not led here");
+        return tracing::debug!(%to, "a connection to what is not led here");
     };
+    drop(takers);
     let open = passing.timeouts.open;
     match gateways.dial(open, &passing.nodes, &passing.metrics).await {
         Ok(gateway) => session.gateway = Some(gateway),

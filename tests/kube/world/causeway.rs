@@ -143,12 +143,6 @@ impl Road {
         causeway(&self.folder).words("reload").run().ok();
     }
 
-    /// Has an edge read its configuration, but for this, while it runs. What it was before.
-    pub(crate) fn edge_anew(&self, node: &Node, change: impl Fn(String) -> String) -> String {
-        // It sees by itself that it has changed.
-        rewrite(&node.path("edge.yaml"), change)
-    }
-
     /// The example's configuration, here.
     fn config(&self, way: Way, callers: Callers, cluster: &Cluster) -> String {
         let example = way.example();
@@ -348,6 +342,12 @@ impl Callers {
     }
 }
 
+/// Has an edge read its configuration, but for this, while it runs. What it was before.
+pub(crate) fn edge_anew(node: &Node, change: impl Fn(String) -> String) -> String {
+    // It sees by itself that it has changed.
+    rewrite(&node.path("edge.yaml"), change)
+}
+
 fn rewrite(file: &Path, change: impl Fn(String) -> String) -> String {
     let text = fs::read_to_string(file).unwrap();
     let changed = change(text.clone());
@@ -421,7 +421,8 @@ fn hosted(folder: &Path, cluster: &Cluster) -> Process {
     until("the gateway has written the names", || {
         let map = cluster.get("configmap -n kube-system causeway-nodes");
         let map = map.unwrap_or_default();
-        text = map["data"]["hosts"].as_str().unwrap_or_default().to_owned();
+        let hosts = map["data"]["hosts"].as_str();
+        hosts.unwrap_or_default().clone_into(&mut text);
         text.contains("edge-1") && text.contains("edge-2")
     });
     let (mounted, file) = (folder.join("hosts"), folder.join("Corefile"));
