@@ -24,7 +24,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use causeway_certs::NodeName;
-pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate};
+pub use causeway_config::{Fault, Listen, Log, LogFormat, Reloads, Validate, host_port};
 use causeway_config::{Given, HumanAddress, HumanDuration, HumanSize};
 use causeway_tunnel::hello::Listed;
 
@@ -34,7 +34,9 @@ pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
 pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
-pub use kubernetes::{Certificates, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports};
+pub use kubernetes::{
+    Advertise, Certificates, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports,
+};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.

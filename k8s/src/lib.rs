@@ -5,9 +5,11 @@
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
-//! lists; `certificates` signs what edges ask the cluster for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches one object; `egress` writes what kube-apiserver has to
-//! be told.
+//! lists; `advertise` tells edges where a Service says that gateways are; `certificates` signs what edges ask the cluster
+//! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
+//! one object; `egress` writes what kube-apiserver has to be told.
 
+pub mod advertise;
 mod asking;
 pub mod certificates;
 pub mod client;
@@ -25,6 +27,7 @@ pub mod reviews;
 mod trouble;
 pub mod vouch;
 
+pub use advertise::Advertise;
 pub use certificates::Certificates;
 pub use client::{ClientError, client};
 pub use hosts::Hosts;

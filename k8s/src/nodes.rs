@@ -147,6 +147,16 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
         .map(|address| address.to_canonical())
         .filter(|address| is_own(*address, &rules.address_networks))
         .collect();
+    // Edges that dial a wrong one find no certificate there.
+    let outside = |kind| {
+        let all = of(kind).filter_map(|address| address.address.parse::<IpAddr>().ok());
+        all.filter(|address| is_own(*address, &[]))
+            .collect::<Vec<_>>()
+    };
+    let mut outward = outside("ExternalIP");
+    if outward.is_empty() {
+        outward = outside("InternalIP");
+    }
     let mut unique = std::collections::HashSet::new();
     believed.retain(|address| unique.insert(*address));
     let pods = node.spec.as_ref().and_then(|spec| spec.pod_cidrs.as_ref());
@@ -159,6 +169,7 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
     Member {
         edge: rules.edge_labels.iter().any(has),
         addresses: believed,
+        outward,
         pod_networks,
         labels: labels.clone(),
     }

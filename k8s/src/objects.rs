@@ -51,10 +51,50 @@ pub(crate) struct PodSpec {
     pub(crate) node_name: Option<String>,
 }
 
-/// Of a Service: its version.
+/// Of a Service: where it is reached.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct Service {
     pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    pub(crate) spec: ServiceSpec,
+    #[serde(default)]
+    pub(crate) status: ServiceStatus,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct ServiceSpec {
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    pub(crate) ports: Vec<ServicePort>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(crate) struct ServicePort {
+    pub(crate) name: String,
+    pub(crate) port: u16,
+    pub(crate) node_port: Option<u16>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(crate) struct ServiceStatus {
+    pub(crate) load_balancer: LoadBalancer,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct LoadBalancer {
+    pub(crate) ingress: Vec<Ingress>,
+}
+
+/// One of the two, as whoever runs the balancer wrote it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Ingress {
+    pub(crate) ip: Option<String>,
+    pub(crate) hostname: Option<String>,
 }
 
 /// What somebody asks a signer for.

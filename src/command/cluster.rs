@@ -39,13 +39,15 @@ pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouchin
 /// Runs for as long as the gateway does.
 pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
 
-/// Where the ports go that a cluster lists, and by which they are taken up.
+/// Where it goes what a cluster says of ports and addresses, and by which it is taken up.
 #[cfg_attr(
     not(feature = "k8s"),
-    expect(dead_code, reason = "only a cluster lists any")
+    expect(dead_code, reason = "only a cluster says any")
 )]
 pub(super) struct Listing {
     pub(super) ports: watch::Sender<Option<NodePorts>>,
+    /// Where edges reach the gateway.
+    pub(super) advertised: watch::Sender<Vec<String>>,
     pub(super) reloads: Reloads,
 }
 
@@ -61,6 +63,8 @@ struct Parts {
     own: Option<causeway_k8s::OwnCertificate>,
     /// What the hosts file says of edges' nodes.
     addresses: Vec<std::net::IpAddr>,
+    /// Nothing else says where edges reach the gateway.
+    nowhere: bool,
 }
 
 #[cfg(feature = "k8s")]
@@ -76,6 +80,7 @@ impl Cluster {
             rules,
             client,
             addresses: config.hosted_addresses(),
+            nowhere: config.tunnel.advertise.is_empty(),
         })))
     }
 
@@ -110,7 +115,8 @@ impl Cluster {
         let Some(parts) = self.0 else {
             return Box::pin(std::future::pending());
         };
-        let (hosts, listed) = (parts.hosts(bound), parts.listed(bound, listing));
+        let (hosts, advertised) = (parts.hosts(bound), parts.advertised(bound, &listing));
+        let listed = parts.listed(bound, listing);
         let certificates = parts.certificates(bound);
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
@@ -132,6 +138,12 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
+            let advertised = async {
+                match advertised {
+                    Some(advertised) => advertised.run().await,
+                    None => std::future::pending().await,
+                }
+            };
             let signed = async {
                 match certificates {
                     Some(certificates) => certificates.run().await,
@@ -144,7 +156,8 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
-            let ((), (), never, ..) = tokio::join!(informer.run(hold), hosts, listed, signed, own);
+            let ((), (), never, ..) =
+                tokio::join!(informer.run(hold), hosts, listed, signed, advertised, own);
             never
         })
     }
@@ -160,6 +173,20 @@ impl Parts {
             reloads: listing.reloads,
             metrics: bound.metrics(),
             gateway: this_gateway(),
+        })
+    }
+
+    /// Where nothing is configured either, callers wait until edges can be told where to come.
+    fn advertised(&self, bound: &Bound, listing: &Listing) -> Option<causeway_k8s::Advertise> {
+        let rules = self.rules.advertise.clone()?;
+        let why = format!("Service {} is not known yet", rules.service);
+        Some(causeway_k8s::Advertise {
+            client: self.client.clone(),
+            rules,
+            found: listing.advertised.clone(),
+            reloads: listing.reloads.clone(),
+            nodes: bound.nodes(),
+            hold: self.nowhere.then(|| bound.hold(why)),
         })
     }
 

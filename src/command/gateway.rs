@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, fs};
 
 use anyhow::{Context, anyhow, bail};
-use causeway_gateway::config::NodePorts;
+use causeway_gateway::config::{NodePorts, Reloads};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
 use tokio::sync::watch;
@@ -49,8 +49,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .beside(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
-    let (ports, listed) = watch::channel(None);
-    let listing = Listing { ports, reloads };
+    let (listing, heard) = Heard::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
@@ -58,7 +57,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         sources,
         reloader: bound.reloader(),
         policy,
-        listed,
+        heard,
         text: Mutex::new(rules.text),
     };
     let again = Arc::new(move |noted: &mut Noted| {
@@ -96,10 +95,31 @@ struct Live {
     sources: Sources,
     reloader: Reloader,
     policy: PolicyWriter,
-    /// The ports that the cluster lists; until they are known edges keep those that they know.
-    listed: watch::Receiver<Option<NodePorts>>,
+    heard: Heard,
     /// The text of the rules that are in force.
     text: Mutex<Option<String>>,
+}
+
+/// What the cluster has said until now.
+struct Heard {
+    /// The ports that it lists; until they are known edges keep those that they know.
+    listed: watch::Receiver<Option<NodePorts>>,
+    /// Where edges reach this gateway.
+    found: watch::Receiver<Vec<String>>,
+}
+
+impl Heard {
+    /// With what says it, and asks for it to be taken up.
+    fn by(reloads: Reloads) -> (Listing, Self) {
+        let (ports, listed) = watch::channel(None);
+        let (advertised, found) = watch::channel(Vec::new());
+        let listing = Listing {
+            ports,
+            advertised,
+            reloads,
+        };
+        (listing, Self { listed, found })
+    }
 }
 
 impl Live {
@@ -110,7 +130,8 @@ impl Live {
         let config = config.completed();
         noted.files(config.files());
         let rules = Rules::read(&config)?;
-        let config = listing(config, self.listed.borrow().as_ref())?;
+        let config = listing(config, self.heard.listed.borrow().as_ref())?;
+        let config = config.advertising(&self.heard.found.borrow());
         let prepared = self.reloader.prepare(&within_files(config))?;
         let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
         if *text == rules.text {

@@ -59,8 +59,15 @@ const JOINING: &str = "certificates/rbac.yaml";
 
 /// Each way, with the files of rights by which it is tested besides.
 const WAYS: [(&str, &[&str]); 4] = [
-    ("callers", &["egress/rbac.yaml", "egress/reviews.yaml"]),
-    ("dns", &["dns/rbac.yaml"]),
+    (
+        "callers",
+        &[
+            "egress/rbac.yaml",
+            "egress/reviews.yaml",
+            "advertise/rbac.yaml",
+        ],
+    ),
+    ("dns", &["dns/rbac.yaml", "advertise/rbac.yaml"]),
     ("addresses", &["addresses/rbac.yaml"]),
     ("egress", &["egress/rbac.yaml"]),
 ];

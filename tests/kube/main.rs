@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
 
 mod addresses;
+mod advertise;
 mod certificates;
 mod deploy;
 mod egress;
@@ -88,6 +89,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
         .chain(certificates::trials())
+        .chain(advertise::trials())
         .collect();
     [first, second]
 }

@@ -3,6 +3,7 @@
 //! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
 //! allow, and an address that two nodes claim names neither.
 
+mod advertise;
 mod certificates;
 mod hosts;
 mod ports;
@@ -15,6 +16,7 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use advertise::Advertise;
 pub use certificates::Certificates;
 pub use hosts::{Hosts, HostsFormat};
 pub use ports::{NodePorts, Ports};
@@ -45,6 +47,9 @@ pub struct Kubernetes {
     /// Serve the node ports that a `ConfigMap` lists, as it lists them. Without this key: none but those of `fronts`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ports: Option<Ports>,
+    /// Tell edges where gateways are by what a Service says, beside `tunnel.advertise`, and have it in the gateway's certificates. Without this key: `tunnel.advertise` alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advertise: Option<Advertise>,
     /// Sign what edges ask the cluster's `certificates.k8s.io` for, in place of join tokens. Without this key: nothing is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub certificates: Option<Certificates>,
@@ -71,6 +76,7 @@ impl Default for Kubernetes {
             review_refused_for: Duration::from_secs(30),
             hosts: None,
             ports: None,
+            advertise: None,
             certificates: None,
         }
     }

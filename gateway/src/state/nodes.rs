@@ -42,6 +42,8 @@ pub struct Member {
     pub edge: bool,
     /// Its own addresses.
     pub addresses: Vec<IpAddr>,
+    /// Of these those by which it is reached from outside, where it is elsewhere.
+    pub outward: Vec<IpAddr>,
     /// Networks of the pods on it.
     pub pod_networks: Vec<IpNet>,
     /// What it is labelled with.
@@ -313,6 +315,15 @@ impl Nodes {
         told_apart(all.collect())
     }
 
+    /// By which addresses the cluster's nodes elsewhere are reached from outside, in the order of their names.
+    pub fn outward(&self) -> Vec<IpAddr> {
+        let table = self.0.load();
+        let members = table.said.cluster.iter().flat_map(|all| all.iter());
+        let elsewhere = members.filter(|(name, _)| !table.nodes.contains_key(*name));
+        let all = elsewhere.flat_map(|(_, member)| member.outward.iter().copied());
+        all.collect()
+    }
+
     /// All names, in order.
     pub fn names(&self) -> Vec<NodeName> {
         self.0.load().nodes.keys().cloned().collect()
@@ -417,6 +428,7 @@ mod tests {
         let node = node(addresses, pods);
         Member {
             edge,
+            outward: Vec::new(),
             addresses: node.addresses,
             pod_networks: node.pod_networks,
             labels: [("site".to_owned(), "north".to_owned())].into(),

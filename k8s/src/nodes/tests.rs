@@ -67,6 +67,21 @@ fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
 }
 
 #[test]
+fn from_outside_a_node_is_reached_by_its_external_addresses_or_else_its_own() {
+    let outward = |claimed: &[(&str, &str)]| {
+        let narrow = Kubernetes {
+            address_networks: vec!["10.1.0.0/16".parse().unwrap()],
+            ..rules()
+        };
+        texts(&member(&object("n", &json!({}), claimed, &[]), &narrow).outward)
+    };
+    let inside = ("InternalIP", "10.0.0.1");
+    assert_eq!(outward(&[inside, ("Hostname", "n")]), ["10.0.0.1"]);
+    let both = [inside, ("ExternalIP", "192.0.2.1")];
+    assert_eq!(outward(&both), ["192.0.2.1"]);
+}
+
+#[test]
 fn what_lies_outside_of_the_networks_is_not_believed() {
     let addresses = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.96.0.1")];
     let pods = ["10.244.1.0/24", "10.0.0.0/8", "0.0.0.0/0", "nonsense"];

@@ -1,0 +1,103 @@
+//! The section `kubernetes.advertise`: where edges reach the gateways is what a Service of the cluster says.
+//!
+//! What the configuration says itself stays beside it, behind what is found.
+
+use causeway_config::Faults;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::hosts::is_name;
+use crate::config::Config;
+
+/// The Service through which edges come.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Advertise {
+    /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) counts before its balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).
+    pub service: String,
+    /// Name of its port for tunnels, where it has several.
+    pub port: String,
+}
+
+impl Default for Advertise {
+    fn default() -> Self {
+        Self {
+            service: "causeway/causeway-tunnels".to_owned(),
+            port: "tunnels".to_owned(),
+        }
+    }
+}
+
+impl Advertise {
+    /// Namespace and name of the Service.
+    pub fn names(&self) -> (&str, &str) {
+        self.service.split_once('/').unwrap_or_default()
+    }
+}
+
+impl Config {
+    /// This configuration where the cluster says that gateways are reached by these `host:port`.
+    #[must_use]
+    pub fn advertising(mut self, found: &[String]) -> Self {
+        let rules = self.kubernetes.as_ref();
+        if rules.is_some_and(|rules| rules.advertise.is_some()) {
+            let own = std::mem::take(&mut self.tunnel.advertise);
+            let all = &mut self.tunnel.advertise;
+            for each in found.iter().cloned().chain(own) {
+                if !all.contains(&each) {
+                    all.push(each);
+                }
+            }
+        }
+        self
+    }
+
+    pub(in crate::config) fn validate_advertise(&self, faults: &mut Faults) {
+        let rules = self.kubernetes.as_ref();
+        let Some(rules) = rules.and_then(|rules| rules.advertise.as_ref()) else {
+            return;
+        };
+        let (namespace, name) = rules.names();
+        if !is_name(namespace) || !is_name(name) {
+            let message = format!("\"{}\" is no Service; write NAMESPACE/NAME", rules.service);
+            faults.add("kubernetes.advertise.service", message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_config::Validate;
+    use serde_json::json;
+
+    fn config(advertise: &serde_json::Value) -> Config {
+        let config = json!({
+            "kubernetes": { "advertise": advertise },
+            "tunnel": { "advertise": ["gw.example.com:10262"] },
+        });
+        serde_json::from_value(config).unwrap()
+    }
+
+    #[test]
+    fn what_a_service_says_stands_before_what_is_configured_and_each_once() {
+        let found = ["192.0.2.1:10262", "gw.example.com:10262"].map(str::to_owned);
+        let with = config(&json!({})).advertising(&found);
+        assert_eq!(with.tunnel.advertise, found);
+        let without = config(&json!(null)).advertising(&found);
+        assert_eq!(without.tunnel.advertise, found[1..]);
+    }
+
+    #[test]
+    fn what_names_no_service_is_a_fault() {
+        assert!(config(&json!({})).validate().is_empty());
+        for service in ["tunnels", "a/b/c", "A/b", "/b"] {
+            let said = config(&json!({ "service": service })).validate();
+            let said: Vec<_> = said.iter().map(ToString::to_string).collect();
+            assert!(
+                said.join("").contains("NAMESPACE/NAME"),
+                "{service}: {said:?}"
+            );
+        }
+    }
+}

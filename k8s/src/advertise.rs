@@ -1,0 +1,256 @@
+//! Where edges reach the gateways, as a Service says it: told to edges, and in the gateway's certificates.
+//!
+//! 1. `addresses` reads what the Service says: its annotation, else what its balancer has given it, else its port of each node
+//!    of the cloud.
+//! 2. The gateway takes that up as it takes up another configuration.
+//! 3. A Service that says nothing, or no more, changes nothing: edges keep what they know, and the log says what is waited for.
+//!
+//! Never ends the process.
+
+use crate::{
+    due::due,
+    follow::{Now, follow},
+    objects::{Service, ServicePort},
+    trouble::Trouble,
+};
+use causeway_gateway::{
+    config::{self, Reloads},
+    control::drain::Hold,
+    state::NodesWriter,
+};
+use causeway_tunnel::{backoff::Backoff, target::Target};
+use futures_util::StreamExt;
+use kube::{Api, Client};
+use std::{convert::Infallible, net::IpAddr, time::Duration};
+use tokio::{sync::watch, time::Instant};
+
+/// By which the owner of the Service says more than its status does.
+const ANNOTATION: &str = "causeway.io/advertise";
+/// The longest pauses between tries.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+/// As many as edges take.
+const MOST: usize = 64;
+
+/// Keeps what edges are told in step with a Service.
+pub struct Advertise {
+    /// The cluster's API.
+    pub client: Client,
+    /// Which Service.
+    pub rules: config::Advertise,
+    /// Where the gateway's configuration finds it.
+    pub found: watch::Sender<Vec<String>>,
+    /// By which it takes it up.
+    pub reloads: Reloads,
+    /// The table of nodes.
+    pub nodes: NodesWriter,
+    /// Holds callers off, where nothing else says where the gateway is.
+    pub hold: Option<Hold>,
+}
+
+impl Advertise {
+    /// Never ends.
+    pub async fn run(mut self) -> Infallible {
+        let (namespace, name) = self.rules.names();
+        let api = Api::<Service>::namespaced(self.client.clone(), namespace);
+        let mut states = follow(api, name);
+        let mut changes = self.nodes.changes();
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut watching = Trouble::new("watching the Service of the tunnels");
+        let mut finding = Trouble::new("finding where edges reach this gateway");
+        let mut service = None;
+        loop {
+            let again = match self.settle(service.as_ref()).await {
+                Ok(()) => {
+                    backoff.reset();
+                    finding.over();
+                    None
+                }
+                Err(why) => {
+                    finding.say(&why);
+                    if let Some(hold) = &self.hold {
+                        hold.says(why);
+                    }
+                    Some(Instant::now() + backoff.refused(None, rand::random()))
+                }
+            };
+            tokio::select! {
+                Some(now) = states.next() => heard(now, &mut service, &mut watching),
+                Ok(()) = changes.changed() => {}
+                () = due(again) => {}
+            }
+        }
+    }
+
+    /// Has the gateway take up what the Service says, once that is known.
+    async fn settle(&mut self, service: Option<&There>) -> Result<(), String> {
+        let Some(service) = service else {
+            return Ok(());
+        };
+        let nodes = self.nodes.reader().outward();
+        let found = service.as_ref().map_err(|why| (*why).to_owned());
+        let found = found.and_then(|service| addresses(service, &self.rules.port, &nodes));
+        let found = found.map_err(|why| format!("Service {}: {why}", self.rules.service))?;
+        if *self.found.borrow() == found {
+            return Ok(());
+        }
+        let before = self.found.send_replace(found.clone());
+        match self.reloads.ask().await {
+            Some(Ok(done)) => {
+                tracing::info!(
+                    ?found,
+                    done,
+                    "the Service says where edges reach this gateway"
+                );
+                self.hold = None;
+                Ok(())
+            }
+            refused => {
+                self.found.send_replace(before);
+                let nobody = || "nobody takes up addresses here".to_owned();
+                Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+            }
+        }
+    }
+}
+
+/// The Service, or that there is none.
+type There = Result<Service, &'static str>;
+
+fn heard(now: Now<Service>, service: &mut Option<There>, watching: &mut Trouble) {
+    match now {
+        Ok(now) => {
+            watching.over();
+            *service = Some(now.ok_or("it is not there"));
+        }
+        Err(why) => watching.say(&why),
+    }
+}
+
+/// The `host:port` of a Service, by its port of this name where it has several, and by these addresses of nodes; or why there
+/// is none.
+fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<String>, String> {
+    let said = service.metadata.annotations.as_ref();
+    if let Some(text) = said.and_then(|said| said.get(ANNOTATION)) {
+        let each = text
+            .split(',')
+            .map(str::trim)
+            .filter(|each| !each.is_empty());
+        let each = each.map(|each| config::host_port(each).map(|_| each.to_owned()));
+        let all = each.collect::<Result<Vec<_>, _>>();
+        let all = all.map_err(|why| format!("its annotation {ANNOTATION}: {why}"))?;
+        if !all.is_empty() {
+            return Ok(all);
+        }
+    }
+    let port = port_of(&service.spec.ports, port)?;
+    let mut all: Vec<String> = match service.spec.kind.as_str() {
+        "LoadBalancer" => {
+            let ingress = service.status.load_balancer.ingress.iter();
+            let hosts = ingress.filter_map(|at| at.ip.as_deref().or(at.hostname.as_deref()));
+            let hosts = hosts.filter(|host| !host.is_empty());
+            hosts
+                .map(|host| Target::new(host, port.port).text())
+                .collect()
+        }
+        "NodePort" => {
+            let port = port.node_port.ok_or("its port has no node port yet")?;
+            let nodes = nodes.iter();
+            nodes
+                .map(|node| Target::new(node.to_string(), port).text())
+                .collect()
+        }
+        other => {
+            return Err(format!(
+                "it is of type {other}, which lets in nobody from outside; make it a LoadBalancer or a NodePort, or say the addresses in its annotation {ANNOTATION}"
+            ));
+        }
+    };
+    if all.is_empty() {
+        return Err("it has no address yet".to_owned());
+    }
+    if all.len() > MOST {
+        tracing::warn!(
+            addresses = all.len(),
+            "edges take {MOST} addresses, and are told the first ones; a name in tunnel.advertise may lead to all"
+        );
+        all.truncate(MOST);
+    }
+    Ok(all)
+}
+
+fn port_of<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, String> {
+    match ports {
+        [only] => Ok(only),
+        several => several
+            .iter()
+            .find(|port| port.name == name)
+            .ok_or_else(|| format!("it has no port named {name} (kubernetes.advertise.port)")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn found(more: &Value, nodes: &[&str]) -> Result<Vec<String>, String> {
+        let mut service = json!({
+            "metadata": { "name": "causeway-tunnels" },
+            "spec": { "type": "LoadBalancer", "ports": [{ "name": "tunnels", "port": 10262, "nodePort": 31262 }] },
+        });
+        for (key, value) in more.as_object().unwrap() {
+            let part = service
+                .as_object_mut()
+                .unwrap()
+                .entry(key)
+                .or_insert(json!({}));
+            part.as_object_mut()
+                .unwrap()
+                .extend(value.as_object().unwrap().clone());
+        }
+        let nodes: Vec<IpAddr> = nodes.iter().map(|node| node.parse().unwrap()).collect();
+        addresses(&serde_json::from_value(service).unwrap(), "tunnels", &nodes)
+    }
+
+    #[test]
+    fn a_balancers_addresses_and_names_are_taken_with_the_services_port() {
+        let none = found(&json!({}), &[]).unwrap_err();
+        assert!(none.contains("no address yet"), "{none}");
+        let ingress =
+            json!([{ "ip": "192.0.2.1" }, { "ip": "2001:db8::1" }, { "hostname": "lb.example" }]);
+        let status = json!({ "status": { "loadBalancer": { "ingress": ingress } } });
+        let all = found(&status, &["10.0.0.1"]).unwrap();
+        assert_eq!(
+            all,
+            ["192.0.2.1:10262", "[2001:db8::1]:10262", "lb.example:10262"]
+        );
+    }
+
+    #[test]
+    fn a_node_port_is_had_at_each_node_of_the_cloud() {
+        let kind = json!({ "spec": { "type": "NodePort" } });
+        let all = found(&kind, &["192.0.2.1", "2001:db8::1"]).unwrap();
+        assert_eq!(all, ["192.0.2.1:31262", "[2001:db8::1]:31262"]);
+        assert!(found(&kind, &[]).unwrap_err().contains("no address yet"));
+        let many: Vec<String> = (0..100).map(|n| format!("10.0.0.{n}")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        assert_eq!(found(&kind, &many).unwrap().len(), MOST);
+    }
+
+    #[test]
+    fn an_annotation_counts_before_all_else_and_what_is_wrong_is_named() {
+        let annotated = |text: &str| {
+            let said = json!({ "metadata": { "annotations": { ANNOTATION: text } }, "spec": { "type": "ClusterIP" } });
+            found(&said, &[])
+        };
+        assert_eq!(
+            annotated("a.example:1, 192.0.2.1:2").unwrap(),
+            ["a.example:1", "192.0.2.1:2"]
+        );
+        assert!(annotated("a.example").unwrap_err().contains("HOST:PORT"));
+        assert!(annotated("").unwrap_err().contains("of type ClusterIP"));
+        let ports = json!([{ "name": "a", "port": 1 }, { "name": "b", "port": 2 }]);
+        let several = found(&json!({ "spec": { "ports": ports } }), &[]);
+        assert!(several.unwrap_err().contains("no port named tunnels"));
+    }
+}
