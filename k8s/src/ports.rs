@@ -215,7 +215,10 @@ impl<'a> Keeper<'a> {
         let api = Api::<Service>::namespaced(self.ports.client.clone(), &rules.namespace);
         // By whom the API notes that these ports are listed: all of one list are that list's, whichever gateway wrote, and
         // of two lists none takes away what the other has put there.
-        let (parameters, patch) = (PatchParams::apply(&rules.name), Patch::Apply(&apply));
+        let (parameters, patch) = (
+            PatchParams::apply(manager(&rules.name)),
+            Patch::Apply(&apply),
+        );
         let written = timeout(BOUND, api.patch(name, &parameters, &patch)).await;
         let written =
             written.map_err(|_| "the cluster's API does not answer in time".to_owned())?;
@@ -255,4 +258,12 @@ impl<'a> Keeper<'a> {
             Err(_) => tracing::debug!("no event could be written in time"),
         }
     }
+}
+/// The API takes 128 characters of who wrote.
+fn manager(list: &str) -> &str {
+    let end = list
+        .char_indices()
+        .nth(128)
+        .map_or(list.len(), |(at, _)| at);
+    list.get(..end).unwrap_or(list)
 }

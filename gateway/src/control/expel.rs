@@ -30,6 +30,9 @@ pub enum RefreshError {
     /// The disk cannot be read.
     #[error("the data directory cannot be read: {0}")]
     Store(#[from] StoreError),
+    /// The nodes are taken up, and keys of apps that were of others stay where they are.
+    #[error("it is done, but the keys of apps (pins.json) could not be taken up: {0}")]
+    Keys(#[source] StoreError),
     /// Causeway's own fault.
     #[error("the nodes could not be read anew: {0}")]
     Failed(#[from] tokio::task::JoinError),
@@ -91,7 +94,7 @@ impl Roll {
         let read = spawn_blocking(move || {
             nodes.refresh(|| records(&store))?;
             // Of those who are welcome now: what was noted meanwhile of others goes as well.
-            keeper.refresh()
+            keeper.refresh().map_err(RefreshError::Keys)
         })
         .await?;
         // Who is believed does not hang on what the disk says of nodes.

@@ -22,6 +22,8 @@ pub struct Keeper {
     pub store: Store,
     /// Who is welcome.
     pub nodes: Nodes,
+    /// A cluster is to name nodes as well, of which there may be no record here.
+    pub cluster: bool,
     /// The table.
     pub writer: PinsWriter,
 }
@@ -44,12 +46,17 @@ impl Keeper {
     pub fn refresh(&self) -> Result<(), StoreError> {
         let pins = self.store.pins();
         self.writer
-            .replace(|| pins.retain(|node| self.is_welcome(node)))
+            .replace(|| pins.retain(|node| self.may_be_welcome(node)))
     }
 
     fn is_welcome(&self, node: &NodeName) -> bool {
-        let known = self.nodes.recorded(node);
-        known.is_some_and(|node| node.revoked.is_none())
+        self.nodes.revoked(node).is_none() && self.nodes.get(node).is_some()
+    }
+
+    /// The same while the cluster has yet to say whom it knows.
+    fn may_be_welcome(&self, node: &NodeName) -> bool {
+        let unsaid = self.cluster && !self.nodes.has_cluster();
+        self.is_welcome(node) || unsaid && self.nodes.revoked(node).is_none()
     }
 
     /// Blocks on the disk.
@@ -109,7 +116,7 @@ mod tests {
     use super::*;
     use crate::{
         control::world::name,
-        state::{Node, NodesWriter, Pins, pins::pins},
+        state::{Member, Node, NodesWriter, Pins, pins::pins},
     };
     use causeway_certs::{Access, Fingerprint};
     use futures_util::future::join_all;
@@ -137,6 +144,7 @@ mod tests {
             let keeper = Keeper {
                 store,
                 nodes: nodes.reader(),
+                cluster: true,
                 writer,
             };
             Self {
@@ -211,6 +219,15 @@ mod tests {
                     world.met(node, "a").await.unwrap();
                 }
                 world.nodes.remove(&name("edge-1"));
+                // Another gateway has let these in, and the cluster may know them yet.
+                world.keeper.refresh().unwrap();
+                assert!(world.pins.get(&name("edge-1"), 1).is_some());
+                let here = Member {
+                    edge: true,
+                    ..Member::default()
+                };
+                world.nodes.cluster([(name("edge-4"), here)].into());
+                world.met("edge-4", "a").await.unwrap();
                 let said = world.met("edge-3", "a").await.unwrap_err();
                 assert!(said.contains("not welcome"), "{said}");
                 world.keeper.refresh().unwrap();
@@ -220,7 +237,13 @@ mod tests {
             })
             .await;
         let left = world.keeper.store.pins().all().unwrap();
-        assert_eq!(left.into_keys().collect::<Vec<_>>(), [name("edge-2")]);
+        let kept = [name("edge-2"), name("edge-4")];
+        assert_eq!(left.into_keys().collect::<Vec<_>>(), kept);
+        // And not those whom the configuration shuts out.
+        let revoked = [name("edge-4")].into();
+        world.nodes.revoke(revoked);
+        world.keeper.refresh().unwrap();
+        assert_eq!(world.pins.get(&name("edge-4"), 1), None);
     }
 
     #[tokio::test]

@@ -200,6 +200,7 @@ impl World {
             keeper: Keeper {
                 store: self.store.clone(),
                 nodes: self.reader(),
+                cluster: false,
                 writer,
             },
             tls: self.tls.clone(),

@@ -98,6 +98,7 @@ impl Base {
         let keeper = Keeper {
             store: store.clone(),
             nodes: nodes.reader(),
+            cluster: config.kubernetes.is_some(),
             writer,
         };
         Ok(Self {
