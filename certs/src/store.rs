@@ -16,7 +16,7 @@ mod shared;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +42,6 @@ const VERSION: &str = "1";
 const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
-const MADE: &str = "identity.pem";
 /// What an edge has learned of gateways, where another system keeps its identity.
 const GATEWAYS: &str = "gateways.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
@@ -160,28 +159,6 @@ impl Store {
     pub fn learned_gateways(&self) -> Result<Vec<String>, StoreError> {
         let learned = self.dir.read_json::<Vec<String>>(GATEWAYS)?;
         Ok(learned.unwrap_or_default())
-    }
-
-    /// The file of a gateway's certificate that its cluster makes: chain and key in one, so that they change at once.
-    pub fn made_path(data_dir: &Path) -> PathBuf {
-        data_dir.join(MADE)
-    }
-
-    /// Makes sure that such a certificate can be kept, before it is asked for.
-    pub fn prepare_made(&self) -> Result<(), StoreError> {
-        let _lock = self.dir.lock()?;
-        self.dir.rehearse(MADE, EDGE_SIZE)
-    }
-
-    /// What is kept there.
-    pub fn made(&self) -> Result<Option<String>, StoreError> {
-        self.dir.read(MADE)
-    }
-
-    /// Keeps it in place of the one before.
-    pub fn save_made(&self, text: &str) -> Result<(), StoreError> {
-        let _lock = self.dir.lock()?;
-        self.dir.write(MADE, text)
     }
 
     /// Notes a small fact about the running process, such as its admin address.

@@ -1,6 +1,8 @@
-//! A request for a certificate that waits for somebody's answer: a process that starts anew goes on waiting for the same.
+//! A request for a certificate that waits for somebody's answer: a process that starts anew goes on waiting for the same;
+//! and what came of it for a gateway.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -8,6 +10,9 @@ use super::{Store, StoreError};
 use crate::csr::{CsrError, EdgeKey};
 
 const PENDING: &str = "request.json";
+const MADE: &str = "identity.pem";
+/// Room for a key and a chain.
+const MADE_SIZE: usize = 16 * 1024;
 
 /// A request, and the key that it is for.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +66,31 @@ impl Store {
     pub fn forget_pending(&self) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
         self.dir.remove(PENDING)
+    }
+}
+
+/// What a gateway's cluster has made for it.
+impl Store {
+    /// The file of a gateway's certificate that its cluster makes: chain and key in one, so that they change at once.
+    pub fn made_path(data_dir: &Path) -> PathBuf {
+        data_dir.join(MADE)
+    }
+
+    /// Makes sure that such a certificate can be kept, before it is asked for.
+    pub fn prepare_made(&self) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.rehearse(MADE, MADE_SIZE)
+    }
+
+    /// What is kept there.
+    pub fn made(&self) -> Result<Option<String>, StoreError> {
+        self.dir.read(MADE)
+    }
+
+    /// Keeps it in place of the one before.
+    pub fn save_made(&self, text: &str) -> Result<(), StoreError> {
+        let _lock = self.dir.lock()?;
+        self.dir.write(MADE, text)
     }
 }
 
