@@ -26,7 +26,7 @@ pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
 pub use pending::Pending;
 pub use pins::{Pin, PinTable, Pins};
-pub use shared::Shared;
+pub use shared::{Shared, TakenUp};
 
 use crate::ca::Issued;
 use crate::edge::{EdgeFile, EdgeIdentity};

@@ -20,7 +20,7 @@ pub(crate) enum Ca {
     Backup(CaBackup),
     /// Make a data directory what it was when a backup was made; no gateway may run on it
     Restore(CaBackup),
-    /// Take up the CA that several gateways share, from a folder such as a mounted Secret; may be run again
+    /// Take up the CA that several gateways share, from a folder such as a mounted Secret, if it is not behind; may be run again
     Import(CaImport),
 }
 

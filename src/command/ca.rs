@@ -8,7 +8,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::anyhow;
 use causeway_certs::{
-    Access, Backup, Ca as Authority, Leaf, OperatorCa, Shared, Step, Store, StoreError, TrustDomain,
+    Access, Backup, Ca as Authority, Leaf, OperatorCa, Shared, Store, StoreError, TakenUp,
+    TrustDomain,
 };
 
 use super::{data, operator, private, rotate};
@@ -120,7 +121,7 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
     let shared = Shared::read(&ask.from)?;
     let directory = &ask.data.data_dir;
     let store = Store::open(directory, Access::Create)?;
-    let step = store.take_up(&shared).map_err(|error| match error {
+    let taken = store.take_up(&shared).map_err(|error| match error {
         StoreError::Exists { .. } => anyhow!(
             "there is another CA in {}, and its edges would be lost; take up the one that it has (causeway k8s ca-secret --data-dir {} makes the Secret), or empty the directory",
             directory.display(),
@@ -128,13 +129,22 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
         ),
         error => error.into(),
     })?;
-    let news = match step {
-        Step::Made => "taken up",
-        Step::Standing => "is there already",
-    };
-    println!("CA {} {news}", shared.ca().fingerprint());
+    println!("{}", news(taken, shared.ca(), directory));
     rotate::tell(directory).await?;
     Ok(())
+}
+
+/// What became of the CA that others share.
+fn news(taken: TakenUp, shared: &Authority, directory: &Path) -> String {
+    let ca = shared.fingerprint();
+    match taken {
+        TakenUp::Now => format!("CA {ca} taken up"),
+        TakenUp::Before => format!("CA {ca} is there already"),
+        TakenUp::Behind => format!(
+            "CA {ca} is not taken up: {directory} is ahead of it by a step of `causeway ca rotate` or a signature, and stays as it is; let the Secret follow: `causeway k8s ca-secret --data-dir {directory} | kubectl replace -f -`",
+            directory = directory.display()
+        ),
+    }
 }
 
 /// Writes NAME.pem and NAME-key.pem, the key first; returns where they are.
@@ -155,6 +165,38 @@ mod tests {
     use super::*;
     use crate::cli::{DataDir, OperatorFiles};
     use std::os::unix::fs::PermissionsExt;
+
+    #[tokio::test]
+    async fn a_secret_that_was_left_behind_is_not_taken_up_and_what_to_do_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let data_dir = folder.path().join("data");
+        let domain = TrustDomain::parse("causeway.test").unwrap();
+        let (store, _) = ensure(&data_dir, &domain, None).unwrap();
+        for (name, text) in store.shared().unwrap().files().unwrap() {
+            std::fs::write(folder.path().join(name), text).unwrap();
+        }
+        store.change_ca(|ca| anyhow::Ok(ca.prepare()?)).unwrap();
+        let ahead = std::fs::read(data_dir.join("ca.json")).unwrap();
+        let ask = CaImport {
+            from: folder.path().to_owned(),
+            data: DataDir {
+                data_dir: data_dir.clone(),
+            },
+        };
+        import(&ask).await.unwrap();
+        assert_eq!(std::fs::read(data_dir.join("ca.json")).unwrap(), ahead);
+        let shared = Shared::read(folder.path()).unwrap();
+        let said = news(
+            store.take_up(&shared).unwrap(),
+            shared.ca(),
+            Path::new("/data"),
+        );
+        let command = "`causeway k8s ca-secret --data-dir /data | kubectl replace -f -`";
+        assert!(
+            said.contains("is ahead") && said.contains(command),
+            "{said}"
+        );
+    }
 
     #[tokio::test]
     async fn a_second_init_keeps_the_ca_and_callers_get_private_keys() {

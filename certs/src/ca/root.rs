@@ -176,6 +176,12 @@ impl Root {
         &self.above
     }
 
+    /// From when what an operator's CA has made of this root is, if there is any.
+    pub(super) fn signed_above(&self) -> Option<u64> {
+        let facts = Certificate::read(self.above.first()?);
+        facts.ok().map(|facts| facts.not_before)
+    }
+
     pub(super) fn put_below(&mut self, above: Vec<CertificateDer<'static>>) {
         let all = [&self.own.certificate].into_iter().chain(&above);
         self.mark = Fingerprint::digest(&all.flat_map(|one| one.to_vec()).collect::<Vec<_>>());

@@ -13,6 +13,28 @@ impl Ca {
         other.map(|(stage, root)| (*stage, root.fingerprint))
     }
 
+    /// Whether this is what the other CA is, or what its next steps make of it: then nothing is lost where this takes the place
+    /// of that. A signature by an operator's CA that is new, or made anew, is a step as well.
+    pub(crate) fn goes_on_from(&self, before: &Self) -> bool {
+        let (signed, other) = (before.fingerprint(), before.other());
+        let (signs, comes_or_goes) = (self.fingerprint(), self.other());
+        if (signs, comes_or_goes) == (signed, other) {
+            let signatures = before.all().zip(self.all());
+            let is_kept = |((_, before), (_, now)): ((_, &Root), (_, &Root))| {
+                now.signed_above() >= before.signed_above()
+            };
+            return signatures.into_iter().all(is_kept);
+        }
+        let newest = match other {
+            Some((Stage::Prepared, next)) => next,
+            _ => signed,
+        };
+        match comes_or_goes {
+            Some((Stage::Retiring, goes)) => goes == newest || (signs == newest && goes == signed),
+            _ => signs == newest,
+        }
+    }
+
     /// A new root beside the one that signs: trusted, and signing nothing yet.
     pub fn prepare(mut self) -> Result<(Self, Step), CaError> {
         match self.other {

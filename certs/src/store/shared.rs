@@ -1,10 +1,11 @@
 //! What gateways of the same edges have in common: the CA and the secret of session tickets.
 //!
 //! A folder with both files says it, such as a Secret of a cluster. A data directory takes it up whole and keeps its own tokens
-//! and nodes. One with another CA is left as it is, for its edges would be lost.
+//! and nodes. One with another CA is left as it is, for its edges would be lost. So is one whose rotation has gone further, for
+//! a root that was retired would be back, or the only key of a new one be gone.
 
 use super::{Store, StoreError, TICKETS, authority::CA, dir::failed};
-use crate::ca::{Ca, CaFile, Step};
+use crate::ca::{Ca, CaFile};
 use crate::verify::TicketSecret;
 use std::io;
 use std::path::Path;
@@ -14,6 +15,17 @@ use std::path::Path;
 pub struct Shared {
     ca: Ca,
     tickets: TicketSecret,
+}
+
+/// What became of what others share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TakenUp {
+    /// It is here now.
+    Now,
+    /// It was here before.
+    Before,
+    /// It is older than what is here, or has gone another way: what is here has stayed.
+    Behind,
 }
 
 impl Shared {
@@ -76,25 +88,26 @@ impl Store {
         Ok(Shared { ca, tickets })
     }
 
-    /// Takes up what others share.
+    /// Takes up what others share, if it goes on from what is here.
     ///
     /// # Errors
     /// If this directory has another CA, none of whose roots is in that one; then nothing has changed.
-    pub fn take_up(&self, shared: &Shared) -> Result<Step, StoreError> {
+    pub fn take_up(&self, shared: &Shared) -> Result<TakenUp, StoreError> {
         let _lock = self.dir.lock()?;
         let before = self.read_ca()?;
         let roots = shared.ca.fingerprints();
-        if let Some(before) = &before
-            && !before
-                .fingerprints()
-                .iter()
-                .any(|root| roots.contains(root))
-        {
-            return Err(StoreError::Exists {
-                path: self.dir.path(CA),
-            });
+        if let Some(before) = &before {
+            let mut known = before.fingerprints().into_iter();
+            if !known.any(|root| roots.contains(&root)) {
+                return Err(StoreError::Exists {
+                    path: self.dir.path(CA),
+                });
+            }
+            if !shared.ca.goes_on_from(before) {
+                return Ok(TakenUp::Behind);
+            }
         }
-        let mut step = Step::Standing;
+        let mut taken = TakenUp::Before;
         let files = shared.files();
         // The CA comes last, without which nothing counts.
         for (name, text) in files
@@ -104,17 +117,18 @@ impl Store {
         {
             if self.dir.read(name)?.as_ref() != Some(text) {
                 self.dir.write(name, text)?;
-                step = Step::Made;
+                taken = TakenUp::Now;
             }
         }
         self.settle(&shared.ca)?;
-        Ok(step)
+        Ok(taken)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ca::{CaError, OperatorCa, Step};
     use crate::name::{NodeName, TrustDomain};
     use crate::store::{Access, NodeRecord};
 
@@ -136,8 +150,8 @@ mod tests {
         let first = Shared::new(ca());
         keep(folder.path(), &first);
         let read = || Shared::read(folder.path()).unwrap();
-        assert_eq!(one.take_up(&read()).unwrap(), Step::Made);
-        assert_eq!(one.take_up(&read()).unwrap(), Step::Standing);
+        assert_eq!(one.take_up(&read()).unwrap(), TakenUp::Now);
+        assert_eq!(one.take_up(&read()).unwrap(), TakenUp::Before);
         other.take_up(&read()).unwrap();
         let secret = |store: &Store| store.ticket_secret().unwrap();
         assert!(secret(&one) == secret(&other));
@@ -152,12 +166,111 @@ mod tests {
             let gone = shared.ca().other().is_none();
             assert_eq!(secret(&one) != before, gone, "with a root that is gone");
             keep(folder.path(), &shared);
-            assert_eq!(other.take_up(&read()).unwrap(), Step::Made);
+            assert_eq!(other.take_up(&read()).unwrap(), TakenUp::Now);
             let roots = |store: &Store| store.ca().unwrap().unwrap().bundle_pem();
             assert_eq!(roots(&one), roots(&other));
             assert!(secret(&one) == secret(&other));
         }
         assert_eq!(other.nodes().all().unwrap().len(), 1);
+    }
+
+    /// All that two directories could differ in.
+    fn whole(store: &Store) -> [Option<String>; 3] {
+        [CA, TICKETS, "ca.pem"].map(|name| store.dir.read(name).unwrap())
+    }
+
+    /// A store that has this CA, and its own copy of what it shares.
+    fn at(place: &Path, shared: &Shared) -> Store {
+        let store = Store::open(place, Access::Create).unwrap();
+        assert_eq!(store.take_up(shared).unwrap(), TakenUp::Now);
+        store
+    }
+
+    /// Makes each step, and keeps what is shared after it.
+    fn history(store: &Store, steps: &[fn(Ca) -> Result<(Ca, Step), CaError>]) -> Vec<Shared> {
+        let then = |step: &fn(Ca) -> Result<(Ca, Step), CaError>| {
+            store
+                .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
+                .unwrap();
+            store.shared().unwrap()
+        };
+        let first = store.shared().unwrap();
+        [first].into_iter().chain(steps.iter().map(then)).collect()
+    }
+
+    #[test]
+    fn a_directory_goes_on_with_what_is_shared_and_never_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = at(&folder.path().join("source"), &Shared::new(ca()));
+        let turn = [Ca::prepare, Ca::activate, Ca::retire];
+        let all = history(&source, &[turn, turn].concat());
+        let (mut forward, mut back) = (0, 0);
+        for (here, own) in all.iter().enumerate() {
+            for (there, shared) in all.iter().enumerate() {
+                let place = folder.path().join(format!("{here}-{there}"));
+                let store = at(&place, own);
+                let before = whole(&store);
+                let known = own.ca.fingerprints();
+                let roots = shared.ca.fingerprints();
+                let common = known.iter().any(|root| roots.contains(root));
+                let taken = store.take_up(shared);
+                if !common {
+                    assert!(matches!(taken, Err(StoreError::Exists { .. })));
+                    assert_eq!(whole(&store), before);
+                } else if there < here {
+                    assert_eq!(taken.unwrap(), TakenUp::Behind, "{there} after {here}");
+                    assert_eq!(whole(&store), before, "{there} after {here}");
+                    back += 1;
+                } else if there > here {
+                    assert_eq!(taken.unwrap(), TakenUp::Now, "{there} after {here}");
+                    let after = store.shared().unwrap().files().unwrap();
+                    assert!(after == shared.files().unwrap(), "{there} after {here}");
+                    forward += 1;
+                } else {
+                    assert_eq!(taken.unwrap(), TakenUp::Before);
+                }
+            }
+        }
+        assert_eq!((forward, back), (14, 14));
+    }
+
+    #[test]
+    fn a_root_that_two_have_prepared_apart_is_kept_by_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = Shared::new(ca());
+        let one = at(&folder.path().join("one"), &first);
+        let other = at(&folder.path().join("other"), &first);
+        let [.., prepared] = &history(&one, &[Ca::prepare])[..] else {
+            unreachable!()
+        };
+        for step in [Ca::prepare, Ca::activate] {
+            history(&other, &[step]);
+            let before = whole(&other);
+            assert_eq!(other.take_up(prepared).unwrap(), TakenUp::Behind);
+            assert_eq!(whole(&other), before);
+        }
+    }
+
+    #[test]
+    fn a_signature_of_an_operator_is_taken_up_and_not_lost_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let plain = Shared::new(ca());
+        let store = at(&folder.path().join("data"), &plain);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::default();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+        let certificate = params.self_signed(&key).unwrap().pem();
+        let operator = OperatorCa::load(&certificate, &key.serialize_pem()).unwrap();
+        let signed = Shared {
+            ca: store.shared().unwrap().ca.signed_by(&operator).unwrap().0,
+            tickets: store.ticket_secret().unwrap(),
+        };
+        assert_eq!(store.take_up(&signed).unwrap(), TakenUp::Now);
+        let before = whole(&store);
+        assert_eq!(store.take_up(&plain).unwrap(), TakenUp::Behind);
+        assert_eq!(whole(&store), before);
+        assert_eq!(store.take_up(&signed).unwrap(), TakenUp::Before);
     }
 
     #[test]
