@@ -17,8 +17,10 @@ use super::pods::{Made, gateway, status, told};
 use crate::{
     steps,
     world::{
-        Way, World, image,
-        process::{Process, until},
+        Way, World,
+        causeway::BINARY,
+        image,
+        process::{Process, Program, until},
     },
 };
 
@@ -50,17 +52,12 @@ fn names(world: &World) -> Process {
     names
 }
 
-/// The CA's Secret, as `deploy/README.md` has it made by a pod of the image, from what an operator's own CA is.
+/// The CA's Secret, as `deploy/README.md` has it made where the binary is, from what an operator's own CA is.
 fn ca_secret(world: &World) {
-    let pki = |name| fs::read_to_string(world.cluster.pki.path(name)).unwrap();
-    let place = json!({ "spec": { "nodeName": world.nodes[0].name } });
-    let run = "run causeway-ca -i --rm --quiet --restart=Never --image=causeway:0.1.0";
-    let made = world
-        .cluster
-        .kubectl(run)
-        .args(["--overrides", &place.to_string(), "--"])
-        .words("k8s ca-secret --from-certificate=/dev/stdin --from-key=/dev/stdin")
-        .input(pki("ca.pem") + &pki("ca.key"));
+    let pki = |name| world.cluster.pki.path(name);
+    let made = Program::new(BINARY)
+        .words("k8s ca-secret --from-certificate")
+        .args([pki("ca.pem"), "--from-key".into(), pki("ca.key")]);
     let secret = made.run().ok();
     let create = world.cluster.kubectl("create -f -");
     create.input(secret.stdout).run().ok();
