@@ -98,7 +98,7 @@ pub enum Dismissal {
     Unwelcome,
     /// The hello was not acceptable.
     Malformed,
-    /// The gateway has as many edges as it may have.
+    /// The gateway has as many edges as it may have, or cannot tell yet who is welcome: it is worth coming again.
     Full,
 }
 

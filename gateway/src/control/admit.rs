@@ -21,6 +21,7 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
+    seldom::Seldom,
     state::{Advertised, ListedPorts, Nodes, Registry, registry::Shown},
 };
 use axum::Router;
@@ -86,6 +87,8 @@ pub struct Admission {
     pub listed: ListedPorts,
     /// Serves edges' own requests.
     pub enrol: Router,
+    /// Edges that came before the cluster had named its nodes: a whole fleet comes again and again until then.
+    pub(crate) early: Arc<Seldom>,
 }
 
 /// An edge whose TLS is done, between two cores.
@@ -160,11 +163,14 @@ struct Desk {
 
 impl Admission {
     /// Whether it can be told if this node is welcome. One that only the cluster can know of waits until that has named its
-    /// nodes: to be sent away now would keep it away for a minute.
+    /// nodes: to be sent away now would keep it away for a minute. Where any is let in that is believed, the cluster is not asked.
     async fn can_judge(&self, node: &NodeName, bound: Duration) -> bool {
         let Some(mut changes) = self.cluster.clone() else {
             return true;
         };
+        if self.tls.load().lets_any_in() {
+            return true;
+        }
         let known = async {
             while !self.nodes.has_cluster() && self.nodes.get(node).is_none() {
                 if changes.changed().await.is_err() {

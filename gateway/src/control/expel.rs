@@ -21,6 +21,10 @@ use tracing::Span;
 /// How long an edge that is sent away stays away; it adds up to half of that by itself, which makes the minute that it ever
 /// backs off.
 pub(super) const AWAY: Duration = Duration::from_secs(40);
+/// How long one stays away, likewise, that cannot be judged yet.
+const SOON: Duration = Duration::from_secs(10);
+/// What such an edge is told.
+const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
 /// What an edge gets to read why it is sent away. One that does not is hung up on.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
@@ -155,6 +159,15 @@ impl Roll {
             Some((node, edge, why))
         };
         judged.into_iter().filter_map(unwelcome).collect()
+    }
+}
+
+/// The line that has an edge come again soon, for nobody can tell yet whether it is welcome.
+pub(super) fn postponement() -> ToEdge {
+    ToEdge::Dismiss {
+        why: Dismissal::Full,
+        detail: EARLY.to_owned(),
+        retry_after_ms: u64::try_from(SOON.as_millis()).unwrap_or(u64::MAX),
     }
 }
 

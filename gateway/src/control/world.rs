@@ -62,6 +62,12 @@ pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     EdgeIdentity::new(&ca.bundle_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
 
+/// What the tunnel port shows.
+fn shown(ca: &Ca) -> Leaf {
+    let names = [GatewayName::parse("127.0.0.1").unwrap()];
+    ca.issue_gateway(&names, LIFE).unwrap()
+}
+
 fn advertised(all: &[&str]) -> Advertised {
     Advertised::new(all.iter().map(ToString::to_string).collect())
 }
@@ -114,8 +120,7 @@ impl World {
         let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
         let ca = Arc::new(new_ca("test.example"));
         store.save_ca(&ca).unwrap();
-        let names = [GatewayName::parse("127.0.0.1").unwrap()];
-        let leaf = ca.issue_gateway(&names, LIFE).unwrap();
+        let leaf = shown(&ca);
         let (nodes, metrics) = (NodesWriter::default(), Metrics::new());
         let (registry, tickets) = (Registry::new(cores), TicketSecret::random());
         let live = LiveCa::new(store.ca().unwrap().unwrap());
@@ -149,6 +154,7 @@ impl World {
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
             listed: ListedPorts::default(),
             enrol: enrol::router(enrolment),
+            early: Arc::default(),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = bound.local_addr().unwrap();
@@ -189,6 +195,12 @@ impl World {
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
         let tls = tls.vouched(self.leaf.resolver(), Some(cluster)).unwrap();
         self.tls.store(Arc::new(tls));
+    }
+
+    /// The tunnel port lets each node in whose certificate is believed.
+    pub(super) fn let_any_in(&self) {
+        let tls = Tls::clone(&self.tls.load());
+        self.tls.store(Arc::new(tls.any_node(true)));
     }
 
     /// Who is welcome.

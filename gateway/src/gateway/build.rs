@@ -3,6 +3,7 @@
 //! Everything that can fail fails here, before anything is served, and says what it is.
 
 pub(super) mod app;
+mod edges;
 pub(super) mod front;
 
 use super::{
@@ -19,9 +20,7 @@ use crate::{
         admit::Admission,
         dns::{self, Names, Zones},
         drain::Readiness,
-        enrol,
         expel::{self, Roll},
-        ledger::Ledger,
         nat::{Nat, Ports},
         pins::Keeper,
         rotation::TakeUp,
@@ -41,7 +40,6 @@ use crate::{
         pins::{Met, pins},
     },
 };
-use arc_swap::ArcSwap;
 use causeway_certs::{Access, Ca, LiveCa, Store, StoreError};
 use causeway_tunnel::{listener, task::Tasks};
 use std::{
@@ -138,7 +136,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let claim = base.store.claim()?;
     let address = tunnel.local_addr();
     let to_edges = to_edges(&config, address);
-    let admission = admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
+    let admission = edges::admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
     let (ports, nat) = redirected(&config, &base, &fronts)?;
     let authority = Arc::new(authority(&base, &admission, (&identity, &fronts)));
     let reloader = Reloader::new(Parts {
@@ -357,49 +355,4 @@ fn dns(config: &Config, shared: &Shared) -> Result<(Option<dns::Bound>, Names), 
 fn to_edges(config: &Config, address: Option<SocketAddr>) -> (Advertised, ListedPorts) {
     let advertised = Advertised::new(advertised(&config.tunnel, address));
     (advertised, ListedPorts::new(config.listed.clone()))
-}
-
-fn admission(
-    config: &Config,
-    base: &Base,
-    shared: &Shared,
-    (cores, identity): (&Cores, &Identity),
-    (advertised, listed): &(Advertised, ListedPorts),
-) -> Result<Admission, BindError> {
-    let settings = config.tunnel.clone();
-    let ledger = Ledger::new(&base.store, &base.nodes);
-    let by_cluster = config.signer().and_then(config::Certificates::subject);
-    let enrolment = enrol::Enrolment {
-        ca: base.ca.clone(),
-        store: base.store.clone(),
-        nodes: base.nodes.clone(),
-        ledger: ledger.clone(),
-        metrics: shared.metrics.clone(),
-        lifetime: settings.edge_certificate_lifetime,
-        advertised: advertised.clone(),
-        vouched: config.signer().is_some(),
-        by_cluster: by_cluster.is_some(),
-    };
-    let tls = identity.tls(&base.ca.get())?;
-    let enrol = match base.given {
-        Some(_) => enrol::closed(shared.metrics.clone()),
-        None => enrol::router(enrolment),
-    };
-    Ok(Admission {
-        instance: format!("{:032x}", rand::random::<u128>()).into(),
-        cores: cores.clone(),
-        registry: shared.registry.clone(),
-        nodes: shared.nodes.clone(),
-        cluster: config.kubernetes.is_some().then(|| base.nodes.changes()),
-        metrics: shared.metrics.clone(),
-        tls: Arc::new(ArcSwap::from_pointee(tls)),
-        ledger,
-        ca: base.ca.clone(),
-        settings,
-        pressure: shared.limits.pressure().clone(),
-        drain: config.timeouts.drain,
-        advertised: advertised.clone(),
-        listed: listed.clone(),
-        enrol,
-    })
 }

@@ -10,13 +10,13 @@ use super::{
     Admission, Arrived,
     link::{Leaving, Link, Registered, explain, over, retire},
 };
-use crate::audit;
 use crate::control::{
     announce::listing,
-    expel::{retired, unwelcome},
+    expel::{postponement, retired, unwelcome},
     rotation,
 };
 use crate::state::{Admitted, registry::Shown};
+use crate::{audit, seldom::Seldom};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
@@ -74,8 +74,13 @@ impl End {
     }
 
     /// An edge whose link broke during the hello is ordinary; one that was refused wants a look.
-    fn log_refusal(&self, edge: &str, from: SocketAddr) {
-        if self.word() == "control_lost" {
+    fn log_refusal(&self, edge: &str, from: SocketAddr, early: &Seldom) {
+        if matches!(self, Self::Early) {
+            if let Some(times) = early.happened() {
+                warn!(edge, peer = %from, times, why = %self, "sent edges away for now");
+                audit::refused_edge(edge, &from, self.word(), self);
+            }
+        } else if self.word() == "control_lost" {
             debug!(edge, peer = %from, why = %self, "an edge hung up during its hello");
         } else {
             warn!(edge, peer = %from, why = %self, "refused an edge");
@@ -111,7 +116,7 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
                 (end, _) => end,
             };
             admission.metrics.registration(end.word());
-            return end.log_refusal(&name, from);
+            return end.log_refusal(&name, from, &admission.early);
         }
     };
     info!("{node} disconnected: {end}");
@@ -152,7 +157,8 @@ impl Admission {
         if let Ok(node) = &node
             && !self.can_judge(node, link.bound / 2).await
         {
-            return Err((name, End::Early));
+            let end = self.postpone(link, &name).await;
+            return Err((name, end));
         }
         // Who is refused whatever it says is refused for that, and not for having said nothing.
         let refused = match &node {
@@ -198,6 +204,15 @@ impl Admission {
             Ok(conversation) => Ok((conversation, node)),
             Err(end) => Err(failed(end)),
         }
+    }
+
+    /// Has an edge come again that cannot be judged yet.
+    async fn postpone(&self, link: &mut Link, name: &str) -> End {
+        // One that does not listen comes again as well.
+        if let Ok(Ok((mut control, _))) = timeout(link.bound, self.ask(link, name)).await {
+            link.send_away(&mut control, &postponement()).await;
+        }
+        End::Early
     }
 
     /// Notes a node that nobody has let join, where that is not asked for.

@@ -133,13 +133,18 @@ impl Link {
         detail: String,
     ) -> End {
         let line = dismissal(why, detail.clone());
-        if self.tell(control, &line).await.is_ok() {
+        self.send_away(control, &line).await;
+        End::Dismissed(why, detail)
+    }
+
+    /// The same, in these words.
+    pub(super) async fn send_away(&mut self, control: &mut Control, line: &ToEdge) {
+        if self.tell(control, line).await.is_ok() {
             control.close();
             let bound = self.bound;
             // Either way it is over.
             let _ = timeout(bound, self.ended()).await;
         }
-        End::Dismissed(why, detail)
     }
 }
 

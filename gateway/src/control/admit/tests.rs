@@ -157,12 +157,27 @@ async fn a_node_that_is_not_enrolled_is_unwelcome() {
 }
 
 #[tokio::test]
-async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_being_none_of_them() {
+async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_long_for_being_none_of_them()
+{
     let world = World::of_a_cluster();
     let (known, other) = (world.enrolled("edge-1"), identity(&world.ca, "edge-2"));
     world.joined(&known, "a", 0).await;
-    let config = verify::tunnel_client(&other).unwrap();
-    let _early = world.tls(config).await.unwrap();
+    let (early, heard) = world.says(&other, welcome("b", 0)).await;
+    let ToEdge::Dismiss {
+        why,
+        detail,
+        retry_after_ms,
+    } = heard
+    else {
+        panic!("{heard:?}")
+    };
+    assert!(
+        matches!(why, Dismissal::Full),
+        "it is to come again: {why:?}"
+    );
+    assert!(detail.contains("come again"), "{detail}");
+    assert_eq!(retry_after_ms, 10_000, "edges add up to half of that");
+    early.ended().await;
     world
         .until(|world| world.counted(r#"registrations_total{outcome="early"} 1"#))
         .await;
@@ -178,6 +193,14 @@ async fn before_a_cluster_has_named_its_nodes_nobody_is_sent_away_for_being_none
     let stranger = identity(&world.ca, "edge-3");
     let (_edge, heard) = world.says(&stranger, welcome("c", 0)).await;
     assert_eq!(dismissal(&heard).unwrap().0, Dismissal::Unwelcome);
+}
+
+#[tokio::test]
+async fn who_is_let_in_whatever_the_cluster_says_does_not_wait_for_it() {
+    let world = World::of_a_cluster();
+    world.let_any_in();
+    let stranger = identity(&world.ca, "edge-1");
+    let _edge = world.joined(&stranger, "a", 0).await;
 }
 
 #[tokio::test]

@@ -1,0 +1,59 @@
+//! Builds what admits edges.
+
+use super::Base;
+use crate::{
+    config::{self, Config},
+    control::{admit::Admission, enrol, ledger::Ledger},
+    core::Cores,
+    gateway::{BindError, identity::Identity},
+    proxy::Shared,
+    state::{Advertised, ListedPorts},
+};
+use arc_swap::ArcSwap;
+use std::sync::Arc;
+
+pub(super) fn admission(
+    config: &Config,
+    base: &Base,
+    shared: &Shared,
+    (cores, identity): (&Cores, &Identity),
+    (advertised, listed): &(Advertised, ListedPorts),
+) -> Result<Admission, BindError> {
+    let settings = config.tunnel.clone();
+    let ledger = Ledger::new(&base.store, &base.nodes);
+    let by_cluster = config.signer().and_then(config::Certificates::subject);
+    let enrolment = enrol::Enrolment {
+        ca: base.ca.clone(),
+        store: base.store.clone(),
+        nodes: base.nodes.clone(),
+        ledger: ledger.clone(),
+        metrics: shared.metrics.clone(),
+        lifetime: settings.edge_certificate_lifetime,
+        advertised: advertised.clone(),
+        vouched: config.signer().is_some(),
+        by_cluster: by_cluster.is_some(),
+    };
+    let tls = identity.tls(&base.ca.get())?;
+    let enrol = match base.given {
+        Some(_) => enrol::closed(shared.metrics.clone()),
+        None => enrol::router(enrolment),
+    };
+    Ok(Admission {
+        instance: format!("{:032x}", rand::random::<u128>()).into(),
+        cores: cores.clone(),
+        registry: shared.registry.clone(),
+        nodes: shared.nodes.clone(),
+        cluster: config.kubernetes.is_some().then(|| base.nodes.changes()),
+        metrics: shared.metrics.clone(),
+        tls: Arc::new(ArcSwap::from_pointee(tls)),
+        ledger,
+        ca: base.ca.clone(),
+        settings,
+        pressure: shared.limits.pressure().clone(),
+        drain: config.timeouts.drain,
+        advertised: advertised.clone(),
+        listed: listed.clone(),
+        enrol,
+        early: Arc::default(),
+    })
+}
