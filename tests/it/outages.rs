@@ -7,7 +7,7 @@ use crate::world::{
     app::{App, answer},
     caller::{Answer, CallError, whole},
     netns::{HUB, Host, NEED, Street},
-    process::{Process, Site},
+    process::{Causeway, Process, Site},
     tool::need,
 };
 use hyper::Request;
@@ -61,6 +61,16 @@ async fn gateway() -> Site {
 
 impl<'a> Scene<'a> {
     async fn on(street: &'a Street, site: &'a Site, node: &'static str) -> Self {
+        Self::with(street, site, node, |edge| edge).await
+    }
+
+    /// With an edge that is started so.
+    async fn with(
+        street: &'a Street,
+        site: &'a Site,
+        node: &'static str,
+        so: impl FnOnce(Causeway) -> Causeway,
+    ) -> Self {
         let host = street.host();
         let app = {
             let _there = host.enter();
@@ -71,7 +81,7 @@ impl<'a> Scene<'a> {
             })
             .await
         };
-        let edge = site.join_by(host.causeway(), node, app.port()).await;
+        let edge = site.join_by(so(host.causeway()), node, app.port()).await;
         let scene = Self {
             site,
             node,
@@ -284,6 +294,19 @@ async fn an_edge_whose_own_link_comes_up_is_back_in_time() {
     let scene = Scene::on(&street, &site, "edge-1").await;
     scene.host.down();
     scene.edge.wrote("could not dial", 1, SOON).await;
+    scene.host.up();
+    back_in_time(&scene, BACK).await;
+}
+
+#[tokio::test]
+async fn an_edge_that_waits_long_dials_as_soon_as_its_network_changes() {
+    need!(NEED);
+    let (street, site) = (Street::new(), gateway().await);
+    let patient = |edge: Causeway| edge.env("CAUSEWAY_BACKOFF_SILENT_MAX", "10m");
+    let scene = Scene::with(&street, &site, "edge-1", patient).await;
+    scene.host.down();
+    // The pause behind the sixth failure is of four to eight seconds.
+    scene.edge.wrote("could not dial", 6, SOON).await;
     scene.host.up();
     back_in_time(&scene, BACK).await;
 }
