@@ -35,7 +35,12 @@ impl Keeper {
         while meetings.recv_many(&mut met, AT_ONCE).await > 0 {
             let (keeper, batch) = (self.clone(), std::mem::take(&mut met));
             // Where it fails whoever waits is told that nobody is there.
-            let _ = spawn_blocking(move || keeper.note(batch)).await;
+            let begins = spawn_blocking(move || keeper.note(batch)).await;
+            if begins.unwrap_or(false) {
+                tracing::warn!(
+                    "no key of any app was known in this data directory: whoever answers for an app for the first time is believed from now on. Where the directory goes with a pod, so it is with each: name the CA of such apps (`apps.PORT.ca` in place of `pin: true`), or keep the directory"
+                );
+            }
         }
     }
 
@@ -59,10 +64,11 @@ impl Keeper {
         self.is_welcome(node) || unsaid && self.nodes.revoked(node).is_none()
     }
 
-    /// Blocks on the disk.
-    fn note(&self, met: Vec<Met>) {
+    /// Whether these are the first that are noted here. Blocks on the disk.
+    fn note(&self, met: Vec<Met>) -> bool {
         let since = UnixTime::now().as_secs();
         let mut noted = PinTable::new();
+        let mut was_empty = false;
         let written = self.writer.replace(|| {
             let welcome = met.iter().filter(|met| self.is_welcome(&met.node));
             let new: Vec<_> = welcome
@@ -74,6 +80,7 @@ impl Keeper {
                     (met.node.clone(), met.port, pin)
                 })
                 .collect();
+            was_empty = self.store.pins().all()?.is_empty();
             noted = self.store.pins().note(&new)?;
             Ok::<_, StoreError>(noted.clone())
         });
@@ -92,6 +99,7 @@ impl Keeper {
             // Whoever met it may be gone.
             let _ = met.tell.send(told);
         }
+        was_empty && !noted.is_empty()
     }
 }
 
@@ -121,6 +129,7 @@ mod tests {
     use causeway_certs::{Access, Fingerprint};
     use futures_util::future::join_all;
     use std::time::Duration;
+    use tokio::sync::oneshot;
 
     const BOUND: Duration = Duration::from_secs(20);
 
@@ -172,6 +181,24 @@ mod tests {
 
     fn a(key: &str) -> Fingerprint {
         key.repeat(64).parse().unwrap()
+    }
+
+    #[test]
+    fn the_first_keys_of_a_data_directory_are_told_from_those_that_come_later() {
+        let world = World::new();
+        let note = |node: &str, key: &str| {
+            let (tell, _told) = oneshot::channel();
+            world.keeper.note(vec![Met {
+                node: name(node),
+                port: 1,
+                key: a(key),
+                tell,
+            }])
+        };
+        assert!(!note("edge-9", "a"), "it is not welcome");
+        assert!(note("edge-1", "a"));
+        assert!(!note("edge-1", "b"), "it is refused");
+        assert!(!note("edge-2", "a"));
     }
 
     #[tokio::test]
