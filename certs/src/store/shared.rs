@@ -186,9 +186,12 @@ mod tests {
         store
     }
 
+    /// A step of a rotation.
+    type Stepping = fn(Ca) -> Result<(Ca, Step), CaError>;
+
     /// Makes each step, and keeps what is shared after it.
-    fn history(store: &Store, steps: &[fn(Ca) -> Result<(Ca, Step), CaError>]) -> Vec<Shared> {
-        let then = |step: &fn(Ca) -> Result<(Ca, Step), CaError>| {
+    fn history(store: &Store, steps: &[Stepping]) -> Vec<Shared> {
+        let then = |step: &Stepping| {
             store
                 .change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()))
                 .unwrap();
