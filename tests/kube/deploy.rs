@@ -34,6 +34,10 @@ pub(crate) fn trials() -> Vec<Trial> {
             each_configuration_is_sound,
         ),
         trial(
+            "deploy::who_waits_to_begin_is_not_killed_for_it",
+            who_waits_to_begin_is_not_killed_for_it,
+        ),
+        trial(
             "deploy::edges_may_join_by_tokens_all_the_same",
             edges_may_join_by_tokens_all_the_same,
         ),
@@ -267,6 +271,28 @@ fn each_configuration_is_sound() {
     for (way, _) in WAYS {
         let all = objects(&world, &kustomized(&world, way));
         sound(&world, way, &all);
+    }
+}
+
+/// Until an edge has joined, or a gateway has what it begins with, nobody answers; that may take somebody days.
+fn who_waits_to_begin_is_not_killed_for_it() {
+    let world = world();
+    for (way, _) in WAYS {
+        let all = objects(&world, &kustomized(&world, way));
+        for (kind, name) in [
+            ("Deployment", "causeway-gateway"),
+            ("DaemonSet", "causeway-edge"),
+        ] {
+            let pod = pod(named(&all, kind, name));
+            let container = &pod["spec"]["containers"][0];
+            let (start, live) = (&container["startupProbe"], &container["livenessProbe"]);
+            for asked in ["exec", "httpGet"] {
+                assert_eq!(start[asked], live[asked], "{way}: {name}");
+            }
+            let seconds = |field: &str| start[field].as_u64().unwrap_or_default();
+            let waits = seconds("periodSeconds") * seconds("failureThreshold");
+            assert!(waits > 14 * 24 * 3600, "{way}: {name} has {waits} s");
+        }
     }
 }
 
