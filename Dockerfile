@@ -20,6 +20,7 @@ WORKDIR /src
 COPY Cargo.toml Cargo.lock ./
 COPY .cargo .cargo
 COPY config/Cargo.toml config/
+COPY resolve/Cargo.toml resolve/
 COPY tunnel/Cargo.toml tunnel/
 COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
@@ -27,12 +28,16 @@ COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
 # build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has; and Rust's
-# own linker, which folds equal functions, is not the default there.
+# own linker, which folds equal functions, is not the default there. Where crates lay at the build is in no message, and what
+# would unwind through C is in no table.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
-    for each in config tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    for each in config resolve tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    cargo fetch --locked; \
+    crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); \
     case $(uname -m) in aarch64) pages=16 fold= ;; *) pages=12 fold=,--icf=safe ;; esac; \
-    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages RUSTFLAGS='-C target-feature=+crt-static \
+    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages CFLAGS=-fno-asynchronous-unwind-tables \
+        RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= \
         -C strip=symbols -C link-arg=-Wl,-z,pack-relative-relocs$fold' \
         cargo build --release --locked --features own-resolver \
         --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
@@ -41,7 +46,7 @@ RUN set -eu; \
 COPY . .
 # The stand-ins above were built later than some of these files were written.
 RUN set -eu; \
-    find src config tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
+    find src config resolve tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
     sh /build.sh; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \

@@ -10,8 +10,9 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use causeway_certs::{Access, Store, StoreError};
 use causeway_config::host_port;
-use causeway_tunnel::resolve::resolve;
-use http_body_util::{BodyExt, Empty};
+use causeway_resolve::resolve;
+use causeway_tunnel::socket::AnyIo;
+use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
@@ -78,12 +79,12 @@ async fn exchange(
         .await
         .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
     let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+        hyper::client::conn::http1::handshake(TokioIo::new(Box::new(stream) as AnyIo)).await?;
     let request = Request::builder()
         .method(method)
         .uri(path)
         .header(header::HOST, address)
-        .body(Empty::<Bytes>::new())?;
+        .body(Full::<Bytes>::default())?;
     let ask = async move {
         let answer = sender.send_request(request).await?;
         let status = answer.status();

@@ -32,7 +32,7 @@ pub mod unread;
 pub mod backoff;
 pub mod error;
 pub mod listener;
-pub mod resolve;
+pub mod places;
 pub mod socket;
 pub mod tap;
 pub mod task;

@@ -21,9 +21,14 @@ use axum::{
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
+    serve::Listener,
 };
-use causeway_tunnel::target;
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use causeway_tunnel::{socket::AnyIo, target};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tower_http::timeout::TimeoutLayer;
@@ -69,10 +74,27 @@ pub(crate) async fn run(
         });
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
-        served = async { axum::serve(listener, router).await } => {
+        served = async { axum::serve(Any(listener), router).await } => {
             debug!(?served, "the admin listener ended");
         }
         () = stop.cancelled() => {}
+    }
+}
+
+/// A listener whose connections are of the kind that all small servers and clients share.
+struct Any(TcpListener);
+
+impl Listener for Any {
+    type Io = AnyIo;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (AnyIo, SocketAddr) {
+        let (tcp, from) = Listener::accept(&mut self.0).await;
+        (Box::new(tcp), from)
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.0.local_addr()
     }
 }
 

@@ -8,9 +8,9 @@ use super::trouble::Trouble;
 use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
 use causeway_config::host_port;
+use causeway_resolve::resolve;
 use causeway_tunnel::{
     Target,
-    resolve::resolve,
     socket::{Counted, tune_tunnel},
     wire,
 };

@@ -7,10 +7,9 @@
 use super::{
     app::{App, AppId},
     kept::{Kept, Line},
-    shared::Place,
 };
 use bytes::Bytes;
-use causeway_tunnel::{Receive, StreamError};
+use causeway_tunnel::{Receive, StreamError, places::Place};
 use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
 use std::{

@@ -1,9 +1,5 @@
-//! An app's HTTP/2 connections, which streams share.
+//! An app's HTTP/2 connections, which streams share ([`places`](causeway_tunnel::places)).
 //!
-//! A connection takes as many streams as the app allows at once. One more goes to the next connection, or has a
-//! further one dialled: streams that last (a watch, a subscription) hold up nobody else. One stream dials at a time
-//! and the others wait for it, since most find a place on what it brings. Whoever waits has a bound, and
-//! is not let into the engine, which would queue it out of sight.
 //! A request that failed is repeated on a connection younger than the failure, and not on any that was there
 //! before: whoever closed one of them may have closed them all.
 
@@ -16,28 +12,19 @@ use super::{
     target,
 };
 use causeway_tunnel::{
-    heard::{Allowed, heard},
+    heard::heard,
+    places::{self, Place, Places},
     task::Tasks,
 };
 use hyper::{Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::TokioIo;
-use std::{
-    future::Future,
-    pin::pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+use std::{future::Future, sync::Arc, time::Duration};
 use tokio::{
-    sync::Notify,
+    sync::MutexGuard,
     time::{Instant, timeout_at},
 };
 use tracing::info_span;
 
-/// Connections for each app at most. Servers allow 100 streams or more on each.
-pub(super) const MOST: usize = 64;
 /// What an app may send ahead on one stream. The window of the whole connection is the largest that
 /// there is, so that readers that stall do not hold up the others.
 const STREAM_WINDOW: u32 = 1 << 20;
@@ -45,42 +32,20 @@ const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
 /// What is known of an app's HTTP/2.
 #[derive(Default)]
-pub(super) struct Shared {
-    known: Mutex<Known>,
-    /// Held by the stream that dials.
-    dialling: tokio::sync::Mutex<()>,
-    /// A stream has ended.
-    freed: Arc<Notify>,
+pub(super) struct Shared(Places<Sender>);
+
+#[derive(Clone)]
+struct Sender(http2::SendRequest<Outgoing>);
+
+impl places::Shared for Sender {
+    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+        taken < allowed && self.0.is_ready()
+    }
 }
 
-#[derive(Default)]
-struct Known {
-    /// It chose HTTP/1.1.
-    http1: bool,
-    /// The first with a place gets the next stream, so the last ones come to rest.
-    lines: Vec<Line>,
-    /// The number of the last that was dialled; they count from 1.
-    newest: u64,
-}
-
-struct Line {
-    number: u64,
-    sender: http2::SendRequest<Outgoing>,
-    allowed: Allowed,
-    open: Arc<AtomicUsize>,
-    used: Instant,
-}
-
-/// A place for one stream on a connection, until whatever is sent or received on it is over.
-pub(super) struct Place {
-    open: Arc<AtomicUsize>,
-    freed: Arc<Notify>,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.open.fetch_sub(1, Relaxed);
-        self.freed.notify_one();
+impl Sender {
+    fn is_alive(&self) -> bool {
+        !self.0.is_closed()
     }
 }
 
@@ -104,86 +69,39 @@ pub(super) enum Turn<'a> {
 /// The turn to dial.
 pub(super) struct Dialling<'a> {
     shared: &'a Shared,
-    _turn: tokio::sync::MutexGuard<'a, ()>,
+    _turn: MutexGuard<'a, ()>,
 }
 
 impl Shared {
     /// Waits for a place on a connection with a number above `after`, or for the turn to dial one.
     pub(super) async fn turn(&self, after: u64) -> Turn<'_> {
-        loop {
-            let mut freed = pin!(self.freed.notified());
-            if let Some(turn) = self.at_once(after) {
-                return turn;
-            }
-            tokio::select! {
-                biased;
-                () = &mut freed => continue,
-                turn = self.dialling.lock() => {
-                    // What the last one dialled may have a place.
-                    if let Some(turn) = self.at_once(after) {
-                        return turn;
-                    }
-                    if !self.is_full() {
-                        return Turn::Dial(Dialling { shared: self, _turn: turn });
-                    }
-                }
-            }
-            freed.await;
+        match self.0.turn(after, Sender::is_alive).await {
+            places::Turn::Http1 => Turn::Http1,
+            places::Turn::Open(stream) => Turn::Open(stream.into()),
+            places::Turn::Dial(turn) => Turn::Dial(Dialling {
+                shared: self,
+                _turn: turn,
+            }),
         }
-    }
-
-    fn at_once(&self, after: u64) -> Option<Turn<'static>> {
-        let mut known = self.known();
-        if known.http1 {
-            return Some(Turn::Http1);
-        }
-        known.lines.retain(|line| !line.sender.is_closed());
-        let newest = known.newest;
-        let mut younger = known.lines.iter_mut().filter(|line| line.number > after);
-        let line = younger.find(|line| line.has_place())?;
-        Some(Turn::Open(line.open(newest, &self.freed)))
     }
 
     /// Whether no further connection may be dialled.
     pub(super) fn is_full(&self) -> bool {
-        self.known().lines.len() >= MOST
+        self.0.is_full()
     }
 
     /// Closes what was closed by the app, and what no stream has needed for `bound`. False: nothing is known.
     pub(super) fn sweep(&self, bound: Duration) -> bool {
-        let mut known = self.known();
-        known.lines.retain(|line| !line.sender.is_closed());
-        let mut first = true;
-        known.lines.retain(|line| {
-            let needed = line.open.load(Relaxed) > 0 || line.used.elapsed() < bound;
-            std::mem::take(&mut first) || needed
-        });
-        known.http1 || !known.lines.is_empty()
-    }
-
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.sweep(bound, Sender::is_alive)
     }
 }
 
-impl Line {
-    fn has_place(&self) -> bool {
-        let allowed = self.allowed.borrow().unwrap_or_default();
-        let allowed = usize::try_from(allowed).unwrap_or(usize::MAX);
-        self.open.load(Relaxed) < allowed && self.sender.is_ready()
-    }
-
-    fn open(&mut self, newest: u64, freed: &Arc<Notify>) -> Stream {
-        self.open.fetch_add(1, Relaxed);
-        self.used = Instant::now();
-        let place = Place {
-            open: self.open.clone(),
-            freed: freed.clone(),
-        };
-        Stream {
-            sender: self.sender.clone(),
-            place: Arc::new(place),
-            newest,
+impl From<places::Stream<Sender>> for Stream {
+    fn from(stream: places::Stream<Sender>) -> Self {
+        Self {
+            sender: stream.connection.0,
+            place: Arc::new(stream.place),
+            newest: stream.newest,
         }
     }
 }
@@ -212,7 +130,7 @@ impl Stream {
 impl Dialling<'_> {
     /// The app chose HTTP/1.1.
     pub(super) fn chose_http1(self) {
-        self.shared.known().http1 = true;
+        self.shared.0.chose_http1();
     }
 
     /// Begins HTTP/2 on a connection, which a task of `tasks` drives, and opens the first stream.
@@ -239,19 +157,8 @@ impl Dialling<'_> {
             Ok(Err(_)) => return Err(broken(app, "ended the connection or does not speak HTTP/2")),
             Err(_) => return Err(target::slow(app, "did not begin HTTP/2 in time").into()),
         }
-        let mut known = self.shared.known();
-        known.newest += 1;
-        let newest = known.newest;
-        let mut line = Line {
-            number: newest,
-            sender,
-            allowed,
-            open: Arc::default(),
-            used: Instant::now(),
-        };
-        let stream = line.open(newest, &self.shared.freed);
-        known.lines.push(line);
-        Ok(stream)
+        let places = &self.shared.0;
+        Ok(places.add(places.next(), Sender(sender), allowed).into())
     }
 }
 

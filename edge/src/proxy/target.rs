@@ -5,7 +5,7 @@
 //! (`timeouts.dial`), shared out among the addresses that are left to try.
 
 use super::{Policy, app::App};
-use causeway_tunnel::{Refusal, error::Refused, resolve, socket};
+use causeway_tunnel::{Refusal, error::Refused, socket};
 use std::{io, net::SocketAddr, time::Duration};
 use tokio::{
     net::TcpStream,
@@ -49,7 +49,7 @@ async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refuse
         let all = [ip].into_iter().chain(app.also.iter().copied());
         return Ok(all.map(|ip| SocketAddr::new(ip, port)).collect());
     }
-    match timeout_at(deadline, resolve::resolve(host, port)).await {
+    match timeout_at(deadline, causeway_resolve::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
             let detail = format!("{} could not resolve {host}: {error}", app.node);

@@ -355,7 +355,13 @@ impl Desk {
             root,
             vouched,
         };
-        http::serve(io, self.admission.enrol.clone(), peer, self.stop.clone()).await;
+        http::serve(
+            Box::new(io),
+            self.admission.enrol.clone(),
+            peer,
+            self.stop.clone(),
+        )
+        .await;
         Ok(())
     }
 }

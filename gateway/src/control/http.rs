@@ -10,7 +10,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use causeway_certs::{Fingerprint, Identity, Vouched};
-use causeway_tunnel::{listener::Bound, task::Tasks};
+use causeway_tunnel::{listener::Bound, socket::AnyIo, task::Tasks};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -18,11 +18,7 @@ use hyper_util::{
 };
 use serde_json::json;
 use std::{borrow::Cow, future::Future, net::IpAddr, pin::pin, sync::Arc, time::Duration};
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    sync::Semaphore,
-    time::timeout,
-};
+use tokio::{sync::Semaphore, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tower::Service;
 use tracing::info_span;
@@ -84,7 +80,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            serve(socket, router, peer, stop).await;
+            serve(Box::new(socket), router, peer, stop).await;
             drop(permit);
         });
     }
@@ -92,10 +88,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
 }
 
 /// Serves one connection until its peer, its time or `stop` ends it.
-pub async fn serve<S>(io: S, router: Router, peer: Peer, stop: CancellationToken)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
+pub async fn serve(io: AnyIo, router: Router, peer: Peer, stop: CancellationToken) {
     let streams = Streams(Arc::new(Tasks::default()));
     let mut builder = auto::Builder::new(streams);
     builder

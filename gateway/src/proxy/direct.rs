@@ -20,10 +20,10 @@ use crate::{
     error::{Error, Reason},
     state::{Nodes, Place},
 };
+use causeway_resolve::resolve;
 use causeway_tunnel::{
     Target,
     copy::Passed,
-    resolve,
     socket::{self, Abort},
 };
 use http::{Request, Response, StatusCode};
@@ -150,7 +150,7 @@ async fn look_up(direct: &Direct<'_>, deadline: Instant) -> Result<Vec<SocketAdd
         let addresses = addresses.into_iter();
         return Ok(addresses.map(|ip| SocketAddr::new(ip, *port)).collect());
     }
-    match timeout_at(deadline, resolve::resolve(host, *port)).await {
+    match timeout_at(deadline, resolve(host, *port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(cause)) => {
             let detail = format!("no node has the name {host}, and it leads nowhere: {cause}");

@@ -9,7 +9,8 @@ use crate::{
     state::{Nodes, nodes::Named},
 };
 use causeway_config::host_port;
-use causeway_tunnel::{resolve::resolve, socket};
+use causeway_resolve::resolve;
+use causeway_tunnel::socket;
 use std::{
     net::SocketAddr,
     sync::atomic::{AtomicUsize, Ordering::Relaxed},

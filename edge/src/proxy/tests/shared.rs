@@ -1,7 +1,7 @@
 //! Streams to apps that speak HTTP/2: they share connections, and nobody waits for anybody else's end.
 
 use super::*;
-use crate::proxy::shared::MOST;
+use causeway_tunnel::places::MOST;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tokio::sync::Semaphore;

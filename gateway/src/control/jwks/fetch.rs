@@ -6,22 +6,20 @@
 use crate::state::KeySet;
 use bytes::Bytes;
 use causeway_certs::verify::provider;
-use causeway_tunnel::{resolve::resolve, wire};
+use causeway_resolve::resolve;
+use causeway_tunnel::{socket::AnyIo, wire};
 use http::{
     Request, StatusCode, Uri,
     header::{ACCEPT, HOST, USER_AGENT},
 };
-use http_body_util::{BodyExt, Empty, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
 use std::{fmt, pin::pin, sync::Arc, time::Duration};
+use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
-};
 use tokio_rustls::TlsConnector;
 
 /// An answer at most, in bytes: a set with 256 keys and their certificates.
@@ -86,11 +84,11 @@ impl Source {
     pub(super) async fn fetch(&self) -> Result<KeySet, String> {
         let tcp = self.dial().await?;
         let text = match &self.tls {
-            None => self.get(tcp).await?,
+            None => self.get(Box::new(tcp)).await?,
             Some((connector, name)) => {
                 let tls = connector.connect(name.clone(), tcp).await;
-                self.get(tls.map_err(|error| format!("TLS: {error}"))?)
-                    .await?
+                let tls = tls.map_err(|error| format!("TLS: {error}"))?;
+                self.get(Box::new(tls)).await?
             }
         };
         KeySet::parse(&text)
@@ -116,7 +114,7 @@ impl Source {
         Err(failed)
     }
 
-    async fn get(&self, io: impl AsyncRead + AsyncWrite + Unpin) -> Result<Bytes, String> {
+    async fn get(&self, io: AnyIo) -> Result<Bytes, String> {
         let authority = self
             .url
             .authority()
@@ -126,7 +124,7 @@ impl Source {
             .header(HOST, authority)
             .header(ACCEPT, "application/json")
             .header(USER_AGENT, concat!("causeway/", env!("CARGO_PKG_VERSION")))
-            .body(Empty::<Bytes>::new())
+            .body(Full::<Bytes>::default())
             .map_err(|error| error.to_string())?;
         let (mut sender, connection) = http1::Builder::new()
             .title_case_headers(true)

@@ -6,7 +6,6 @@
 use super::{
     failure,
     line::{Asking, Life},
-    shared::Place,
 };
 use crate::{
     error::Error,
@@ -19,7 +18,7 @@ use crate::{
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{Receive, StreamError};
+use causeway_tunnel::{Receive, StreamError, places::Place};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{

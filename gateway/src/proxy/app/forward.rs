@@ -12,7 +12,7 @@ use super::{
     kept::Key,
     line::{Asking, Line},
     pin,
-    shared::{Stream, Turn},
+    shared::Stream,
     stream,
     tls::{AppTls, Offer},
 };
@@ -20,7 +20,7 @@ use crate::{
     error::Error,
     proxy::{Way, forward, outgoing::Outgoing, request, upload::Upload},
 };
-use causeway_tunnel::{headers, wire};
+use causeway_tunnel::{headers, places::Turn, wire};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRANSFER_ENCODING},
@@ -93,7 +93,8 @@ pub(super) async fn choose(way: Way<'_>, app: &Arc<AppTls>, after: u64) -> Resul
     let shared = kept.shared(&key);
     let _turn = match shared.turn(way, app, after).await? {
         Turn::Open(stream) => return Ok(Chosen::Stream(stream, true)),
-        Turn::Dial(turn) => turn,
+        Turn::Http1 => None,
+        Turn::Dial(turn) => Some(turn),
     };
     let dialled = Dialled::to(way, app, Offer::Any).await?;
     if dialled.chose_http2() {

@@ -1,9 +1,8 @@
-//! An app's HTTP/2 connections, which requests share: one as a rule, within the app's streams at once.
+//! An app's HTTP/2 connections, which requests share ([`places`](causeway_tunnel::places)): one as a rule.
 //!
 //! A connection is a tunnel within the node's tunnel: the same engine drives it, with the same budget for what is left unread,
-//! the same bounds on floods and the same resets. One more request than the app takes has a further one dialled; one
-//! request dials at a time and the others wait for it, since most find a place on what it brings. An app that chose HTTP/1.1
-//! last time makes nobody wait: each dials for itself. Whoever waits has a bound.
+//! the same bounds on floods and the same resets. An app that chose HTTP/1.1 last time makes nobody wait: each dials for
+//! itself.
 
 use super::{
     dialled::Dialled,
@@ -18,86 +17,53 @@ use causeway_certs::Fingerprint;
 use causeway_tunnel::{
     Tunnel,
     client::{self, Settings},
-    heard::{Allowed, heard},
+    heard::heard,
     load::Load,
+    places::{self, Places, Turn},
     socket::Counted,
 };
 use std::{
     pin::pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
+    sync::{Arc, Weak},
     time::Duration,
 };
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep, timeout, timeout_at},
-};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
-/// Connections to one app of one tunnel, at most. Servers allow 100 streams or more on each.
-const MOST: usize = 64;
-
 /// What is known of the HTTP/2 of an app of one tunnel.
 #[derive(Default)]
-pub(super) struct Shared {
-    known: Mutex<Known>,
-    /// Held by the request that dials.
-    dialling: tokio::sync::Mutex<()>,
-    /// A stream has ended.
-    freed: Arc<Notify>,
-}
+pub(super) struct Shared(Places<Connection>);
 
-#[derive(Default)]
-struct Known {
-    /// It chose HTTP/1.1 last.
-    http1: bool,
-    /// The first with a place gets the next stream, so the last ones come to rest.
-    lines: Vec<Line>,
-    /// The number of the last that was dialled; they count from 1.
-    newest: u64,
-}
-
-struct Line {
-    number: u64,
-    tunnel: Tunnel,
-    allowed: Allowed,
-    taken: Arc<AtomicUsize>,
+/// A connection to an app.
+#[derive(Clone, Debug)]
+pub(super) struct Connection {
+    pub(super) tunnel: Tunnel,
     /// By which the app was believed, where it is known by its key.
     key: Option<Fingerprint>,
 }
 
-/// A place for one stream on a connection, until its answer is over.
-#[derive(Debug)]
-pub(super) struct Place {
-    taken: Arc<AtomicUsize>,
-    freed: Arc<Notify>,
+impl places::Shared for Connection {
+    fn has_place(&self, taken: usize, allowed: usize) -> bool {
+        // A request's body may go on behind its answer.
+        taken.max(self.tunnel.load().streams()) < allowed
+    }
 }
 
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.taken.fetch_sub(1, Relaxed);
-        self.freed.notify_one();
+impl Connection {
+    /// Whether requests may still go there.
+    fn is_alive(&self, way: Way<'_>, app: &AppTls) -> bool {
+        let holds = pin::holds(app, way.route, self.key);
+        if !holds {
+            // Its app is to be met anew.
+            self.tunnel.close();
+        }
+        holds && !self.tunnel.leaving().is_cancelled()
     }
 }
 
 /// A stream that may be opened.
-pub(super) struct Stream {
-    pub(super) tunnel: Tunnel,
-    pub(super) place: Place,
-    /// The youngest connection that there was.
-    pub(super) newest: u64,
-}
-
-/// Whose turn it is.
-pub(super) enum Turn<'a> {
-    /// There is a place.
-    Open(Stream),
-    /// This request's, to dial. It holds the turn, unless nobody has to wait for it.
-    Dial(Option<tokio::sync::MutexGuard<'a, ()>>),
-}
+pub(super) type Stream = places::Stream<Connection>;
 
 impl Shared {
     /// A place on a connection with a number above `after`, or the turn to dial one.
@@ -109,62 +75,23 @@ impl Shared {
         way: Way<'_>,
         app: &AppTls,
         after: u64,
-    ) -> Result<Turn<'_>, Error> {
+    ) -> Result<Turn<'_, Connection>, Error> {
         let bound = way.proxy.shared.timeouts.open;
-        let waiting = async {
-            loop {
-                let mut freed = pin!(self.freed.notified());
-                if let Some(turn) = self.at_once(way, app, after) {
-                    return turn;
-                }
-                tokio::select! {
-                    biased;
-                    () = &mut freed => continue,
-                    turn = self.dialling.lock() => {
-                        // What the last one dialled may have a place.
-                        if let Some(found) = self.at_once(way, app, after) {
-                            return found;
-                        }
-                        if self.known().lines.len() < MOST {
-                            return Turn::Dial(Some(turn));
-                        }
-                    }
-                }
-                freed.await;
-            }
-        };
-        let turn = timeout(bound, waiting).await;
+        let alive = |connection: &Connection| connection.is_alive(way, app);
+        let turn = timeout(bound, self.0.turn(after, alive)).await;
         turn.map_err(|_| {
-            let what = if self.known().lines.len() < MOST {
-                "did not take a connection in time"
-            } else {
+            let what = if self.0.is_full() {
                 "has as many streams as it allows, and none ended in time"
+            } else {
+                "did not take a connection in time"
             };
             failure::slow(way.route, what)
         })
     }
 
-    fn at_once(&self, way: Way<'_>, app: &AppTls, after: u64) -> Option<Turn<'static>> {
-        let mut known = self.known();
-        known.lines.retain(|line| {
-            let holds = pin::holds(app, way.route, line.key);
-            if !holds {
-                // Its app is to be met anew.
-                line.tunnel.close();
-            }
-            holds && !line.tunnel.leaving().is_cancelled()
-        });
-        let newest = known.newest;
-        let mut younger = known.lines.iter().filter(|line| line.number > after);
-        if let Some(line) = younger.find(|line| line.has_place()) {
-            return Some(Turn::Open(line.open(newest, &self.freed)));
-        }
-        known.http1.then_some(Turn::Dial(None))
-    }
-
     /// The app has chosen HTTP/1.1.
     pub(super) fn chose_http1(&self) {
-        self.known().http1 = true;
+        self.0.chose_http1();
     }
 
     /// Begins HTTP/2 on a connection, and gives a place on it.
@@ -191,7 +118,7 @@ impl Shared {
         let (tunnel, driver) =
             connected.map_err(|ended| failure::broken(way.route, &format!("failed: {ended}")))?;
         let kept = shared.apps.kept();
-        let number = self.next();
+        let number = self.0.next();
         let watched = Watched {
             number,
             load: tunnel.load().clone(),
@@ -213,63 +140,18 @@ impl Shared {
             return Err(failure::broken(way.route, what));
         }
         drop(settled);
-        let line = Line {
-            number,
-            tunnel,
-            allowed,
-            taken: Arc::default(),
-            key: life.key,
-        };
-        let mut known = self.known();
-        known.http1 = false;
-        let stream = line.open(number, &self.freed);
-        known.lines.push(line);
-        drop(known);
-        self.freed.notify_waiters();
-        Ok(stream)
-    }
-
-    /// The number of a new connection.
-    fn next(&self) -> u64 {
-        let mut known = self.known();
-        known.newest += 1;
-        known.newest
+        let key = life.key;
+        Ok(self.0.add(number, Connection { tunnel, key }, allowed))
     }
 
     /// Lets no further stream onto this connection.
     pub(super) fn forget(&self, number: u64) {
-        self.known().lines.retain(|line| line.number != number);
+        self.0.forget(number);
     }
 
     /// Whether there is nothing to be known here.
     pub(super) fn is_empty(&self) -> bool {
-        self.known().lines.is_empty()
-    }
-
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Line {
-    fn has_place(&self) -> bool {
-        let allowed = self.allowed.borrow().unwrap_or_default();
-        let allowed = usize::try_from(allowed).unwrap_or(usize::MAX);
-        // A request's body may go on behind its answer.
-        let open = self.tunnel.load().streams();
-        self.taken.load(Relaxed).max(open) < allowed
-    }
-
-    fn open(&self, newest: u64, freed: &Arc<Notify>) -> Stream {
-        self.taken.fetch_add(1, Relaxed);
-        Stream {
-            tunnel: self.tunnel.clone(),
-            place: Place {
-                taken: self.taken.clone(),
-                freed: freed.clone(),
-            },
-            newest,
-        }
+        self.0.is_empty()
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
     error::Error,
     proxy::{Way, forward, outgoing::Outgoing, upload},
 };
-use causeway_tunnel::{Receive, StreamError, headers};
+use causeway_tunnel::{Receive, StreamError, headers, places::Place};
 use http::{Request, Response, Uri, Version, uri::PathAndQuery};
 use http_body::Body;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ async fn ask(
     content: &mut Option<Content>,
     stream: Stream,
 ) -> Result<Result<Response<Outgoing>, Error>, Broke> {
-    let Stream { tunnel, place, .. } = stream;
+    let (tunnel, place) = (stream.connection.tunnel, stream.place);
     let has_body = |content: &mut Content| !content.body.is_end_stream();
     let end = !content.as_mut().is_some_and(has_body);
     let opened = tunnel.ask(to_http2(way, head), end).await;
@@ -106,7 +106,7 @@ async fn ask(
 fn answered(
     way: Way<'_>,
     answer: Response<Receive>,
-    (place, upload): (super::shared::Place, Option<DropGuard>),
+    (place, upload): (Place, Option<DropGuard>),
 ) -> Result<Response<Outgoing>, Error> {
     check(way, answer.headers())?;
     let (parts, receive) = answer.into_parts();
