@@ -88,6 +88,11 @@ pub struct Listed {
     pub tcp: Vec<u16>,
 }
 
+impl Listed {
+    /// As many as there may be: in a line of either end they leave room for more than half of what else it says.
+    pub const MOST: usize = 4096;
+}
+
 /// Why a gateway sends a tunnel away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -132,7 +137,8 @@ pub enum ToEdge {
         /// To this many bytes at most.
         bytes: u32,
     },
-    /// The node ports that the gateway's cluster lists, all of them: an edge serves those that its owner lets be listed.
+    /// The node ports that the gateway's cluster lists, all of them and [`Listed::MOST`] at most: an edge serves those that its
+    /// owner lets be listed.
     Ports(Listed),
     /// Believe these roots from now on, and no others. The edge answers with [`ToGateway::Roots`].
     Roots {

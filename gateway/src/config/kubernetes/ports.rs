@@ -143,16 +143,15 @@ impl Config {
                 ),
             }
         }
-        let http = listed.http.union(&listed.loopback).copied();
-        self.listed = Some(Listed {
-            http: http.collect(),
-            tcp: listed
-                .https
-                .iter()
-                .chain(self.apps.keys())
-                .copied()
-                .collect(),
-        });
+        let told = self.told(listed);
+        let count = told.http.len() + told.tcp.len();
+        if count > Listed::MOST {
+            let most = Listed::MOST;
+            let message =
+                format!("with all others {count} ports are listed, and edges take {most}");
+            faults.add("localhost-proxy-ports", message);
+        }
+        self.listed = Some(told);
         let mut faults = faults.into_vec();
         if faults.is_empty() {
             faults = self.validate();
@@ -161,6 +160,16 @@ impl Config {
             Ok(self)
         } else {
             Err(faults)
+        }
+    }
+
+    /// What edges are told of these.
+    fn told(&self, listed: &NodePorts) -> Listed {
+        let http = listed.http.union(&listed.loopback);
+        let tcp = listed.https.iter().chain(self.apps.keys());
+        Listed {
+            http: http.copied().collect(),
+            tcp: tcp.copied().collect(),
         }
     }
 
@@ -323,6 +332,12 @@ mod tests {
         let alone = json!({ "kubernetes": { "ports": { "https": "kubelets" } } });
         let alone = config(&alone).listing(&listed(&[9051], &[]));
         assert!(said(&alone.unwrap_err()).contains("kubernetes.ports.http"));
+        let crowd = NodePorts {
+            loopback: (1..=u16::MAX).collect(),
+            ..NodePorts::default()
+        };
+        let crowd = config(&json!({})).listing(&crowd);
+        assert!(said(&crowd.unwrap_err()).contains("65536 ports are listed, and edges take 4096"));
         let bare = config(&json!({ "apps": {} })).listing(&listed(&[], &[9443]));
         assert!(said(&bare.unwrap_err()).contains("apps does not say"));
         for (ports, says) in [
