@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use allow::{Allow, AllowedHost, Port, Scheme};
 pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
+pub(crate) use ranges::Listable;
 pub use ranges::PortRange;
 
 /// The configuration of `causeway edge`.
@@ -48,13 +49,14 @@ pub struct Config {
     pub admin: Admin,
     /// What the gateway may reach through this node.
     pub allow: Allow,
-    /// The node's ports that are served, and where each leads. No other port is.
+    /// The node's ports that are served, and where each leads. No other port is, but for those of `listed_ports`.
     pub ports: BTreeMap<u16, Port>,
-    /// Node ports (`9100`, `9000-9999`) that are served as well, over loopback or else by those `addresses` that `allow.hosts` permits, as soon as the gateway's cluster lists them; `ports` wins. Empty is none.
-    pub listed_ports: Vec<PortRange>,
+    /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port is one of them only if it is named alone, in no range.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listed_ports: Option<Vec<PortRange>>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,
-    /// The node's addresses told to the gateway, which confirms them before it routes by them.
+    /// The node's addresses told to the gateway, which confirms them before it routes by them. Where ports are listed their apps are looked for there, too.
     pub addresses: Vec<IpAddr>,
     /// The group of nodes on one site network, told to the gateway, which confirms it.
     pub pool: Option<String>,
@@ -83,7 +85,7 @@ impl Default for Config {
             admin: Admin::default(),
             allow: Allow::default(),
             ports: BTreeMap::new(),
-            listed_ports: Vec::new(),
+            listed_ports: None,
             labels: BTreeMap::new(),
             addresses: Vec::new(),
             pool: None,

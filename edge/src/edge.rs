@@ -12,7 +12,7 @@ pub use error::Error;
 pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
-    config::{Config, Reloads},
+    config::{Config, Listable, Reloads},
     control::{
         admin,
         changes::Changes,
@@ -176,6 +176,7 @@ impl Edge {
                 now: Arc::new(ArcSwap::from_pointee(way)),
                 ports: Arc::new(ArcSwap::from_pointee(ports)),
                 allowed: Allowed::begin(policy),
+                admin: address.port(),
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
@@ -303,7 +304,7 @@ impl Bound {
 
 fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {
     info!(node, %admin, ?ports, "edge runs");
-    if ports.is_empty() && config.listed_ports.is_empty() {
+    if ports.is_empty() && Listable::of(config).is_empty() {
         warn!(
             "this edge serves no port: name some in its configuration, for example --ports '{{9100: {{}}}}'"
         );

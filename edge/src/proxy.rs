@@ -26,7 +26,7 @@ mod upgrade;
 
 mod relay;
 
-pub(crate) use policy::Policy;
+pub(crate) use policy::{Own, Policy};
 pub use tls::TlsError;
 
 use crate::{

@@ -57,7 +57,7 @@ const CLIENTS: &str = "kubernetes.io/kube-apiserver-client";
 const KUBELETS: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 
 /// Nothing is left of a test before.
-fn clean(world: &World) {
+pub(crate) fn clean(world: &World) {
     let deletes = [
         "csr --field-selector=spec.signerName=example.com/gateways",
         "csr --field-selector=spec.signerName=causeway.io/edge",
@@ -179,7 +179,7 @@ impl Wanted {
 }
 
 /// The kubeconfig of a node, as its kubelet has one.
-fn kubelet(world: &World, name: &str) -> String {
+pub(crate) fn kubelet(world: &World, name: &str) -> String {
     let user = format!("system:node:{name}");
     world.cluster.pki.client(name, &user, Some("system:nodes"));
     world.cluster.kubeconfig(name)

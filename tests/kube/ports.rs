@@ -14,13 +14,15 @@ use libtest_mimic::Trial;
 use serde_json::json;
 
 use crate::{
-    nodes::{number, started},
+    certificates::{clean, kubelet},
+    nodes::{Passing, node, number, started},
     steps::by,
     trial,
     world::{
         Way, World,
         causeway::{BINARY, REFUSING, edge_anew},
         image::BUSYBOX,
+        net::CLOUD,
         process::{Process, Program, until, within},
         world,
     },
@@ -31,6 +33,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "ports::a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it",
             a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it,
+        ),
+        trial(
+            "ports::a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge",
+            a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge,
         ),
         trial(
             "ports::what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list",
@@ -54,8 +60,21 @@ pub(crate) fn proxied(name: &str, way: Way) -> Trial {
 
 const TUNNEL: u16 = 11_362;
 const ADMIN: u16 = 11_365;
+const EDGES_ADMIN: u16 = 11_366;
 /// Where callers come to.
 const CALLED: &str = "127.0.0.2";
+
+/// Who says what may be listed at the edge.
+#[derive(Clone, Copy)]
+enum Whose {
+    /// Its owner, as the example has it.
+    Owners,
+    /// Nobody: its node is of the cluster.
+    Clusters,
+}
+
+/// That node.
+const NODE: &str = "ports-1";
 
 /// What the example has, gone with the test.
 struct Site<'a> {
@@ -82,6 +101,10 @@ fn text(name: &str, places: &[(&str, &str)]) -> String {
 
 impl<'a> Site<'a> {
     fn new(world: &'a World, name: &str) -> Self {
+        Self::start(world, name, Whose::Owners)
+    }
+
+    fn start(world: &'a World, name: &str, whose: Whose) -> Self {
         for file in ["rbac.yaml", "ports.yaml"] {
             let apply = world.cluster.kubectl("apply -f").args([example(file)]);
             apply.run().ok();
@@ -91,42 +114,52 @@ impl<'a> Site<'a> {
         fs::create_dir_all(&folder).unwrap();
         let kubeconfig = world.cluster.account("egress");
         let own = format!("kubernetes:\n  kubeconfig: {kubeconfig}\n");
+        // An edge that is not on the gateway's own loopback has dialled from an address of its node.
+        let (tunnel, rules) = match whose {
+            Whose::Owners => (format!("127.0.0.1:{TUNNEL}"), ""),
+            Whose::Clusters => (format!("{CLOUD}:{TUNNEL}"), "  certificates: {}\n"),
+        };
+        let own = own + rules;
         let places = [
             ("kubernetes:\n", own.as_str()),
             ("10.0.0.20:", &format!("{CALLED}:")),
             ("10.0.0.0/24", "127.0.0.0/8"),
         ];
-        let tunnel = format!("127.0.0.1:{TUNNEL}");
         let gateway = text("gateway.yaml", &places)
             + &format!(
                 "data_dir: {}\ntunnel: {{ listen: {tunnel}, advertise: ['{tunnel}'] }}\nadmin: {{ listen: 127.0.0.1:{ADMIN} }}\n",
                 folder.join("data").display(),
             );
         let gateway = started(&folder, &gateway);
-        let token = Program::new(BINARY)
-            .words("token create --node edge-p --data-dir")
-            .args([folder.join("data")]);
-        let edge = text("edge.yaml", &[])
+        let edge = match whose {
+            Whose::Owners => {
+                let token = Program::new(BINARY)
+                    .words("token create --node edge-p --data-dir")
+                    .args([folder.join("data")]);
+                let token = token.run().ok().text();
+                format!("{}join: {}\n", text("edge.yaml", &[]), token.trim())
+            }
+            // Nothing is said of ports.
+            Whose::Clusters => {
+                let own = kubelet(world, NODE);
+                format!("kubernetes: {{ kubeconfig: {own} }}\n")
+            }
+        };
+        let edge = edge
             + &format!(
-                "data_dir: {}\ngateways: ['{tunnel}']\njoin: {}\nadmin: {{ listen: 127.0.0.1:0 }}\n",
+                "data_dir: {}\ngateways: ['{tunnel}']\nadmin: {{ listen: 127.0.0.1:{EDGES_ADMIN} }}\n",
                 folder.join("edge").display(),
-                token.run().ok().text().trim(),
             );
         let file = folder.join("edge.yaml");
         fs::write(&file, edge).unwrap();
         let edge = Program::new(BINARY).words("edge --config").args([&file]);
         let mut edge = edge.start(&folder.join("edge.log"));
         edge.says("tunnel registered");
-        let app = Program::new("python3")
-            .words("-u -m http.server --bind 127.0.0.1 9051 --directory")
-            .args([&folder]);
-        let mut app = app.start(&folder.join("app.log"));
-        app.says("Serving HTTP");
         Self {
             world,
             _gateway: gateway,
             _edge: edge,
-            _app: app,
+            _app: served("127.0.0.1", 9051, &folder),
         }
     }
 
@@ -169,12 +202,27 @@ fn list(world: &World, ports: &str) {
 
 /// What a caller of this node port gets: the status, or 0 if nobody listens.
 fn status(port: u16) -> String {
+    status_of("edge-p", port)
+}
+
+fn status_of(node: &str, port: u16) -> String {
     let url = format!("http://{CALLED}:{port}/log");
     Program::new("curl")
         .words("-s -o /dev/null -w %{http_code} -H")
-        .args([format!("Host: edge-p:{port}"), url])
+        .args([format!("Host: {node}:{port}"), url])
         .run()
         .text()
+}
+
+/// An app at this address alone.
+fn served(address: &str, port: u16, folder: &Path) -> Process {
+    let app = Program::new("python3")
+        .words("-u -m http.server --bind")
+        .args([address, &port.to_string(), "--directory"])
+        .args([folder]);
+    let mut app = app.start(&folder.join(format!("app-{port}.log")));
+    app.says("Serving HTTP");
+    app
 }
 
 fn metric(name: &str) -> u64 {
@@ -213,6 +261,37 @@ fn a_port_that_is_listed_is_reached_with_no_edge_touched_and_the_service_has_it(
         site.service() == ["kubelets=10250"]
     });
     assert_eq!(metric("ports_refused"), 0);
+}
+
+fn a_node_of_the_cluster_serves_what_is_listed_with_nothing_said_at_its_edge() {
+    let world = world();
+    clean(&world);
+    world.cluster.apply_example("certificates/rbac.yaml");
+    let _node = Passing(&world, NODE);
+    node(&world, NODE, true, &[]);
+    let _site = Site::start(&world, "ports-default", Whose::Clusters);
+    let folder = world.path("ports-default");
+    let _own = served(&CLOUD.to_string(), 9061, &folder);
+    let status = |port| status_of(NODE, port);
+    let is = |what: &str, codes: [&str; 3]| {
+        until(what, || [9051, 9061, EDGES_ADMIN].map(status) == codes);
+    };
+
+    list(&world, &format!("9051, 9061, {EDGES_ADMIN}"));
+    is(
+        "the node's apps are served, and not its edge",
+        ["200", "200", "403"],
+    );
+    let file = folder.join("edge.yaml");
+    let edge = fs::read_to_string(&file).unwrap();
+    let owner = |says: &str| fs::write(&file, format!("{edge}listed_ports: {says}\n")).unwrap();
+    owner("[\"9000-9059\", \"11300-11399\"]");
+    is("its owner has narrowed it", ["200", "403", "403"]);
+    owner(&format!("[\"9061\", \"{EDGES_ADMIN}\"]"));
+    is("its owner has said it of each", ["403", "200", "404"]);
+    owner("[]");
+    is("its owner lets nothing be listed", ["403"; 3]);
+    clean(&world);
 }
 
 fn what_cannot_be_served_leaves_the_old_ports_and_is_told_on_the_list() {

@@ -1,9 +1,14 @@
 //! Ports that a gateway may open by its list, as single ones and ranges.
+//!
+//! A node of a cluster takes what its cluster lists, unless its owner says which; any other edge takes nothing unless he
+//! does. The edge's own admin listener, which authenticates nobody, is opened by no default and by no range.
 
 use std::{fmt, ops::RangeInclusive, str::FromStr};
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use super::Config;
 
 /// Some ports in a row, `FIRST-LAST`, or one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,6 +18,41 @@ impl PortRange {
     /// Whether this port is one of them.
     pub fn contains(&self, port: u16) -> bool {
         self.0.contains(&port)
+    }
+}
+
+/// What a gateway may list at an edge.
+#[derive(Clone, Debug)]
+pub(crate) struct Listable {
+    ranges: Vec<PortRange>,
+    /// This edge is of a cluster's node, whose own addresses are it as loopback is.
+    pub(crate) of_cluster: bool,
+}
+
+impl Listable {
+    /// What this configuration lets be listed.
+    pub(crate) fn of(config: &Config) -> Self {
+        let of_cluster = config.kubernetes.is_some();
+        let all = || of_cluster.then_some(PortRange(1..=u16::MAX));
+        let ranges = match &config.listed_ports {
+            Some(said) => said.clone(),
+            None => all().into_iter().collect(),
+        };
+        Self { ranges, of_cluster }
+    }
+
+    /// Whether nothing may be listed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Whether this port may be, at an edge whose admin listener has the port `admin`.
+    pub(crate) fn permits(&self, port: u16, admin: u16) -> bool {
+        let says = |range: &PortRange| {
+            let alone = range.0 == (port..=port);
+            alone || (port != admin && range.contains(port))
+        };
+        self.ranges.iter().any(says)
     }
 }
 
@@ -68,6 +108,7 @@ impl JsonSchema for PortRange {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn a_port_or_a_range_reads_as_it_was_written() {
@@ -82,6 +123,35 @@ mod tests {
         }
         for text in ["", "0", "0-5", "9-1", "65536", "a", "1-2-3", "-"] {
             assert!(text.parse::<PortRange>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_node_of_a_cluster_takes_what_is_listed_unless_its_owner_says_which() {
+        let of = |config| Listable::of(&serde_json::from_value(config).unwrap());
+        for (config, takes) in [
+            (json!({}), [false; 3]),
+            (json!({ "kubernetes": {} }), [true, true, false]),
+            (
+                json!({ "kubernetes": {}, "listed_ports": null }),
+                [true, true, false],
+            ),
+            (json!({ "kubernetes": {}, "listed_ports": [] }), [false; 3]),
+            (
+                json!({ "kubernetes": {}, "listed_ports": ["9000-9999"] }),
+                [true, false, false],
+            ),
+            (json!({ "listed_ports": ["1-65535"] }), [true, true, false]),
+            (
+                json!({ "listed_ports": ["9051", "10266"] }),
+                [true, false, true],
+            ),
+        ] {
+            let listable = of(config.clone());
+            let takes_now = [9051, 22, 10266].map(|port| listable.permits(port, 10266));
+            assert_eq!(takes_now, takes, "{config}");
+            assert_eq!(listable.is_empty(), takes == [false; 3], "{config}");
+            assert!(!listable.permits(0, 10266), "{config}");
         }
     }
 }

@@ -26,7 +26,7 @@ use causeway_tunnel::{hello::Listed, server::Asked};
 use futures_util::future::BoxFuture;
 pub(crate) use reached::Reached;
 use slots::Slots;
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -36,8 +36,8 @@ const LEAVING: Duration = Duration::from_secs(2);
 /// What a stream is handed to: the way, of which nothing is known here.
 pub(crate) type Serve = Arc<dyn Fn(Asked) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// Takes up which node ports a gateway lists.
-pub(crate) type List = Arc<dyn Fn(Listed) + Send + Sync>;
+/// Takes up which node ports a gateway lists, which was dialled from this address of the node.
+pub(crate) type List = Arc<dyn Fn(Listed, Option<IpAddr>) + Send + Sync>;
 
 /// What all tunnels of an edge share.
 pub(crate) struct Links {

@@ -8,13 +8,14 @@ use crate::{
     config::Config,
     control::link::{List, Serve},
     metrics::Metrics,
-    proxy::{Policy, Way},
+    proxy::{Own, Policy, Way},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{EdgeIdentity, TrustDomain};
 use causeway_tunnel::{hello::Listed, task::Tasks};
 use std::{
     fmt,
+    net::IpAddr,
     sync::{Arc, Mutex, PoisonError, Weak},
     time::Duration,
 };
@@ -22,7 +23,7 @@ use tokio::{
     sync::watch,
     time::{MissedTickBehavior, interval},
 };
-use tracing::info;
+use tracing::{info, warn};
 
 /// How often kept connections to apps are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -42,7 +43,7 @@ pub(super) fn serving(now: &Now) -> Serve {
 /// The list of ports as a session of a tunnel knows it.
 pub(super) fn listing(reloader: &Reloader) -> List {
     let reloader = reloader.clone();
-    Arc::new(move |listed| reloader.parts().list(listed))
+    Arc::new(move |listed, from| reloader.parts().list(listed, from))
 }
 
 /// Closes what apps keep idle for too long.
@@ -74,6 +75,8 @@ pub(super) struct Parts {
     pub(super) now: Now,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(super) allowed: Mutex<Allowed>,
+    /// The port of the admin listener.
+    pub(super) admin: u16,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
@@ -84,8 +87,10 @@ pub(super) struct Parts {
 pub(super) struct Allowed {
     /// As the owner configured it.
     policy: Policy,
-    /// What the gateway lists.
+    /// What the gateway lists, whichever said so last.
     listed: Listed,
+    /// From where it was dialled.
+    from: Option<IpAddr>,
 }
 
 impl Allowed {
@@ -94,6 +99,7 @@ impl Allowed {
         Mutex::new(Self {
             policy,
             listed: Listed::default(),
+            from: None,
         })
     }
 }
@@ -104,7 +110,11 @@ impl Parts {
         // Whoever changes something else meanwhile must find what this has changed.
         let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut allowed);
-        let policy = allowed.policy.clone().listing(&allowed.listed);
+        let own = Own {
+            admin: self.admin,
+            address: allowed.from,
+        };
+        let policy = allowed.policy.clone().listing(&allowed.listed, own);
         let ports = policy.ports();
         let way = Way::new(
             policy,
@@ -117,13 +127,22 @@ impl Parts {
         ports
     }
 
-    /// A gateway has told which node ports its cluster lists.
-    pub(super) fn list(&self, listed: Listed) {
+    /// A gateway that was dialled from this address has told which node ports its cluster lists.
+    pub(super) fn list(&self, listed: Listed, from: Option<IpAddr>) {
+        let count = listed.http.len() + listed.tcp.len();
+        if count > Listed::MOST {
+            let most = Listed::MOST;
+            warn!(
+                count,
+                most, "a gateway listed more ports than it may; those before stay"
+            );
+            return;
+        }
         let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = allowed.listed == listed;
+        let same = allowed.listed == listed && allowed.from == from;
         drop(allowed);
         if !same {
-            let ports = self.allow(|allowed| allowed.listed = listed);
+            let ports = self.allow(|allowed| (allowed.listed, allowed.from) = (listed, from));
             info!(?ports, "the gateway listed ports");
         }
     }
@@ -161,8 +180,14 @@ impl Reloader {
     /// # Errors
     /// Whatever is missing or malformed; everything is as it was then.
     pub fn prepare(&self, config: &Config) -> Result<Prepared<'_>, Error> {
+        // Whether this is a cluster's node waits for the next start, and so does what follows from it.
+        let began = self.0.began.kubernetes.clone();
+        let as_began = Config {
+            kubernetes: began,
+            ..config.clone()
+        };
         Ok(Prepared {
-            policy: Policy::new(&self.0.node, config)?,
+            policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,

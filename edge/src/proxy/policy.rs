@@ -4,19 +4,29 @@
 //! be dialled. The second is asked once more with the very address that is about to be dialled, after
 //! the name was resolved, so no name leads where its address may not.
 //! A target that is not this node needs its host in `allow.hosts`; one that turns out to be this machine
-//! (loopback) is served only as one of the node's ports, or every local port would be open.
+//! (loopback) is served only as one of the node's ports, or every local port would be open. Of a cluster's node its own
+//! addresses are this machine as well, for ports that the cluster lists.
 
 use super::{
     app::{App, AppId},
     tls::{self, TlsError},
 };
-use crate::config::{Allow, Config, PortRange, Scheme};
+use crate::config::{Allow, Config, Listable, Scheme};
 use causeway_tunnel::{Refusal, Target, error::Refused, hello::Listed, server::Kind};
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::Arc,
 };
+
+/// What an edge that runs knows of its own place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Own {
+    /// The port of its admin listener.
+    pub(crate) admin: u16,
+    /// From where it has dialled the gateway: an address of this node, whatever else it has.
+    pub(crate) address: Option<IpAddr>,
+}
 
 /// The compiled allow-list.
 #[derive(Clone)]
@@ -26,7 +36,7 @@ pub(crate) struct Policy {
     allow: Allow,
     ports: BTreeMap<u16, Arc<App>>,
     /// Which ports a gateway may list, and those of them that it lists.
-    listable: Vec<PortRange>,
+    listable: Listable,
     listed: BTreeMap<u16, Arc<App>>,
 }
 
@@ -55,24 +65,27 @@ impl Policy {
             addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
             allow: config.allow.clone(),
             ports,
-            listable: config.listed_ports.clone(),
+            listable: Listable::of(config),
             listed: BTreeMap::new(),
         })
     }
 
-    /// The same, with these ports listed. What the configuration says of a port wins.
-    pub(crate) fn listing(self, listed: &Listed) -> Self {
+    /// The same, with these ports listed. What the configuration says of a port wins, and bytes where a port is listed twice.
+    pub(crate) fn listing(self, listed: &Listed, own: Own) -> Self {
         let with = |scheme| move |port: &u16| (*port, scheme);
         let all = listed.http.iter().map(with(Scheme::Http));
         let all = all.chain(listed.tcp.iter().map(with(Scheme::Tcp)));
-        let may = |port: u16| self.listable.iter().any(|range| range.contains(port));
+        let may = |port: u16| self.listable.permits(port, own.admin);
         let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
+        let mut also = self.addresses.clone();
+        let dialled_from = own.address.map(|ip| ip.to_canonical());
+        also.extend(dialled_from.filter(|ip| !ip.is_loopback() && !also.contains(ip)));
         let app = |port: u16, scheme| App {
             id: AppId::Port(port),
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
             // Whoever lists it does not know where this node's apps listen.
-            also: self.addresses.clone(),
+            also: also.clone(),
             scheme,
             tls: None,
         };
@@ -115,9 +128,21 @@ impl Policy {
             // A name that leads back to this machine is no way around the list of ports: whoever answers for the
             // name would open all of them. `localhost` is said on purpose.
             AppId::Other(_) if local => named && app.target.host.eq_ignore_ascii_case("localhost"),
-            _ => named || self.allow.permits(ip),
+            _ => named || self.allow.permits(ip) || self.is_here(app, ip),
         };
         permitted.then(|| SocketAddr::new(ip, address.port()))
+    }
+
+    /// Whether this is an address of the node itself, for a port that its cluster lists: who may dial loopback may dial it.
+    fn is_here(&self, app: &App, ip: IpAddr) -> bool {
+        let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        self.listable.of_cluster && app.also.contains(&ip) && self.allow.permits(loopback)
+    }
+
+    /// Whether an address that may be dialled may be because it is the node's own.
+    pub(crate) fn only_here(&self, app: &App, ip: IpAddr) -> bool {
+        let named = self.allow.permits_name(&app.target.host);
+        !named && !self.allow.permits(ip)
     }
 
     /// The node ports that are served.
@@ -232,7 +257,7 @@ mod tests {
             http: vec![9051, 9100, 22],
             tcp: vec![10250, 10255],
         };
-        let with = policy.clone().listing(&listed);
+        let with = policy.clone().listing(&listed, Own::default());
         assert_eq!(with.ports(), [9051, 9100, 10250]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9100").unwrap(), "127.0.0.1:45123");
@@ -241,8 +266,22 @@ mod tests {
         for target in ["edge-1:22", "edge-1:10255", "edge-1:10250", "127.0.0.1:22"] {
             assert_eq!(decide(&with, target), Err(Refusal::Policy), "{target}");
         }
-        let without = with.listing(&Listed::default());
+        let without = with.listing(&Listed::default(), Own::default());
         assert_eq!(without.ports(), [9100]);
+    }
+
+    fn listed(ports: &[u16]) -> Listed {
+        Listed {
+            http: ports.to_vec(),
+            tcp: Vec::new(),
+        }
+    }
+
+    fn at(address: &str) -> Own {
+        Own {
+            admin: 10266,
+            address: Some(address.parse().unwrap()),
+        }
     }
 
     #[test]
@@ -251,10 +290,7 @@ mod tests {
             let policy = policy(json!({
                 "listed_ports": ["9100"], "addresses": ["10.0.0.5"], "allow": { "hosts": hosts },
             }));
-            policy.listing(&Listed {
-                http: vec![9100],
-                tcp: Vec::new(),
-            })
+            policy.listing(&listed(&[9100]), at("10.0.0.5"))
         };
         let own: SocketAddr = "10.0.0.5:9100".parse().unwrap();
         for (hosts, may) in [
@@ -267,6 +303,92 @@ mod tests {
             assert_eq!(app.also, [own.ip()]);
             assert_eq!(policy.check(&app, own), may);
         }
+    }
+
+    #[test]
+    fn a_node_of_a_cluster_serves_what_is_listed_on_loopback_and_its_own_addresses_by_default() {
+        let listing = |more: serde_json::Value, ports: &[u16], own| {
+            let mut config = json!({ "kubernetes": {}, "addresses": ["10.0.0.5"] });
+            let all = config.as_object_mut().unwrap();
+            all.extend(more.as_object().unwrap().clone());
+            policy(config).listing(&listed(ports), own)
+        };
+        let nothing = json!({});
+        let with = listing(nothing.clone(), &[9051, 22], at("::ffff:192.168.1.7"));
+        let app = with
+            .decide(&"edge-1:9051".parse().unwrap(), &Kind::Request)
+            .unwrap();
+        for (address, may) in [
+            ("127.0.0.1:9051", true),
+            ("10.0.0.5:9051", true),
+            ("192.168.1.7:9051", true),
+            ("192.168.1.8:9051", false),
+            ("10.0.0.6:9051", false),
+        ] {
+            let address = address.parse().unwrap();
+            assert_eq!(with.check(&app, address), may.then_some(address));
+        }
+        // Nobody gets to the same addresses but by what is listed.
+        let other = with.decide(&"192.168.1.7:22".parse().unwrap(), &Kind::Tcp);
+        assert_eq!(other.unwrap_err().refusal, Refusal::Policy);
+        for (more, serves) in [
+            (json!({ "listed_ports": [] }), vec![]),
+            (json!({ "listed_ports": ["9000-9999"] }), vec![9051]),
+            (nothing.clone(), vec![22, 9051]),
+        ] {
+            let with = listing(more, &[9051, 22], at("192.168.1.7"));
+            assert_eq!(with.ports(), serves);
+        }
+        // Whoever may not dial loopback may not dial the node.
+        let hosts = json!({ "allow": { "hosts": ["192.168.9.0/24"] } });
+        let with = listing(hosts, &[9051], at("192.168.1.7"));
+        let own = "192.168.1.7:9051".parse().unwrap();
+        assert_eq!(with.check(&app, own), None);
+        // What dials from loopback has a gateway beside it, and no further address by that.
+        let with = listing(nothing, &[9051], at("127.0.0.1"));
+        let app = with
+            .decide(&"edge-1:9051".parse().unwrap(), &Kind::Request)
+            .unwrap();
+        assert_eq!(app.also, ["10.0.0.5".parse::<IpAddr>().unwrap()]);
+    }
+
+    #[test]
+    fn the_edges_own_admin_listener_is_opened_by_no_default_and_no_range() {
+        let serves = |config: serde_json::Value| {
+            let with = policy(config).listing(&listed(&[10265, 10266]), at("10.0.0.5"));
+            with.ports()
+        };
+        for (config, ports) in [
+            (json!({ "kubernetes": {} }), vec![10265]),
+            (json!({ "listed_ports": ["10000-10999"] }), vec![10265]),
+            (json!({ "listed_ports": ["10266"] }), vec![10266]),
+            (
+                json!({ "kubernetes": {}, "ports": { "10266": {} } }),
+                vec![10265, 10266],
+            ),
+        ] {
+            assert_eq!(serves(config.clone()), ports, "{config}");
+        }
+    }
+
+    #[test]
+    fn whatever_a_gateway_lists_is_a_port_of_this_node_and_bytes_where_it_is_listed_twice() {
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        let twice = Listed {
+            http: all,
+            tcp: vec![9443],
+        };
+        let with = policy(json!({ "kubernetes": {} })).listing(&twice, at("10.0.0.5"));
+        assert_eq!(with.ports().len(), 65_534, "neither 0 nor its own");
+        assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
+        assert_eq!(decide(&with, "edge-1:9443"), Err(Refusal::Policy));
+        assert!(decide_as(&with, "edge-1:9443", &Kind::Tcp).is_ok());
+        let elsewhere = serde_json::from_value::<Listed>(json!({
+            "http": [9051], "tcp": [], "host": "10.9.9.9", "https": [9443],
+        }));
+        let with = with.listing(&elsewhere.unwrap(), Own::default());
+        assert_eq!(with.ports(), [9051]);
+        assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
     }
 
     #[test]

@@ -1,14 +1,19 @@
 //! From an app to a TCP connection: resolve, check, dial.
 //!
 //! The policy is asked with each resolved address, and exactly the address that it passed is dialled: what a
-//! name leads to a moment later makes no difference. Everything together has one bound
+//! name leads to a moment later makes no difference. What may be dialled as an address of this node is dialled from
+//! itself, so that nobody else is reached who has that address by now. Everything together has one bound
 //! (`timeouts.dial`), shared out among the addresses that are left to try.
 
 use super::{Policy, app::App};
 use causeway_tunnel::{Refusal, error::Refused, socket};
-use std::{io, net::SocketAddr, time::Duration};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 use tokio::{
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::{Instant, timeout_at},
 };
 
@@ -27,7 +32,7 @@ pub(super) async fn dial(
     for (tried, address) in allowed.iter().enumerate() {
         let left = deadline.saturating_duration_since(Instant::now());
         let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
-        match timeout_at(Instant::now() + share, TcpStream::connect(*address)).await {
+        match timeout_at(Instant::now() + share, connect(policy, app, *address)).await {
             Ok(Ok(tcp)) => {
                 if address.ip().is_loopback() {
                     socket::tune_near(&tcp);
@@ -36,11 +41,32 @@ pub(super) async fn dial(
                 }
                 return Ok(tcp);
             }
+            // No address of this node any more: what loopback has said counts.
+            Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
             Ok(Err(error)) => refused = Some(failed(app, &error)),
             Err(_) => refused = Some(slow(app, "did not take the connection in time")),
         }
     }
     Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
+}
+
+async fn connect(policy: &Policy, app: &App, address: SocketAddr) -> io::Result<TcpStream> {
+    let ip = address.ip();
+    if !policy.only_here(app, ip) {
+        return TcpStream::connect(address).await;
+    }
+    let socket = match ip {
+        IpAddr::V4(_) => TcpSocket::new_v4()?,
+        IpAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // Without it each port that a connection has left rests for a minute.
+    socket.set_reuseaddr(true)?;
+    socket.bind(SocketAddr::new(ip, 0))?;
+    socket.connect(address).await
+}
+
+fn not_here(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::AddrNotAvailable
 }
 
 async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refused> {
@@ -92,4 +118,49 @@ pub(super) fn slow(app: &App, what: &str) -> Refused {
 /// The moment at which `bound` has passed from now.
 pub(super) fn deadline(bound: Duration) -> Instant {
     Instant::now() + bound
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{Own, Policy},
+        *,
+    };
+    use causeway_tunnel::{Target, hello::Listed, server::Kind};
+    use serde_json::json;
+    use tokio::net::TcpListener;
+
+    /// Dials this port of a cluster's node, which lists it, as a node with this address besides loopback's.
+    async fn dialled(port: u16, own: &str) -> Result<TcpStream, Refused> {
+        let config =
+            json!({ "kubernetes": {}, "addresses": [own], "allow": { "hosts": ["127.0.0.1"] } });
+        let config = serde_json::from_value(config).unwrap();
+        let listed = Listed {
+            http: vec![port],
+            tcp: Vec::new(),
+        };
+        let policy = Policy::new("edge-1", &config).unwrap();
+        let policy = policy.listing(&listed, Own::default());
+        let app = policy.decide(&Target::new("edge-1", port), &Kind::Request);
+        let app = app?;
+        dial(&policy, &app, deadline(Duration::from_secs(5))).await
+    }
+
+    #[tokio::test]
+    async fn an_own_address_is_dialled_from_itself_and_never_where_it_is_somebody_elses() {
+        // Not 127.0.0.1, and so an address like any other of this machine.
+        let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let port = app.local_addr().unwrap().port();
+        let tcp = dialled(port, "127.0.0.2").await.unwrap();
+        assert_eq!(tcp.peer_addr().unwrap(), app.local_addr().unwrap());
+        assert_eq!(
+            tcp.local_addr().unwrap().ip(),
+            tcp.peer_addr().unwrap().ip()
+        );
+        // Nobody's (RFC 5737): what loopback says is what counts.
+        let refused = dialled(port, "192.0.2.1").await.unwrap_err();
+        assert_eq!(refused.refusal, Refusal::TargetRefused);
+        let said = format!("edge-1 could not dial 127.0.0.1:{port}: connection refused");
+        assert_eq!(refused.detail, said);
+    }
 }

@@ -27,7 +27,7 @@ use causeway_tunnel::{
     task::Tasks,
 };
 use rustls_pki_types::CertificateDer;
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
     sync::oneshot,
@@ -52,6 +52,8 @@ pub(super) struct Session {
     server: Server<Io>,
     control: Control,
     place: Place,
+    /// From which address of the node it was dialled.
+    from: Option<IpAddr>,
     /// By what its gateway was believed.
     shown: Vec<CertificateDer<'static>>,
     slot: u32,
@@ -103,6 +105,8 @@ impl Session {
             round_trip,
         } = dialled;
         let traffic = io.get_ref().0.traffic();
+        let tcp = io.get_ref().0.get_ref();
+        let from = tcp.and_then(|tcp| tcp.local_addr().ok());
         let shown = io.get_ref().1.peer_certificates().unwrap_or_default();
         let shown = shown.iter().map(|one| one.clone().into_owned()).collect();
         let fault = Fault::default();
@@ -137,6 +141,7 @@ impl Session {
             control,
             row: links.state.stands(slot, &place, round_trip, load.clone()),
             place,
+            from: from.map(|from| from.ip()),
             shown,
             slot,
             early: greeting.early,
@@ -264,7 +269,7 @@ impl Session {
                 }
             }
             Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
-            Ok(ToEdge::Ports(listed)) => (self.links.list)(listed),
+            Ok(ToEdge::Ports(listed)) => (self.links.list)(listed, self.from),
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
             Ok(ToEdge::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);
