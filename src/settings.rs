@@ -2,7 +2,7 @@
 //!
 //! 1. `yaml` reads the file and remembers where each value stands.
 //! 2. Variables and flags are laid over it: flags over environment over file.
-//! 3. `shape` holds the whole against the schema and takes out what does not fit.
+//! 3. `shape` holds the whole against the schema and takes out what does not fit; `variables` fills in where to listen.
 //! 4. serde reads the rest, again and again, less the value at which it stopped.
 //! 5. `validate` judges what is left. All faults of all steps come out together, each
 //!    with the file, line and column, the flag or the variable that it came from.
@@ -11,6 +11,7 @@ mod path;
 mod reference;
 mod schema;
 mod shape;
+mod variables;
 mod yaml;
 
 use std::collections::HashMap;
@@ -25,6 +26,7 @@ use serde_json::{Map, Value};
 use crate::telemetry;
 use path::{Path, Step, holder};
 use shape::Shape;
+use variables::Variables;
 use yaml::{Spot, Spots};
 
 pub(crate) use reference::{plain, reference};
@@ -113,6 +115,7 @@ struct Draft {
     value: Value,
     spots: HashMap<String, Spots>,
     origins: HashMap<String, Origin>,
+    variables: Variables,
     faults: Vec<Located>,
 }
 
@@ -150,6 +153,7 @@ impl Draft {
     }
 
     fn lay_over<C: Settings>(&mut self, sources: &Sources) {
+        self.variables = Variables::new(&sources.environment);
         let keys: Vec<Key> = keys::<C>().into_iter().filter(|key| key.settable).collect();
         let variable = |name: &str| {
             let found = sources
@@ -222,7 +226,7 @@ impl Draft {
     ) -> Result<(C, HashMap<String, Spots>), Refused> {
         let schema = schema::of::<C>();
         let mut value = std::mem::take(&mut self.value);
-        let mut shape = Shape::default();
+        let mut shape = Shape::by(std::mem::take(&mut self.variables));
         shape.check(&mut value, &schema, &Path::default());
         let config = self.read::<C>(&mut value, &mut shape);
         for finding in std::mem::take(&mut shape.findings) {

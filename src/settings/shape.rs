@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::path::{Path, Step};
 use super::schema;
+use super::variables::Variables;
 
 /// A fault found: whether it is about the key or its value, where, and what.
 #[derive(Debug)]
@@ -84,9 +85,18 @@ impl Pruned {
 pub(super) struct Shape {
     pub(super) findings: Vec<Finding>,
     pub(super) pruned: Pruned,
+    variables: Variables,
 }
 
 impl Shape {
+    /// With what addresses of listeners may name.
+    pub(super) fn by(variables: Variables) -> Self {
+        Self {
+            variables,
+            ..Self::default()
+        }
+    }
+
     /// Whether the value, less what was taken out of it, can stay.
     pub(super) fn check(&mut self, value: &mut Value, schema: &Value, path: &Path) -> bool {
         if value.is_null() && !schema::allows(schema, "null") && schema::allows(schema, "object") {
@@ -108,6 +118,15 @@ impl Shape {
         if let Some(expected) = mismatch(value, schema) {
             self.find(false, path.clone(), expected);
             return false;
+        }
+        if let (Value::String(text), "listen") = (&mut *value, format(schema)) {
+            match self.variables.fill(text) {
+                Ok(filled) => *text = filled,
+                Err(absent) => {
+                    self.find(false, path.clone(), absent);
+                    return false;
+                }
+            }
         }
         match value {
             Value::Object(map) if schema::entries(schema).is_some() => {
@@ -301,6 +320,10 @@ fn mismatch(value: &Value, schema: &Value) -> Option<String> {
     } else {
         expected
     })
+}
+
+fn format(schema: &Value) -> &str {
+    schema["format"].as_str().unwrap_or_default()
 }
 
 fn bounded(number: u64, schema: &Value) -> bool {

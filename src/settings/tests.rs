@@ -111,6 +111,26 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 }
 
 #[test]
+fn where_to_listen_may_be_a_variables_word() {
+    let text = "fronts: [{ name: a, kind: http, listen: '$(POD_IP):10255', anonymous: true }]";
+    let config = gateway(text, &[("POD_IP", "10.244.1.7")], &[]).unwrap();
+    assert_eq!(config.fronts[0].listen.to_string(), "10.244.1.7:10255");
+    let admin = [("CAUSEWAY_ADMIN_LISTEN", "$(POD_IP):1"), ("POD_IP", "::1")];
+    let config = gateway("", &admin, &[]).unwrap();
+    assert_eq!(config.admin.listen.to_string(), "[::1]:1");
+    let refused = gateway(text, &[], &[]).unwrap_err().to_string();
+    assert!(
+        refused.contains(":1:41: fronts[0].listen: the environment has no POD_IP"),
+        "{refused}"
+    );
+    assert_eq!(refused.lines().count(), 1, "{refused}");
+    // Elsewhere it is text like any other.
+    let name = "node: '$(POD_IP)'";
+    let refused = read::<Edge>(name, &[("POD_IP", "edge-1")], &[]).unwrap_err();
+    assert!(refused.to_string().contains("$(POD_IP)"), "{refused}");
+}
+
+#[test]
 fn lists_and_structures_can_be_given_as_text() {
     let fronts = "[{ name: a, kind: http, listen: 'unix:/run/a' }]";
     let config = gateway(

@@ -25,7 +25,7 @@ pub struct Front {
     pub name: String,
     /// What callers speak: `https`, `http`, `tcp` or `connect`.
     pub kind: Kind,
-    /// `IP:PORT` or `unix:/path`.
+    /// `IP:PORT` or `unix:/path`. `$(NAME)` is a variable of the environment, such as a pod's own address.
     pub listen: Listen,
     /// The node that all callers of this front mean; required for `tcp`.
     #[serde(default)]
