@@ -3,6 +3,7 @@
 //! Its rights are those of the examples, by which all other tests live: nothing here grants more.
 
 mod pods;
+mod ports;
 mod replicas;
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
@@ -53,8 +54,13 @@ pub(crate) fn trials() -> Vec<Trial> {
             "deploy::values_are_laid_over_what_helm_makes",
             values_are_laid_over_what_helm_makes,
         ),
+        trial(
+            "deploy::the_list_of_ports_is_in_the_releases_namespace",
+            the_list_of_ports_is_in_the_releases_namespace,
+        ),
     ];
     let run = pods::trials().into_iter().chain(replicas::trials());
+    let run = run.chain(ports::trials());
     judged.into_iter().chain(run).collect()
 }
 
@@ -62,7 +68,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 const JOINING: &str = "certificates/rbac.yaml";
 
 /// Each way, with the files of rights by which it is tested besides.
-const WAYS: [(&str, &[&str]); 4] = [
+const WAYS: [(&str, &[&str]); 5] = [
     (
         "callers",
         &[
@@ -74,6 +80,10 @@ const WAYS: [(&str, &[&str]); 4] = [
     ("dns", &["dns/rbac.yaml", "advertise/rbac.yaml"]),
     ("addresses", &["addresses/rbac.yaml"]),
     ("egress", &["egress/rbac.yaml"]),
+    (
+        "ports",
+        &["egress/rbac.yaml", "advertise/rbac.yaml", "ports/rbac.yaml"],
+    ),
 ];
 
 /// A file of the repository.
@@ -194,7 +204,9 @@ fn gateways_are_restricted_pods_where_their_namespace_says_so() {
         }
     }
     assert_eq!(level(&restricted), "restricted");
-    assert_eq!(level(&of("dns")), "restricted");
+    for way in ["dns", "ports"] {
+        assert_eq!(level(&of(way)), "restricted");
+    }
 }
 
 /// What may be done, and by whom: names are compared, but for the namespace of an account.
@@ -262,7 +274,9 @@ fn sound(world: &World, way: &str, objects: &[Value]) {
         }
         let check = Program::new(BINARY).args([side, "--check-config", "--config"]);
         let check = check.args([place(&format!("{side}.yaml"))]);
-        check.env("CAUSEWAY_DATA_DIR", place(side)).run().ok();
+        let check = check.env("CAUSEWAY_DATA_DIR", place(side));
+        // As the pod has it of its own.
+        check.env("POD_IP", "127.0.0.1").run().ok();
     }
 }
 
@@ -414,4 +428,26 @@ fn values_are_laid_over_what_helm_makes() {
     assert!(unmade, "helm makes the release's namespace");
     let without = templated(&world, "egress", &["--set", "edge.enabled=false"]).unwrap();
     assert!(!without.contains("edge.yaml"), "{without}");
+}
+
+/// Gateways read it there, and no other file of theirs is laid over it.
+fn the_list_of_ports_is_in_the_releases_namespace() {
+    let world = world();
+    let config = r#"gateway.config={"tunnel":{"advertise":["gw.example.org:10262"]}}"#;
+    let values = ["--namespace", "gateways", "--set-json", config];
+    let Some(made) = templated(&world, "ports", &values) else {
+        return;
+    };
+    let all = objects(&world, &made);
+    let list = named(&all, "ConfigMap", "causeway-ports");
+    assert_eq!(list["metadata"]["namespace"], "gateways");
+    assert_eq!(list["data"], json!({ "http-proxy-ports": "9100" }));
+    let config = named(&all, "ConfigMap", "causeway-gateway")["data"].to_string();
+    for wanted in [
+        "namespace: gateways",
+        "gw.example.org:10262",
+        "$(POD_IP):10255",
+    ] {
+        assert!(config.contains(wanted), "{config}");
+    }
 }

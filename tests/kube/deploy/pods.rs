@@ -81,7 +81,7 @@ impl<'a> Made<'a> {
     }
 
     /// The way's gateway as a pod, which is ready, and its address; the CA is a new one.
-    fn gateway(&self) -> String {
+    pub(super) fn gateway(&self) -> String {
         let made = Program::new(BINARY).words("k8s ca-secret").run().ok();
         self.world
             .cluster

@@ -33,10 +33,10 @@ pub(super) fn trials() -> [Trial; 1] {
 }
 
 /// The headless Service, as the cluster names it.
-const GATEWAYS: &str = "causeway-gateways.causeway.svc.cluster.local";
+pub(super) const GATEWAYS: &str = "causeway-gateways.causeway.svc.cluster.local";
 
 /// The cluster's DNS, on the node's loopback.
-fn names(world: &World) -> Process {
+pub(super) fn names(world: &World) -> Process {
     let file = world.path("Corefile.cluster");
     let admin = world.cluster.pki.path("admin.kubeconfig");
     let text = format!(
@@ -165,7 +165,7 @@ fn app(world: &World, www: &Path) -> Process {
 }
 
 /// What an edge's pod is here: it asks the cluster's DNS. It has no token, and needs none.
-fn edge(spec: &mut Value) {
+pub(super) fn edge(spec: &mut Value) {
     told(spec);
     spec["dnsPolicy"] = json!("None");
     spec["dnsConfig"] = json!({ "nameservers": ["127.0.0.1"] });

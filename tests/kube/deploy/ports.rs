@@ -1,0 +1,178 @@
+//! The gateway of `overlays/ports` and an edge as pods: who reaches which node port at which address of theirs.
+//!
+//! The list is edited as its user would, and nothing else is touched. What no test here has is a network that keeps
+//! `NetworkPolicies`: whom the gateway itself refuses is all that is shown.
+
+use std::fs;
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use super::{
+    pods::Made,
+    replicas::{GATEWAYS, edge, names},
+};
+use crate::{
+    trial,
+    world::{
+        World, image,
+        process::{Process, Program, until},
+        world,
+    },
+};
+
+pub(super) fn trials() -> [Trial; 1] {
+    [trial(
+        "deploy::a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else",
+        a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else,
+    )]
+}
+
+/// Where the edge's pod keeps who it is, which is another's with another CA.
+const KEPT: &str = "-rf /var/lib/causeway-edge";
+
+/// The gateway's pod, as seen from its node.
+struct Gateway<'a> {
+    world: &'a World,
+    /// Its address, and the file of its network.
+    at: String,
+    network: String,
+}
+
+impl<'a> Gateway<'a> {
+    fn new(world: &'a World, at: String) -> Self {
+        let find = "for network in /run/netns/*; do \
+             nsenter --net=$network ip -o addr | grep -qF \" $0/\" && echo $network; done";
+        let found = world.nodes[0].at("sh").args(["-c", find, &at]).run().text();
+        Self {
+            world,
+            at,
+            network: found.trim().to_owned(),
+        }
+    }
+
+    /// A program, in its pod's network.
+    fn inside(&self, program: &str) -> Program {
+        let network = format!("--net={}", self.network);
+        self.world.nodes[0].at("nsenter").args([&network, program])
+    }
+
+    /// Where the pod listens for this port.
+    fn listens(&self, port: u16) -> Vec<String> {
+        let all = self.inside("ss").words("-Hltn").run().ok().text();
+        let own = all
+            .lines()
+            .filter_map(|line| line.split_whitespace().nth(3));
+        let (own, end) = (own.map(str::to_owned), format!(":{port}"));
+        own.filter(|own| own.ends_with(&end)).collect()
+    }
+
+    /// What a caller on its node, who comes from this address if any, gets of a port of `edge-1`: the status, and what was said.
+    fn ask(&self, port: u16, from: Option<String>, method: &str) -> (String, String) {
+        let name = format!("edge-1:{port}");
+        let mut curl = self.world.nodes[0]
+            .at("curl")
+            .words("-sS --max-time 20 -w \\n%{http_code} -X")
+            .args([method, "--resolve", &format!("{name}:{}", self.at)]);
+        if let Some(from) = from {
+            curl = curl.args(["--interface", &from]);
+        }
+        let said = curl.args([format!("http://{name}/metrics")]).run().text();
+        let (body, code) = said.rsplit_once('\n').unwrap_or_default();
+        (code.to_owned(), body.to_owned())
+    }
+}
+
+/// An app at this address of the node alone.
+fn app(world: &World, address: &str, port: u16) -> Process {
+    let (node, www) = (&world.nodes[0], world.path("deploy-ports"));
+    fs::create_dir_all(&www).unwrap();
+    fs::write(www.join("metrics"), "up 1\n").unwrap();
+    let app = node.at(image::BUSYBOX).words("httpd -f -p");
+    let app = app.args([format!("{address}:{port}"), "-h".into()]);
+    app.args([www])
+        .start(&world.path(format!("deploy-ports-{port}.log")))
+}
+
+fn list(world: &World, ports: &str) {
+    let patch = json!({ "data": { "http-proxy-ports": ports } }).to_string();
+    let line = "-n causeway patch configmap causeway-ports --type merge -p";
+    world.cluster.kubectl(line).args([patch]).run().ok();
+}
+
+/// The ports of the Service to which callers come.
+fn service(world: &World) -> Vec<Value> {
+    let service = world.cluster.get("-n causeway service causeway-callers");
+    let service = service.unwrap();
+    let ports = service["spec"]["ports"].as_array().unwrap().iter();
+    let mut ports: Vec<Value> = ports.map(|port| port["name"].clone()).collect();
+    ports.sort_by_key(Value::to_string);
+    ports
+}
+
+fn a_port_that_is_listed_is_reached_by_pods_at_the_gateways_own_address_and_nowhere_else() {
+    let world = world();
+    let node = &world.nodes[0];
+    node.at("rm").words(KEPT).run().ok();
+    let made = Made::new(&world, "ports", GATEWAYS);
+    let own = node.site.address().to_string();
+    let _names = names(&world);
+    let _apps = [("127.0.0.1", 9051), (own.as_str(), 9052)].map(|(at, port)| app(&world, at, port));
+    made.begin("DaemonSet", "causeway-edge", "edge", edge);
+    let gateway = Gateway::new(&world, made.gateway());
+    made.ready("causeway-edge", "edge");
+    let listened = |port| gateway.listens(port);
+    let at = |port: u16| vec![format!("{}:{port}", gateway.at)];
+    assert_eq!((listened(10255), listened(9051)), (at(10255), vec![]));
+
+    list(&world, "9051, 9052, 10276");
+    for port in [9051, 9052] {
+        until(
+            "its app is reached, wherever it listens on the node",
+            || gateway.ask(port, None, "GET") == ("200".into(), "up 1\n".into()),
+        );
+        assert_eq!(listened(port), at(port));
+    }
+    let (code, said) = gateway.ask(10276, None, "GET");
+    assert_eq!(code, "403", "{said}");
+    assert!(said.contains("edge-1 does not serve port 10276"), "{said}");
+    let url = "http://127.0.0.1:9051/metrics";
+    let loopback = gateway
+        .inside("curl")
+        .words("-sS --max-time 20")
+        .args([url]);
+    assert_ne!(loopback.run().code, Some(0), "it is served on loopback");
+    until("the Service has them", || {
+        let names = ["10276", "9051", "9052"].map(|port| format!("causeway-{port}"));
+        let names = names
+            .iter()
+            .map(String::as_str)
+            .chain(["dns", "dns-tcp", "plain"]);
+        service(&world) == names.map(Value::from).collect::<Vec<_>>()
+    });
+    let dig = node.at("dig").words("+short -p 10253");
+    let dig = dig.args([
+        format!("@{}", gateway.at),
+        "edge-1.nodes.example.internal".into(),
+    ]);
+    assert_eq!(dig.run().ok().text(), "10.96.0.21\n");
+
+    // From a node, which is no pod; the way back to it is the test's own.
+    let back = gateway.inside("ip").args(["route", "add", &own, "via"]);
+    let bridge = "ip -4 -o addr show cni0 | sed 's|.* inet \\([0-9.]*\\)/.*|\\1|'";
+    let bridge = node.at("sh").args(["-c", bridge]).run().ok().text();
+    back.args([bridge.trim()]).run().ok();
+    let (code, said) = gateway.ask(9051, Some(own.clone()), "GET");
+    assert_eq!(code, "401", "{said}");
+    assert!(
+        said.contains("this front serves nobody from here"),
+        "{said}"
+    );
+    let (code, said) = gateway.ask(9051, None, "POST");
+    assert_eq!(code, "403", "{said}");
+
+    list(&world, "");
+    until("nobody listens any more", || listened(9051).is_empty());
+    drop(made);
+    node.at("rm").words(KEPT).run().ok();
+}
