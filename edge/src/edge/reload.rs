@@ -279,3 +279,91 @@ impl fmt::Display for Changed {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn config(said: Value) -> Config {
+        serde_json::from_value(said).unwrap()
+    }
+
+    /// An edge that began with this, and whose gateway has listed 9051.
+    fn began(said: Value) -> Reloader {
+        let began = config(said);
+        let policy = Policy::new("edge-1", &began).unwrap();
+        let (metrics, tasks) = (Arc::default(), Arc::default());
+        let way = Way::new(
+            policy.clone(),
+            began.timeouts.clone(),
+            Arc::clone(&metrics),
+            Arc::clone(&tasks),
+        );
+        let edge = Reloader::new(Parts {
+            node: "edge-1".into(),
+            trust_domain: TrustDomain::parse("causeway.local").unwrap(),
+            began,
+            now: Arc::new(ArcSwap::from_pointee(way)),
+            ports: Arc::default(),
+            allowed: Allowed::begin(policy),
+            admin: 10266,
+            metrics,
+            tasks,
+            given: watch::Sender::default(),
+        });
+        edge.parts().list(listed(&[9051, 10266]), None);
+        edge
+    }
+
+    fn listed(ports: &[u16]) -> Listed {
+        Listed {
+            http: ports.to_vec(),
+            tcp: Vec::new(),
+        }
+    }
+
+    fn serves(edge: &Reloader) -> Vec<u16> {
+        edge.parts().ports.load().to_vec()
+    }
+
+    #[tokio::test]
+    async fn whether_a_node_is_of_a_cluster_waits_for_the_next_start_and_what_its_owner_narrows_does_not()
+     {
+        let edge = began(json!({ "kubernetes": {} }));
+        assert_eq!(serves(&edge), [9051]);
+        for (said, ports) in [
+            (json!({}), vec![9051]),
+            (json!({ "listed_ports": [] }), vec![]),
+            (
+                json!({ "kubernetes": {}, "listed_ports": ["9051"] }),
+                vec![9051],
+            ),
+        ] {
+            let done = edge.prepare(&config(said.clone())).unwrap().apply();
+            assert_eq!(
+                (&done.ports, serves(&edge)),
+                (&ports, ports.clone()),
+                "{said}"
+            );
+        }
+        let alone = began(json!({}));
+        let done = alone.prepare(&config(json!({ "kubernetes": {} })));
+        let done = done.unwrap().apply();
+        assert_eq!((done.ports, done.at_restart), (vec![], vec!["kubernetes"]));
+    }
+
+    #[tokio::test]
+    async fn a_list_that_is_longer_than_it_may_be_leaves_the_one_before() {
+        let edge = began(json!({ "kubernetes": {} }));
+        let all: Vec<u16> = (1..=u16::MAX).collect();
+        let most = u16::try_from(Listed::MOST).unwrap();
+        for too_many in [u16::MAX, most + 1] {
+            edge.parts()
+                .list(listed(&all[..usize::from(too_many)]), None);
+            assert_eq!(serves(&edge), [9051]);
+        }
+        edge.parts().list(listed(&all[..Listed::MOST]), None);
+        assert_eq!(serves(&edge).len(), Listed::MOST);
+    }
+}
