@@ -314,7 +314,17 @@ fn fares(status: &Status) -> String {
         places.insert(format!("{}{own}", tunnel.gateway));
     }
     let (node, known) = (&status.node, status.gateways.len());
+    // As they say themselves, where several may be behind one address.
+    let short = status
+        .reached
+        .filter(|reached| reached.gateways < reached.of);
     match &status.trouble {
+        _ if short.is_some() && !held.is_empty() => {
+            let (reached, of) = short.map_or((0, 0), |short| (short.gateways, short.of));
+            let places: Vec<_> = places.into_iter().collect();
+            let places = places.join(", ");
+            format!("{node}: connected to {reached} of {of} gateways: {places}")
+        }
         // One name leads to several of them.
         _ if places.len() > held.len() => {
             let places: Vec<_> = places.into_iter().collect();

@@ -181,7 +181,7 @@ pub enum AtGateways {
     /// At one, and at another one if that fails.
     #[default]
     One,
-    /// At each address that their names lead to.
+    /// At each address that their names lead to, and at each behind it.
     Every,
 }
 
@@ -189,7 +189,7 @@ pub enum AtGateways {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
-    /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to.
+    /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to, and at each gateway behind it where they say how many they are.
     pub gateways: AtGateways,
     /// With `every`: how often the names are resolved anew.
     #[serde(with = "HumanDuration")]

@@ -33,6 +33,9 @@ pub struct Status {
     pub tunnels: Vec<TunnelStatus>,
     /// All addresses at which gateways are looked for.
     pub gateways: Vec<String>,
+    /// How many of all gateways are reached, where these say how many there are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reached: Option<ReachedStatus>,
     /// What last went wrong, as long as it has not been mended by a tunnel.
     pub trouble: Option<TroubleStatus>,
     /// This node's certificate, once the edge runs.
@@ -64,6 +67,15 @@ pub struct TunnelStatus {
     pub received: u64,
     /// Bytes that came from the gateway and no app has taken yet.
     pub unread: usize,
+}
+
+/// How far tunnels at every gateway are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ReachedStatus {
+    /// Gateways with a tunnel that do not drain.
+    pub gateways: u32,
+    /// How many there are, as they say.
+    pub of: u32,
 }
 
 /// This node's certificate.
@@ -98,6 +110,7 @@ struct Shared {
     next: AtomicU64,
     tunnels: Mutex<BTreeMap<u64, Tunnel>>,
     gateways: Mutex<Vec<String>>,
+    reached: Mutex<Option<ReachedStatus>>,
     /// What last went wrong, by the gateway that it is about.
     troubles: Mutex<BTreeMap<String, TroubleStatus>>,
     certificate: Mutex<Option<CertificateStatus>>,
@@ -141,6 +154,7 @@ pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
         next: AtomicU64::new(0),
         tunnels: Mutex::default(),
         gateways: Mutex::default(),
+        reached: Mutex::default(),
         troubles: Mutex::default(),
         certificate: Mutex::default(),
     });
@@ -240,6 +254,11 @@ impl Writer {
     pub(crate) fn gateways(&self, gateways: Vec<String>) {
         *locked(&self.0.gateways) = gateways;
     }
+
+    /// So many gateways are reached, of as many as they say that there are.
+    pub(crate) fn reached(&self, gateways: u32, of: Option<u32>) {
+        *locked(&self.0.reached) = of.map(|of| ReachedStatus { gateways, of });
+    }
 }
 
 impl Row {
@@ -282,6 +301,7 @@ impl Reader {
             state,
             tunnels,
             gateways: locked(&self.0.gateways).clone(),
+            reached: *locked(&self.0.reached),
             trouble,
             certificate: locked(&self.0.certificate).clone(),
         }

@@ -35,7 +35,7 @@ pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
-    Advertise, Certificates, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports,
+    Advertise, Certificates, Found, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports,
 };
 pub use redirect::Redirect;
 
@@ -151,6 +151,9 @@ pub struct Tunnel {
     pub advertise: Vec<String>,
     /// `host:port` of further gateways, told to edges when they connect.
     pub gateways: Vec<String>,
+    /// How many gateways there are, 64 or fewer, told to edges: those with `tunnels.gateways: every` look for all of them behind each address, as of a balancer. Without it: what `kubernetes.advertise` counts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<u32>,
     /// Names of nodes that are not welcome, whatever else is known of them: for gateways that share a configuration and no data directory. Others are revoked by `causeway edge revoke`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub revoked: Vec<String>,
@@ -187,6 +190,7 @@ impl Default for Tunnel {
             listen: SocketAddr::from(([0, 0, 0, 0], 10262)),
             advertise: Vec::new(),
             gateways: Vec::new(),
+            replicas: None,
             revoked: Vec::new(),
             identity: None,
             // A handshake is two round trips; the slowest usable link has about 1 s each.

@@ -7,7 +7,7 @@ pub mod pins;
 pub mod policy;
 pub mod registry;
 
-pub use advertised::{Advertised, ListedPorts};
+pub use advertised::{Advertised, ListedPorts, Whereabouts};
 pub use keys::{KeySet, Keys, KeysWriter};
 pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
 pub use pins::{Pins, PinsWriter};

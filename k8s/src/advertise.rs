@@ -2,8 +2,9 @@
 //!
 //! 1. `addresses` reads what the Service says: its annotation, else what its balancer has given it, else its port of each node
 //!    of the cloud.
-//! 2. The gateway takes that up as it takes up another configuration.
-//! 3. A Service that says nothing, or no more, changes nothing: edges keep what they know, and the log says what is waited for.
+//! 2. `replicas` counts the gateways behind it, all of which edges are to find.
+//! 3. The gateway takes both up as it takes up another configuration.
+//! 4. A Service that says nothing, or no more, changes nothing: edges keep what they know, and the log says what is waited for.
 //!
 //! Never ends the process.
 
@@ -11,10 +12,11 @@ use crate::{
     due::due,
     follow::{Now, follow},
     objects::{Service, ServicePort},
+    replicas,
     trouble::Trouble,
 };
 use causeway_gateway::{
-    config::{self, Reloads},
+    config::{self, Found, Reloads},
     control::drain::Hold,
     state::NodesWriter,
 };
@@ -38,7 +40,7 @@ pub struct Advertise {
     /// Which Service.
     pub rules: config::Advertise,
     /// Where the gateway's configuration finds it.
-    pub found: watch::Sender<Vec<String>>,
+    pub found: watch::Sender<Found>,
     /// By which it takes it up.
     pub reloads: Reloads,
     /// The table of nodes.
@@ -53,13 +55,15 @@ impl Advertise {
         let (namespace, name) = self.rules.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
         let mut states = follow(api, name);
+        let mut counts = replicas::follow(self.client.clone(), namespace, name);
         let mut changes = self.nodes.changes();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut watching = Trouble::new("watching the Service of the tunnels");
         let mut finding = Trouble::new("finding where edges reach this gateway");
-        let mut service = None;
+        let mut counting = Trouble::new("counting the gateways behind the Service of the tunnels");
+        let (mut service, mut count) = (None, None);
         loop {
-            let again = match self.settle(service.as_ref()).await {
+            let again = match self.settle(service.as_ref(), count).await {
                 Ok(()) => {
                     backoff.reset();
                     finding.over();
@@ -75,33 +79,60 @@ impl Advertise {
             };
             tokio::select! {
                 Some(now) = states.next() => heard(now, &mut service, &mut watching),
+                Some(now) = counts.next() => match now {
+                    Ok(now) => {
+                        counting.over();
+                        count = now;
+                    }
+                    Err(why) => counting.say(&why),
+                },
                 Ok(()) = changes.changed() => {}
                 () = due(again) => {}
             }
         }
     }
 
-    /// Has the gateway take up what the Service says, once that is known.
-    async fn settle(&mut self, service: Option<&There>) -> Result<(), String> {
-        let Some(service) = service else {
-            return Ok(());
+    /// Has the gateway take up what the Service says, once that is known, and how many are behind it.
+    async fn settle(&mut self, service: Option<&There>, count: Option<u32>) -> Result<(), String> {
+        let said = service.map(|service| self.addresses(service)).transpose();
+        let before = self.found.borrow().clone();
+        let known = said.clone().ok().flatten();
+        let found = Found {
+            addresses: known.unwrap_or_else(|| before.addresses.clone()),
+            replicas: count,
         };
+        if found != before {
+            self.take_up(found, before).await?;
+        }
+        if said?.is_some() {
+            self.hold = None;
+        }
+        Ok(())
+    }
+
+    /// Where edges reach the gateways, as this Service says it; or why it does not.
+    fn addresses(&self, service: &There) -> Result<Vec<String>, String> {
         let nodes = self.nodes.reader().outward();
         let found = service.as_ref().map_err(|why| (*why).to_owned());
         let found = found.and_then(|service| addresses(service, &self.rules.port, &nodes));
-        let found = found.map_err(|why| format!("Service {}: {why}", self.rules.service))?;
-        if *self.found.borrow() == found {
-            return Ok(());
-        }
-        let before = self.found.send_replace(found.clone());
+        found.map_err(|why| format!("Service {}: {why}", self.rules.service))
+    }
+
+    async fn take_up(&self, found: Found, before: Found) -> Result<(), String> {
+        let Found {
+            addresses,
+            replicas,
+        } = &found;
+        let (addresses, replicas) = (addresses.clone(), *replicas);
+        self.found.send_replace(found);
         match self.reloads.ask().await {
             Some(Ok(done)) => {
                 tracing::info!(
-                    ?found,
+                    ?addresses,
+                    replicas,
                     done,
                     "the Service says where edges reach this gateway"
                 );
-                self.hold = None;
                 Ok(())
             }
             refused => {

@@ -5,7 +5,7 @@
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
-//! lists; `advertise` tells edges where a Service says that gateways are; `certificates` signs what edges ask the cluster
+//! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
 //! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
 //! one object; `egress` writes what kube-apiserver has to be told.
 
@@ -23,6 +23,7 @@ pub mod nodes;
 mod objects;
 pub mod pods;
 pub mod ports;
+mod replicas;
 pub mod reviews;
 mod trouble;
 pub mod vouch;

@@ -97,6 +97,30 @@ pub(crate) struct Ingress {
     pub(crate) hostname: Option<String>,
 }
 
+/// Of an `EndpointSlice`: who is behind a Service.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct EndpointSlice {
+    pub(crate) metadata: ObjectMeta,
+    #[serde(default)]
+    pub(crate) address_type: String,
+    pub(crate) endpoints: Option<Vec<Endpoint>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Endpoint {
+    pub(crate) addresses: Vec<String>,
+    pub(crate) conditions: EndpointConditions,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct EndpointConditions {
+    pub(crate) ready: Option<bool>,
+    pub(crate) terminating: Option<bool>,
+}
+
 /// What somebody asks a signer for.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct CertificateSigningRequest {
@@ -181,6 +205,7 @@ kinds! {
     Node at "nodes" of "", "v1" in ClusterResourceScope;
     Pod at "pods" of "", "v1" in NamespaceResourceScope;
     Service at "services" of "", "v1" in NamespaceResourceScope;
+    EndpointSlice at "endpointslices" of "discovery.k8s.io", "discovery.k8s.io/v1" in NamespaceResourceScope;
     CertificateSigningRequest at "certificatesigningrequests" of "certificates.k8s.io", "certificates.k8s.io/v1"
         in ClusterResourceScope;
 }

@@ -9,7 +9,7 @@ use std::pin::Pin;
 
 #[cfg(feature = "k8s")]
 use causeway_certs::{Access, Store};
-use causeway_gateway::config::{NodePorts, Reloads};
+use causeway_gateway::config::{Found, NodePorts, Reloads};
 use causeway_gateway::{Bound, Config, Gateway};
 #[cfg(feature = "k8s")]
 use causeway_gateway::{config::Kubernetes, gateway::names};
@@ -47,7 +47,7 @@ pub(super) type Work = Pin<Box<dyn Future<Output = Infallible>>>;
 pub(super) struct Listing {
     pub(super) ports: watch::Sender<Option<NodePorts>>,
     /// Where edges reach the gateway.
-    pub(super) advertised: watch::Sender<Vec<String>>,
+    pub(super) advertised: watch::Sender<Found>,
     pub(super) reloads: Reloads,
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, fs};
 
 use anyhow::{Context, anyhow, bail};
-use causeway_gateway::config::{NodePorts, Reloads};
+use causeway_gateway::config::{Found, NodePorts, Reloads};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
 use tokio::sync::watch;
@@ -104,15 +104,15 @@ struct Live {
 struct Heard {
     /// The ports that it lists; until they are known edges keep those that they know.
     listed: watch::Receiver<Option<NodePorts>>,
-    /// Where edges reach this gateway.
-    found: watch::Receiver<Vec<String>>,
+    /// Where edges reach this gateway, and how many there are.
+    found: watch::Receiver<Found>,
 }
 
 impl Heard {
     /// With what says it, and asks for it to be taken up.
     fn by(reloads: Reloads) -> (Listing, Self) {
         let (ports, listed) = watch::channel(None);
-        let (advertised, found) = watch::channel(Vec::new());
+        let (advertised, found) = watch::channel(Found::default());
         let listing = Listing {
             ports,
             advertised,

@@ -1,6 +1,6 @@
 use super::*;
 use causeway_certs::{Access, Ca, Store};
-use causeway_edge::state::{TroubleStatus, TunnelStatus};
+use causeway_edge::state::{ReachedStatus, TroubleStatus, TunnelStatus};
 use causeway_gateway::core::{CoreId, Cores};
 use causeway_gateway::{Config, Gateway};
 use causeway_tunnel::task::Tasks;
@@ -187,6 +187,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         state: "connecting",
         tunnels: Vec::new(),
         gateways: vec!["a:1".into(), "b:1".into()],
+        reached: None,
         trouble: None,
         certificate: None,
     };
@@ -224,6 +225,13 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         fares(&status),
         "edge-1: connected to a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
     );
+    status.reached = Some(ReachedStatus { gateways: 2, of: 3 });
+    assert_eq!(
+        fares(&status),
+        "edge-1: connected to 2 of 3 gateways: a:1 (192.0.2.1:1), a:1 (192.0.2.2:1)"
+    );
+    status.reached = Some(ReachedStatus { gateways: 2, of: 2 });
+    assert!(!fares(&status).contains("of"), "{}", fares(&status));
 }
 
 #[cfg(feature = "k8s")]

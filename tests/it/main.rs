@@ -21,6 +21,7 @@ mod jwt;
 
 mod policy;
 
+mod balanced;
 mod certificates;
 mod company;
 mod given;

@@ -22,8 +22,8 @@ use crate::{
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial(
-        "advertise::edges_and_certificates_follow_what_the_service_says",
-        edges_and_certificates_follow_what_the_service_says,
+        "advertise::edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it",
+        edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it,
     )]
 }
 
@@ -31,6 +31,8 @@ const TUNNEL: u16 = 11_562;
 const ADMIN: u16 = 11_565;
 const SERVICE: &str = "-n kube-system service causeway-tunnels";
 const RIGHTS: &str = "advertise/rbac.yaml";
+/// What is behind the Service.
+const SLICE: &str = "-n kube-system endpointslice causeway-tunnels-1";
 
 /// The example's gateway.
 fn gateway(world: &World, folder: &Path) -> Process {
@@ -52,13 +54,47 @@ fn gateway(world: &World, folder: &Path) -> Process {
     started(folder, &config)
 }
 
-/// An edge that knows one address.
+/// The example's rights but for that to count.
+fn rights_but_to_count(world: &World) {
+    let rights = format!("{}/examples/{RIGHTS}", env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(rights).unwrap();
+    let lines = text.lines().filter(|line| !line.contains("endpointslices"));
+    let without = lines.collect::<Vec<_>>().join("\n");
+    assert_ne!(without.lines().count(), text.lines().count(), "{text}");
+    let apply = world.cluster.kubectl("apply -f -");
+    apply.input(without).run().ok();
+}
+
+/// Has this many gateways be ready behind the Service, and one that goes.
+fn behind(world: &World, ready: u8) {
+    let endpoint = |number: u8, goes: bool| {
+        json!({
+            "addresses": [format!("10.98.0.{number}")],
+            "conditions": { "ready": true, "terminating": goes },
+        })
+    };
+    let there = (1..=ready).map(|number| endpoint(number, false));
+    let all: Vec<_> = there.chain([endpoint(100, true)]).collect();
+    world.cluster.apply(&json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+        "metadata": {
+            "name": "causeway-tunnels-1", "namespace": "kube-system",
+            "labels": {
+                "kubernetes.io/service-name": "causeway-tunnels",
+                "endpointslice.kubernetes.io/managed-by": "tests",
+            },
+        },
+        "addressType": "IPv4", "endpoints": all, "ports": [{ "name": "tunnels", "port": TUNNEL }],
+    }));
+}
+
+/// An edge that knows one address, and has a tunnel at each gateway.
 fn edge(folder: &Path) -> Process {
     let token = Program::new(BINARY).words("token create --node edge-9 --data-dir");
     let token = token.args([folder.join("data")]).run().ok().text();
     let edge = Program::new(BINARY)
         .words("edge --node edge-9 --admin-listen 127.0.0.1:0 --join")
-        .args([token.trim()])
+        .args([token.trim(), "--tunnels-gateways", "every"])
         .args(["--gateway", &format!("127.0.0.1:{TUNNEL}")])
         .args(["--data-dir".into(), folder.join("edge")]);
     edge.start(&folder.join("edge.log"))
@@ -91,21 +127,24 @@ fn told(edge: &mut Process, addresses: &[&str], shown: &str) {
     until(shown, || named().contains(shown));
 }
 
-fn edges_and_certificates_follow_what_the_service_says() {
+fn edges_and_certificates_follow_what_the_service_says_and_how_many_are_behind_it() {
     let world = world();
     let clean = || {
         let rights = format!("{}/examples/{RIGHTS}", env!("CARGO_MANIFEST_DIR"));
         let delete = world.cluster.kubectl("delete --ignore-not-found -f");
         delete.args([rights]).run().ok();
-        let delete = format!("delete {SERVICE} --ignore-not-found");
-        world.cluster.kubectl(&delete).run().ok();
+        for object in [SERVICE, SLICE] {
+            let delete = format!("delete {object} --ignore-not-found");
+            world.cluster.kubectl(&delete).run().ok();
+        }
     };
     clean();
     let folder = world.path("advertise");
     let mut gateway = gateway(&world, &folder);
     gateway.says("cannot list resource \\\"services\\\"");
     assert!(readiness().contains("causeway-tunnels is not known yet"));
-    world.cluster.apply_example(RIGHTS);
+    gateway.says("cannot list resource \\\"endpointslices\\\"");
+    rights_but_to_count(&world);
     until("it is missed", || readiness().contains("it is not there"));
     world.cluster.apply(&json!({
         "apiVersion": "v1", "kind": "Service",
@@ -123,6 +162,12 @@ fn edges_and_certificates_follow_what_the_service_says() {
     let mut edge = edge(&folder);
     edge.says("tunnel registered");
     assert!(named().contains("DNS:lb.example"), "{}", named());
+    // How many there are is all that it could not tell so far.
+    behind(&world, 2);
+    world.cluster.apply_example(RIGHTS);
+    edge.says("reached=1 of=2");
+    behind(&world, 3);
+    edge.says("reached=1 of=3");
     let annotated = |text: Option<&str>| json!({ "metadata": { "annotations": { "causeway.io/advertise": text } } });
     patch(
         &world,

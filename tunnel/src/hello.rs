@@ -30,6 +30,9 @@ pub struct Hello {
     pub node: String,
     /// All addresses (`host:port`) at which gateways can be had.
     pub gateways: Vec<String>,
+    /// How many gateways there are, where that is known: one address may lead to several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<u32>,
 }
 
 /// What an edge says of itself.
@@ -127,10 +130,13 @@ pub enum ToEdge {
     Hello(Hello),
     /// The hello was accepted: the tunnel is registered.
     Registered,
-    /// The gateways' addresses changed.
+    /// The gateways' addresses changed, or their number.
     Gateways {
         /// All of them, `host:port`.
         gateways: Vec<String>,
+        /// As in the hello.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        replicas: Option<u32>,
     },
     /// The edge may change its window once, and answers with [`ToGateway::Window`].
     Window {

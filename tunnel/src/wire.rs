@@ -50,6 +50,9 @@ pub const MOST_INTERIMS: usize = 1_000;
 /// Tunnels of one process of an edge at most: one, and those that it dials beside bulk.
 pub const MOST_TUNNELS: u32 = 16;
 
+/// Gateways at which one edge has tunnels at most, however many there are.
+pub const MOST_GATEWAYS: u32 = 64;
+
 /// How many streams whose reset is still remembered a tunnel bears: its peer is authenticated, and many
 /// callers may hang up at once.
 pub const MAX_RESETS: usize = 65_536;

@@ -5,11 +5,12 @@
 //! that was begun ends even if nobody waits for it any more.
 
 use causeway_certs::{EdgeIdentity, Store, StoreError};
+use rustls_pki_types::CertificateDer;
 use std::{
     io,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
-use tokio::task::spawn_blocking;
+use tokio::{sync::watch, task::spawn_blocking};
 
 /// The identity of this edge. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -74,6 +75,25 @@ impl Held {
             Ok(())
         });
         changed.await.map_err(io::Error::from)?
+    }
+
+    /// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once:
+    /// its gateway gets no stream more to answer. What is believed changes when tunnels are dialled `anew`.
+    pub(crate) async fn disbelieve(
+        self,
+        shown: Vec<CertificateDer<'static>>,
+        mut anew: watch::Receiver<()>,
+    ) {
+        while self.identity().given {
+            // It may have changed since the gateway was dialled.
+            if !self.identity().believes(&shown) {
+                return;
+            }
+            if anew.changed().await.is_err() {
+                break;
+            }
+        }
+        std::future::pending::<()>().await;
     }
 }
 

@@ -1,14 +1,16 @@
 //! The tunnels of an edge: dialled, kept, replaced, and left in order.
 //!
 //! Its tunnels are `slots`, all of them at one gateway, and at another one if that fails; or (`every`) some at each address
-//! that the gateways' names lead to, each gateway by one address only (`reached`). A tunnel says hello (`greeting`)
-//! and serves (`session`).
+//! that the gateways' names lead to, each gateway by one address only (`reached`), and at all gateways behind one address
+//! (`seek`). A tunnel says hello (`greeting`) and serves (`session`).
 
 mod bulk;
 mod every;
 mod greeting;
 mod heard;
+mod only;
 mod reached;
+mod seek;
 mod session;
 mod slots;
 
@@ -48,7 +50,7 @@ pub(crate) struct Links {
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(crate) dialler: Dialler,
     pub(crate) gateways: Gateways,
-    /// By which address each gateway is reached, where all of them are.
+    /// Which gateways are reached, where all of them are.
     pub(crate) reached: Reached,
     pub(crate) serve: Serve,
     pub(crate) list: List,
@@ -69,7 +71,7 @@ pub(crate) struct Links {
 /// Why there is no tunnel.
 enum Missed {
     Trouble(Trouble),
-    /// The gateway of this instance has tunnels at another of its addresses.
+    /// The gateway of this instance has tunnels already, or is not the one whose tunnel is to be taken over.
     Reached(String),
 }
 
@@ -84,8 +86,8 @@ impl Links {
     pub(crate) async fn run(self: Arc<Self>, changes: Changes) {
         let stop = self.stop.clone();
         match self.config.tunnels.gateways {
-            AtGateways::One => Slots::anywhere(self).run(&stop, changes).await,
-            AtGateways::Every => every::run(self, changes).await,
+            AtGateways::One => Slots::anywhere(self).run(None, &stop, changes).await,
+            AtGateways::Every => Box::pin(every::run(self, changes)).await,
         }
     }
 }

@@ -16,7 +16,7 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use advertise::Advertise;
+pub use advertise::{Advertise, Found};
 pub use certificates::Certificates;
 pub use hosts::{Hosts, HostsFormat};
 pub use ports::{NodePorts, Ports};

@@ -8,6 +8,7 @@ use std::collections::HashSet;
 
 use causeway_certs::NodeName;
 use causeway_config::{Fault, Faults, Listen, Listeners, Validate, host_port};
+use causeway_tunnel::wire;
 
 use super::{Config, Front, Kind};
 
@@ -92,6 +93,14 @@ impl Config {
                 ("max_streams_per_tunnel", tunnel.max_streams_per_tunnel),
             ],
         );
+        let replicas = tunnel.replicas;
+        if replicas.is_some_and(|replicas| !(1..=wire::MOST_GATEWAYS).contains(&replicas)) {
+            let message = format!(
+                "an edge has tunnels at 1 to {} gateways",
+                wire::MOST_GATEWAYS
+            );
+            faults.add("tunnel.replicas", message);
+        }
         let limits = &self.limits;
         faults.at_least_one(
             "limits",

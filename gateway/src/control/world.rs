@@ -12,7 +12,7 @@ use crate::{
     config,
     core::Cores,
     metrics::Metrics,
-    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry, pins::pins},
+    state::{Advertised, ListedPorts, Node, Nodes, NodesWriter, Registry, Whereabouts, pins::pins},
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
@@ -69,7 +69,10 @@ fn shown(ca: &Ca) -> Leaf {
 }
 
 fn advertised(all: &[&str]) -> Advertised {
-    Advertised::new(all.iter().map(ToString::to_string).collect())
+    Advertised::new(Whereabouts {
+        gateways: all.iter().map(ToString::to_string).collect(),
+        replicas: None,
+    })
 }
 
 /// A tunnel port that waits for nobody long.

@@ -36,7 +36,7 @@ use crate::{
         reviews::{Answers, Reviews},
     },
     state::{
-        Advertised, ListedPorts, NodesWriter, Pins, Registry,
+        Advertised, ListedPorts, NodesWriter, Pins, Registry, Whereabouts,
         pins::{Met, pins},
     },
 };
@@ -307,15 +307,18 @@ fn shared(
     })
 }
 
-/// What edges are told: this gateway's addresses (without any, where it listens), and its siblings'.
-pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> Vec<String> {
+/// What edges are told: this gateway's addresses (without any, where it listens), its siblings', and how many they are.
+pub(super) fn advertised(config: &config::Tunnel, listens: Option<SocketAddr>) -> Whereabouts {
     let mut all = config.advertise.clone();
     if all.is_empty() {
         let listens = listens.filter(|address| !address.ip().is_unspecified());
         all.extend(listens.map(|address| address.to_string()));
     }
     all.extend_from_slice(&config.gateways);
-    all
+    Whereabouts {
+        gateways: all,
+        replicas: config.replicas,
+    }
 }
 
 fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {

@@ -18,7 +18,7 @@ use crate::{
         nat::Ports,
     },
     proxy::{Shared, app::ByPort},
-    state::{Advertised, ListedPorts, NodesWriter},
+    state::{Advertised, ListedPorts, NodesWriter, Whereabouts},
 };
 use causeway_certs::{HostName, NodeName};
 use causeway_tunnel::hello::{Listed, ToEdge};
@@ -56,7 +56,7 @@ pub struct Prepared<'a> {
     redirect: Option<(Redirect, Vec<config::Front>)>,
     identity: Next,
     apps: ByPort,
-    advertised: Vec<String>,
+    advertised: Whereabouts,
     listed: Option<Listed>,
     revoked: BTreeSet<NodeName>,
     node_zones: Vec<String>,
@@ -77,7 +77,7 @@ pub struct Changed {
     pub identity: bool,
     /// Whether other apps are asked from here, or with other files.
     pub apps: bool,
-    /// Whether edges were told other addresses.
+    /// Whether edges were told other addresses, or another number of gateways.
     pub advertised: bool,
     /// Whether others are revoked (`tunnel.revoked`).
     pub revoked: bool,
@@ -169,8 +169,8 @@ impl Prepared<'_> {
         let (all, listed) = &parts.to_edges;
         let advertised = all.replace(self.advertised);
         if advertised {
-            let gateways = all.all();
-            let line = ToEdge::Gateways { gateways };
+            let Whereabouts { gateways, replicas } = all.all();
+            let line = ToEdge::Gateways { gateways, replicas };
             announce(&parts.shared.registry, |_| [line.clone()]);
         }
         // A name that DNS says must be one here.
@@ -213,6 +213,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     let tunnel = |config: &Config| config::Tunnel {
         advertise: Vec::new(),
         gateways: Vec::new(),
+        replicas: None,
         revoked: Vec::new(),
         identity: None,
         ..config.tunnel.clone()
@@ -277,7 +278,7 @@ impl fmt::Display for Changed {
             f.write_str("; apps are asked by other files")?;
         }
         if self.advertised {
-            f.write_str("; edges are told other addresses")?;
+            f.write_str("; edges are told anew where gateways are")?;
         }
         if self.revoked {
             f.write_str("; others are revoked")?;

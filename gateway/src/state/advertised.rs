@@ -8,8 +8,17 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub struct Told<T>(Arc<ArcSwap<T>>);
 
-/// By which addresses, `host:port`, edges reach this gateway and its siblings, this gateway's own first.
-pub type Advertised = Told<Vec<String>>;
+/// Where edges find this gateway and its siblings.
+pub type Advertised = Told<Whereabouts>;
+
+/// Where gateways are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Whereabouts {
+    /// By which addresses, `host:port`, edges reach them, this gateway's own first.
+    pub gateways: Vec<String>,
+    /// How many there are, where that is known: one address may lead to several.
+    pub replicas: Option<u32>,
+}
 
 /// Which node ports the cluster lists, where it is asked.
 pub type ListedPorts = Told<Option<Listed>>;

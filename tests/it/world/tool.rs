@@ -76,6 +76,7 @@ fn is_here(tool: &str) -> bool {
         None if tool == netns::NEED => return netns::possible(),
         None if tool == "coredns" => return coredns().is_some(),
         None if tool == "dig" => (tool.as_ref(), &["-v"]),
+        None if tool == "haproxy" => (tool.as_ref(), &["-v"]),
         None if tool == "openssl" => (tool.as_ref(), &["version"]),
         _ => (tool.as_ref(), &["--version"]),
     };

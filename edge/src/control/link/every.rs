@@ -3,8 +3,9 @@
 //! The names are resolved anew from time to time, whenever the network changes, and when a gateway tells others. A new address
 //! gets tunnels of its own. One that a name leads to no longer keeps those that stand, for a name server may be wrong and
 //! a gateway that goes says so itself; what has ended is not dialled again. A name that cannot be resolved changes nothing.
+//! Where an address leads to several gateways, `seek` finds those to which it did not lead at first.
 
-use super::{LEAVING, Links, slots::Slots};
+use super::{LEAVING, Links, seek::Seeker, slots::Slots};
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use causeway_tunnel::{backoff::Backoff, task::Tasks};
 use std::{
@@ -20,9 +21,11 @@ use tracing::{info, info_span, warn};
 const MOST: usize = 64;
 
 /// All gateways of an edge.
-struct Every {
+struct Every<'a> {
     links: Arc<Links>,
-    tasks: Tasks,
+    tasks: &'a Tasks,
+    /// Where they are now.
+    places: watch::Sender<Vec<Place>>,
     at: BTreeMap<Place, Kept>,
     /// Why names cannot be resolved, as far as it has been said.
     unresolved: BTreeMap<String, String>,
@@ -35,49 +38,61 @@ struct Kept {
 }
 
 /// Keeps tunnels at every gateway until the edge stops, then leaves in order.
-pub(super) async fn run(links: Arc<Links>, mut changes: Changes) {
-    let stop = links.stop.clone();
-    let config = &links.config;
-    let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
-    let mut told = links.gateways.changes();
-    let mut every = Every {
+pub(super) async fn run(links: Arc<Links>, changes: Changes) {
+    let tasks = Tasks::default();
+    let (places, found) = watch::channel(Vec::new());
+    let every = Every {
         links: links.clone(),
-        tasks: Tasks::default(),
+        tasks: &tasks,
+        places,
         at: BTreeMap::new(),
         unresolved: BTreeMap::new(),
     };
-    loop {
-        changes.forget();
-        told.mark_unchanged();
-        let gateways = links.gateways.all();
-        let found = links.dialler.places_of(&gateways);
-        let Some(found) = stop.run_until_cancelled(found).await else {
-            break;
-        };
-        let resolved = found.iter().all(|(_, places)| places.is_ok());
-        let delay = if resolved {
-            backoff.reset();
-            // Edges that began together do not ask together for ever.
-            let jitter = 0.75 + rand::random::<f64>() / 4.0;
-            config.tunnels.resolve_after.mul_f64(jitter)
-        } else {
-            backoff.silent(rand::random())
-        };
-        every.follow(found, delay, &changes);
-        tokio::select! {
-            () = sleep(delay) => {}
-            () = changes.next() => {}
-            // The sender lives as long as this.
-            _ = told.changed() => {}
-            () = stop.cancelled() => break,
-        }
-    }
+    let seeker = Seeker::at(links.clone(), found);
+    tokio::join!(
+        every.run(changes.clone()),
+        seeker.run(changes.clone(), &tasks)
+    );
     // Each place waits for its slots, and then for what is open.
-    let grace = 2 * (config.timeouts.drain + LEAVING) + LEAVING;
-    every.tasks.drain(grace).await;
+    let grace = 2 * (links.config.timeouts.drain + LEAVING) + LEAVING;
+    tasks.drain(grace).await;
 }
 
-impl Every {
+impl Every<'_> {
+    /// Follows the names until the edge stops.
+    async fn run(mut self, mut changes: Changes) {
+        let links = self.links.clone();
+        let (stop, config) = (&links.stop, &links.config);
+        let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
+        let mut told = links.gateways.changes();
+        loop {
+            changes.forget();
+            told.mark_unchanged();
+            let gateways = links.gateways.all();
+            let found = links.dialler.places_of(&gateways);
+            let Some(found) = stop.run_until_cancelled(found).await else {
+                break;
+            };
+            let resolved = found.iter().all(|(_, places)| places.is_ok());
+            let delay = if resolved {
+                backoff.reset();
+                // Edges that began together do not ask together for ever.
+                let jitter = 0.75 + rand::random::<f64>() / 4.0;
+                config.tunnels.resolve_after.mul_f64(jitter)
+            } else {
+                backoff.silent(rand::random())
+            };
+            self.follow(found, delay, &changes);
+            tokio::select! {
+                () = sleep(delay) => {}
+                () = changes.next() => {}
+                // The sender lives as long as this.
+                _ = told.changed() => {}
+                () = stop.cancelled() => break,
+            }
+        }
+    }
+
     /// Keeps tunnels where gateways are now.
     fn follow(
         &mut self,
@@ -103,6 +118,7 @@ impl Every {
             }
         }
         let wanted = self.distinct(wanted);
+        self.places.send_replace(wanted.iter().cloned().collect());
         for (place, kept) in &self.at {
             let is_wanted = wanted.contains(place);
             let was_wanted = kept.wanted.send_replace(is_wanted);
@@ -144,7 +160,7 @@ impl Every {
         let span = info_span!("gateway", %place);
         let slots = Slots::at(self.links.clone(), place, is_wanted);
         self.tasks.spawn(span, async move {
-            slots.run(&stop, changes).await;
+            slots.run(None, &stop, changes).await;
             drop(ended);
         });
         Kept { wanted, over }

@@ -4,10 +4,10 @@
 //! says of itself is data.
 
 use super::{
-    super::{dial::Place, roots, trouble::Trouble},
+    super::{roots, trouble::Trouble},
     Links, Missed,
     heard::Fault,
-    reached::Claim,
+    reached::{Claim, Party},
     session::Io,
 };
 use crate::config::AtGateways;
@@ -74,7 +74,7 @@ impl Greeting {
     pub(super) async fn greet(
         &mut self,
         links: &Links,
-        place: &Place,
+        party: Party,
         (slot, takes_over): (u32, bool),
     ) -> Result<(Control, Option<Claim>), Missed> {
         let mut control = self.control().await?;
@@ -88,7 +88,7 @@ impl Greeting {
             version = hello.version,
             "the gateway said hello"
         );
-        let claim = claim(links, &hello, place)?;
+        let claim = claim(links, &hello, (party, slot > 0 || takes_over))?;
         let welcome = ToGateway::Welcome(Welcome {
             takes_over,
             ..welcome(links, slot, &hello.gateways)
@@ -97,7 +97,12 @@ impl Greeting {
         loop {
             match self.drive(control.hear()).await? {
                 ToEdge::Registered => break,
-                ToEdge::Gateways { gateways } => links.gateways.learn(gateways).await,
+                ToEdge::Gateways { gateways, replicas } => {
+                    if let Some(claim) = &claim {
+                        claim.says(replicas);
+                    }
+                    links.gateways.learn(gateways).await;
+                }
                 other => return Err(unexpected(&other).into()),
             }
         }
@@ -106,16 +111,22 @@ impl Greeting {
     }
 }
 
-/// Takes the gateway for this place, where all gateways are reached.
-fn claim(links: &Links, hello: &Hello, place: &Place) -> Result<Option<Claim>, Missed> {
+/// Takes the gateway for this party, where all gateways are reached.
+fn claim(
+    links: &Links,
+    hello: &Hello,
+    (party, keeps): (Party, bool),
+) -> Result<Option<Claim>, Missed> {
     if links.config.tunnels.gateways == AtGateways::One {
         return Ok(None);
     }
     // An older one says no more than its name. Two that say the same are one, rather than to end each other's tunnels.
     let instance = hello.instance.as_ref().unwrap_or(&hello.gateway);
-    let claim = links.reached.claim(instance, place);
-    let elsewhere = || Missed::Reached(instance.clone());
-    claim.map(Some).ok_or_else(elsewhere)
+    let Some(claim) = links.reached.claim(instance, party, keeps) else {
+        return Err(Missed::Reached(instance.clone()));
+    };
+    claim.says(hello.replicas);
+    Ok(Some(claim))
 }
 
 fn check(hello: &Hello, links: &Links) -> Result<(), Trouble> {

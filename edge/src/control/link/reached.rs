@@ -1,21 +1,71 @@
-//! By which address each gateway is reached, where an edge has tunnels at all of them.
+//! Which gateways are reached, and by whom, where an edge has tunnels at all of them.
 //!
-//! A name may lead to several addresses of one gateway (IPv4 and IPv6, or one of its own and a load balancer's). It takes the
-//! newest tunnel of an edge for the one that counts, so tunnels by two of its addresses would end each other for ever.
-//! Whoever comes first holds it; the others wait until it is lost.
+//! A name may lead to several addresses of one gateway (IPv4 and IPv6, or one of its own and a load balancer's), and one
+//! address to several gateways (a balancer's). A gateway takes the newest tunnel of an edge for the one that counts, so two
+//! [`Party`]s of tunnels at one gateway would end each other's for ever. Whoever comes first holds it; the others wait until
+//! it is lost. A party holds one gateway: by an address that leads to several it does not come to have tunnels at two.
 
-use crate::control::dial::Place;
-use std::{collections::BTreeMap, sync::Arc};
+use causeway_tunnel::wire::MOST_GATEWAYS;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
 use tokio::sync::watch;
 
-/// Of each gateway's process by where it is reached, and how many tunnels are there.
-type Table = BTreeMap<String, (Place, usize)>;
+/// Of each gateway's process who holds it.
+type Table = BTreeMap<String, Hold>;
 
-/// By which address each gateway is reached. Cheap to clone.
+/// Which gateways are reached. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Reached(Arc<watch::Sender<Table>>);
+pub(crate) struct Reached {
+    table: Arc<watch::Sender<Table>>,
+    parties: Arc<AtomicU64>,
+}
 
-/// A gateway is reached at one of its addresses for as long as this lives.
+/// The tunnels of an edge that belong together: those at one gateway.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Party(u64);
+
+#[derive(Debug)]
+struct Hold {
+    by: Party,
+    tunnels: usize,
+    /// It serves on, and is of no use to callers who come.
+    drains: bool,
+    /// How many gateways there are, as it says.
+    replicas: Option<u32>,
+}
+
+/// How many gateways are reached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Count {
+    /// Those that do not drain.
+    pub(super) reached: u32,
+    /// And how many there are, if one of those says so.
+    pub(super) of: Option<u32>,
+}
+
+impl Count {
+    /// Whether there are others, of which those that are reached know.
+    pub(super) fn is_short(self) -> bool {
+        self.reached > 0 && self.of.is_some_and(|of| of > self.reached)
+    }
+
+    fn of(table: &Table) -> Self {
+        let stay = || table.values().filter(|hold| !hold.drains);
+        let of = stay().filter_map(|hold| hold.replicas).max();
+        Self {
+            reached: u32::try_from(stay().count()).unwrap_or(u32::MAX),
+            // No gateway's word has an edge hold tunnels without end.
+            of: of.map(|of| of.min(MOST_GATEWAYS)),
+        }
+    }
+}
+
+/// A gateway is held for as long as this lives.
 #[derive(Debug)]
 pub(super) struct Claim {
     reached: Reached,
@@ -23,17 +73,27 @@ pub(super) struct Claim {
 }
 
 impl Reached {
-    /// Takes this gateway for this place; `None` where it is reached at another one.
-    pub(super) fn claim(&self, instance: &str, place: &Place) -> Option<Claim> {
+    /// Someone who may hold a gateway.
+    pub(super) fn party(&self) -> Party {
+        Party(self.parties.fetch_add(1, Relaxed))
+    }
+
+    /// Takes this gateway for this party; `None` where another one has it, or where the party `keeps` to the gateway that it
+    /// holds and this is none of its.
+    pub(super) fn claim(&self, instance: &str, by: Party, keeps: bool) -> Option<Claim> {
         let mut ours = false;
-        self.0.send_if_modified(|table| {
-            let (at, tunnels) = table
-                .entry(instance.to_owned())
-                .or_insert_with(|| (place.clone(), 0));
-            ours = at == place;
-            *tunnels += usize::from(ours);
-            // Nobody waits for a gateway to be taken.
-            false
+        self.change(|table| {
+            if keeps && !table.contains_key(instance) {
+                return;
+            }
+            let hold = table.entry(instance.to_owned()).or_insert(Hold {
+                by,
+                tunnels: 0,
+                drains: false,
+                replicas: None,
+            });
+            ours = hold.by == by;
+            hold.tunnels += usize::from(ours);
         });
         ours.then(|| Claim {
             reached: self.clone(),
@@ -41,26 +101,74 @@ impl Reached {
         })
     }
 
+    /// How many there are, each time that this changes.
+    pub(super) fn counts(&self) -> Counts {
+        Counts(self.table.subscribe())
+    }
+
     /// Waits until this gateway is reached nowhere.
     pub(super) async fn lost(&self, instance: &str) {
-        let mut table = self.0.subscribe();
+        let mut table = self.table.subscribe();
         // The sender lives as long as this.
         let _ = table.wait_for(|table| !table.contains_key(instance)).await;
+    }
+
+    /// Wakes nobody where nothing has come, gone or changed its word.
+    fn change(&self, change: impl FnOnce(&mut Table)) {
+        self.table.send_if_modified(|table| {
+            let before = (Count::of(table), table.len());
+            change(table);
+            before != (Count::of(table), table.len())
+        });
+    }
+}
+
+/// How many gateways are reached, now and later.
+pub(super) struct Counts(watch::Receiver<Table>);
+
+impl Counts {
+    /// How many now.
+    pub(super) fn now(&mut self) -> Count {
+        Count::of(&self.0.borrow_and_update())
+    }
+
+    /// Waits until it is another count than this.
+    pub(super) async fn other_than(&mut self, count: Count) {
+        // The sender lives as long as this.
+        let _ = self.0.wait_for(|table| Count::of(table) != count).await;
+    }
+}
+
+impl Claim {
+    /// How many gateways there are, as this one says.
+    pub(super) fn says(&self, replicas: Option<u32>) {
+        self.hold(|hold| hold.replicas = replicas);
+    }
+
+    /// This gateway drains.
+    pub(super) fn drains(&self) {
+        self.hold(|hold| hold.drains = true);
+    }
+
+    fn hold(&self, change: impl FnOnce(&mut Hold)) {
+        self.reached.change(|table| {
+            if let Some(hold) = table.get_mut(&self.instance) {
+                change(hold);
+            }
+        });
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.reached.0.send_if_modified(|table| {
-            let Some((_, tunnels)) = table.get_mut(&self.instance) else {
-                return false;
+        self.reached.change(|table| {
+            let Some(hold) = table.get_mut(&self.instance) else {
+                return;
             };
-            *tunnels -= 1;
-            let last = *tunnels == 0;
-            if last {
+            hold.tunnels -= 1;
+            if hold.tunnels == 0 {
                 table.remove(&self.instance);
             }
-            last
         });
     }
 }
@@ -71,22 +179,58 @@ mod tests {
     use futures_util::FutureExt;
 
     #[tokio::test]
-    async fn a_gateway_is_reached_at_one_of_its_addresses_until_its_last_tunnel_there_ends() {
-        let place = |address: &str| Place {
-            gateway: "gw.example:10262".into(),
-            address: Some(address.parse().unwrap()),
-        };
-        let (four, six) = (place("192.0.2.1:10262"), place("[2001:db8::1]:10262"));
+    async fn a_gateway_is_held_by_one_party_until_its_last_tunnel_there_ends() {
         let reached = Reached::default();
-        let first = reached.claim("a", &four).unwrap();
-        let second = reached.claim("a", &four).unwrap();
-        assert!(reached.claim("a", &six).is_none());
-        assert!(reached.claim("b", &six).is_some());
+        let (four, six) = (reached.party(), reached.party());
+        let first = reached.claim("a", four, false).unwrap();
+        let second = reached.claim("a", four, true).unwrap();
+        assert!(reached.claim("a", six, false).is_none());
+        assert!(reached.claim("b", six, false).is_some());
         drop(first);
         assert!(reached.lost("a").now_or_never().is_none());
         let lost = reached.lost("a");
         drop(second);
         lost.await;
-        assert!(reached.claim("a", &six).is_some());
+        assert!(reached.claim("a", six, false).is_some());
+    }
+
+    #[test]
+    fn what_follows_the_first_tunnel_of_a_party_comes_to_no_other_gateway() {
+        let reached = Reached::default();
+        let (one, two) = (reached.party(), reached.party());
+        let _a = reached.claim("a", one, false).unwrap();
+        let _b = reached.claim("b", two, false).unwrap();
+        assert!(reached.claim("b", one, true).is_none());
+        // Nor to one that nobody has found yet.
+        assert!(reached.claim("c", one, true).is_none());
+        assert_eq!(reached.counts().now().reached, 2);
+    }
+
+    #[test]
+    fn gateways_are_short_of_the_highest_number_that_one_of_them_says_and_none_is_sought_beyond_64()
+    {
+        let reached = Reached::default();
+        let mut counts = reached.counts();
+        let mut short = || {
+            let count = counts.now();
+            (count.is_short(), count.reached, count.of)
+        };
+        assert_eq!(short(), (false, 0, None));
+        let a = reached.claim("a", reached.party(), false).unwrap();
+        assert_eq!(short(), (false, 1, None));
+        a.says(Some(2));
+        assert_eq!(short(), (true, 1, Some(2)));
+        let b = reached.claim("b", reached.party(), false).unwrap();
+        assert_eq!(short(), (false, 2, Some(2)));
+        // One that knows less, and one that draws near its end.
+        b.says(Some(1));
+        assert_eq!(short(), (false, 2, Some(2)));
+        a.drains();
+        assert_eq!(short(), (false, 1, Some(1)));
+        b.says(Some(u32::MAX));
+        assert_eq!(short(), (true, 1, Some(64)));
+        drop(b);
+        // Nobody is left who could be asked.
+        assert_eq!(short(), (false, 0, None));
     }
 }

@@ -14,7 +14,7 @@ use super::{
     bulk::Bulk,
     greeting::{Greeting, unexpected},
     heard::Fault,
-    reached::Claim,
+    reached::{Claim, Party},
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
@@ -64,11 +64,31 @@ pub(super) struct Session {
     links: Arc<Links>,
     row: Row,
     _standing: Standing,
-    _claim: Option<Claim>,
+    /// Where all gateways are reached.
+    claim: Option<Claim>,
+}
+
+/// A tunnel that is served by a task of its own.
+pub(super) struct Served {
+    pub(super) place: Place,
+    /// Its gateway drains.
+    pub(super) drains: bool,
+    /// Asks it to leave.
+    pub(super) leave: CancellationToken,
+    /// It is over.
+    pub(super) over: CancellationToken,
+}
+
+/// Asks a tunnel to leave, if there is one.
+pub(super) fn leave(served: Option<Served>) {
+    if let Some(served) = served {
+        served.leave.cancel();
+    }
 }
 
 /// Whose tunnel it is.
 pub(super) struct Whose {
+    pub(super) party: Party,
     pub(super) slot: u32,
     /// The slot's tunnel before this one lives.
     pub(super) takes_over: bool,
@@ -95,6 +115,7 @@ impl Session {
         whose: Whose,
     ) -> Result<Self, Missed> {
         let Whose {
+            party,
             slot,
             takes_over,
             bulk,
@@ -127,7 +148,7 @@ impl Session {
                 early: Vec::new(),
                 fault: fault.clone(),
             };
-            let (control, claim) = greeting.greet(links, &place, (slot, takes_over)).await?;
+            let (control, claim) = greeting.greet(links, party, (slot, takes_over)).await?;
             Ok((greeting, control, claim))
         };
         let late = || Trouble::silent(format!("{} said no hello in time", place.gateway));
@@ -150,7 +171,7 @@ impl Session {
             bulk,
             links: links.clone(),
             _standing: links.metrics.standing(),
-            _claim: claim,
+            claim,
         })
     }
 
@@ -177,6 +198,8 @@ impl Session {
             reason = ended.what(),
             "tunnel ended"
         );
+        // Whoever hears that it is over dials anew, and may have this gateway again.
+        drop(self.claim.take());
         if let Some(told) = told {
             // A slot that stopped does not listen.
             let _ = told.send(Finish::Ended(ended));
@@ -263,12 +286,20 @@ impl Session {
         match line {
             Ok(ToEdge::Drain { .. }) => {
                 self.row.leaves();
+                if let Some(claim) = &self.claim {
+                    claim.drains();
+                }
                 if let Some(told) = told.take() {
                     // A slot that stopped does not listen.
                     let _ = told.send(Finish::Draining);
                 }
             }
-            Ok(ToEdge::Gateways { gateways }) => self.links.gateways.learn(gateways).await,
+            Ok(ToEdge::Gateways { gateways, replicas }) => {
+                if let Some(claim) = &self.claim {
+                    claim.says(replicas);
+                }
+                self.links.gateways.learn(gateways).await;
+            }
             Ok(ToEdge::Ports(listed)) => (self.links.list)(listed, self.from),
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
             Ok(ToEdge::Renew { within_ms }) => {

@@ -12,14 +12,18 @@
 use super::{
     LEAVING, Links, Missed,
     bulk::Bulk,
-    session::{Finish, Session, Whose},
+    only::Only,
+    reached::Party,
+    session::{Finish, Served, Session, Whose, leave},
 };
-use crate::control::{changes::Changes, dial::Place, held::Held, trouble::Trouble};
+use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use crate::state::ANY;
 use causeway_tunnel::{backoff::Backoff, task::Tasks};
-use rustls_pki_types::CertificateDer;
 use std::sync::Arc;
-use tokio::sync::{oneshot, watch};
+use tokio::{
+    sync::{oneshot, watch},
+    time::sleep,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, info_span, warn};
 
@@ -29,26 +33,8 @@ pub(super) struct Slots {
     links: Arc<Links>,
     /// Which of these move bulk.
     bulk: Arc<Bulk>,
+    party: Party,
     only: Option<Only>,
-}
-
-/// The one address that is dialled.
-#[derive(Clone)]
-struct Only {
-    place: Place,
-    /// Whether its tunnel is dialled anew when it has ended.
-    wanted: watch::Receiver<bool>,
-}
-
-/// A tunnel that is served by a task of its own.
-struct Served {
-    place: Place,
-    /// Its gateway drains.
-    drains: bool,
-    /// Asks it to leave.
-    leave: CancellationToken,
-    /// It is over.
-    over: CancellationToken,
 }
 
 /// Why a slot looks at its tunnel again.
@@ -65,6 +51,7 @@ impl Slots {
     /// At whichever gateway answers first.
     pub(super) fn anywhere(links: Arc<Links>) -> Self {
         Self {
+            party: links.reached.party(),
             links,
             bulk: Arc::default(),
             only: None,
@@ -74,13 +61,27 @@ impl Slots {
     /// At this place, for as long as it is `wanted` or its tunnel stands.
     pub(super) fn at(links: Arc<Links>, place: Place, wanted: watch::Receiver<bool>) -> Self {
         Self {
-            only: Some(Only { place, wanted }),
+            only: Some(Only::named(place, wanted)),
             ..Self::anywhere(links)
         }
     }
 
-    /// Keeps the tunnels until `stop`, or until their place is wanted no more; then leaves in order.
-    pub(super) async fn run(self, stop: &CancellationToken, changes: Changes) {
+    /// At a gateway that this place may lead to, for as long as its tunnel stands.
+    pub(super) fn found(links: Arc<Links>, place: Place) -> Self {
+        Self {
+            only: Some(Only::found(place)),
+            ..Self::anywhere(links)
+        }
+    }
+
+    /// Keeps the tunnels, of which the first may have `begun`, until `stop`, or until their place is wanted no more; then
+    /// leaves in order.
+    pub(super) async fn run(
+        self,
+        mut begun: Option<Session>,
+        stop: &CancellationToken,
+        changes: Changes,
+    ) {
         let tasks = Arc::new(Tasks::default());
         let all = Tasks::default();
         let enough = stop.child_token();
@@ -88,9 +89,10 @@ impl Slots {
         for slot in 0..most {
             let (slots, enough, changes, tasks) =
                 (self.clone(), enough.clone(), changes.clone(), tasks.clone());
+            let begun = begun.take();
             all.spawn(info_span!("tunnel", slot), async move {
                 if slot == 0 {
-                    Box::pin(slots.hold(0, &enough, changes, &tasks)).await;
+                    Box::pin(slots.hold((0, begun), &enough, changes, &tasks)).await;
                     // The further ones are nothing without it.
                     enough.cancel();
                 } else {
@@ -134,15 +136,20 @@ impl Slots {
             };
             tokio::join!(
                 enough.run_until_cancelled(idle),
-                self.hold(slot, &enough, changes.clone(), tasks),
+                self.hold((slot, None), &enough, changes.clone(), tasks),
             );
         }
     }
 
-    /// Keeps one slot's tunnel until `stop`.
+    /// A first tunnel at another gateway than those that are reached.
+    pub(super) async fn begin(&self) -> Result<Session, Missed> {
+        self.connect(None, 0, None).await
+    }
+
+    /// Keeps one slot's tunnel until `stop`, and dials it unless it has begun.
     async fn hold(
         &self,
-        slot: u32,
+        (slot, mut begun): (u32, Option<Session>),
         stop: &CancellationToken,
         mut changes: Changes,
         tasks: &Arc<Tasks>,
@@ -151,11 +158,11 @@ impl Slots {
         let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
         let mut old: Option<Served> = None;
         let mut anew = self.links.anew.subscribe();
-        while old.is_some() || self.is_wanted() {
+        while begun.is_some() || old.is_some() || self.is_wanted(slot) {
             // What changes during an attempt is tried again at once.
             changes.forget();
             anew.mark_unchanged();
-            let connected = self.connect(slot, old.as_ref());
+            let connected = Box::pin(self.connect(begun.take(), slot, old.as_ref()));
             let Some(connected) = stop.run_until_cancelled(connected).await else {
                 break;
             };
@@ -185,7 +192,17 @@ impl Slots {
                     info!("connecting anew with this node's new certificate");
                     old = served;
                 }
-                Event::Reached(instance) => self.stand_by(&instance, stop).await,
+                Event::Reached(instance) if slot == 0 && old.is_none() => {
+                    self.stand_by(&instance, stop).await;
+                }
+                // A balancer led to another gateway than the one that this slot's tunnel is to be at.
+                Event::Reached(_) => {
+                    let pause = sleep(backoff.refused(None, rand::random()));
+                    let woken = (pause, &mut anew, stop);
+                    self.wait(woken, &mut backoff, old.as_ref()).await;
+                    old = old.filter(|old| !old.over.is_cancelled());
+                }
+                Event::Ended(_) if old.is_none() && !self.is_wanted(slot) => {}
                 Event::Ended(trouble) => {
                     let woken = (&mut changes, &mut anew, stop);
                     self.pause(&trouble, &mut backoff, woken, old.as_ref())
@@ -197,8 +214,16 @@ impl Slots {
         leave(old);
     }
 
-    /// Dials, and says hello.
-    async fn connect(&self, slot: u32, old: Option<&Served>) -> Result<Session, Missed> {
+    /// Dials, and says hello, unless that has been done.
+    async fn connect(
+        &self,
+        begun: Option<Session>,
+        slot: u32,
+        old: Option<&Served>,
+    ) -> Result<Session, Missed> {
+        if let Some(session) = begun {
+            return Ok(session);
+        }
         let links = &self.links;
         let attempt = async {
             let dialled = if let Some(only) = &self.only {
@@ -208,6 +233,7 @@ impl Slots {
                 links.dialler.dial(&links.gateways.all(), avoid).await?
             };
             let whose = Whose {
+                party: self.party,
                 slot,
                 takes_over: old.is_some_and(|old| !old.over.is_cancelled()),
                 bulk: self.bulk.clone(),
@@ -225,15 +251,13 @@ impl Slots {
     }
 
     /// Whether a tunnel is dialled when there is none.
-    fn is_wanted(&self) -> bool {
-        let only = self.only.as_ref();
-        only.is_none_or(|only| *only.wanted.borrow())
+    fn is_wanted(&self, slot: u32) -> bool {
+        self.only.as_ref().is_none_or(|only| only.wants(slot))
     }
 
     async fn unwanted(&self) {
         match &self.only {
-            // Whoever wanted it is gone with the edge.
-            Some(only) => drop(only.wanted.clone().wait_for(|wanted| !wanted).await),
+            Some(only) => only.unwanted().await,
             None => std::future::pending().await,
         }
     }
@@ -250,7 +274,7 @@ impl Slots {
 
     /// Waits until the gateway of this instance is not reached elsewhere any more.
     async fn stand_by(&self, instance: &str, stop: &CancellationToken) {
-        info!("this gateway is reached at another of its addresses");
+        info!("the gateway at this address is reached already");
         self.links.state.mended(&self.whose());
         tokio::select! {
             () = self.links.reached.lost(instance) => {}
@@ -285,11 +309,8 @@ impl Slots {
         let (leave, over) = (served.leave.clone(), served.over.clone().drop_guard());
         let (told, ended) = oneshot::channel();
         let gateway = served.place.gateway.clone();
-        let disbelieved = disbelieved(
-            self.links.held.clone(),
-            session.shown(),
-            self.links.anew.subscribe(),
-        );
+        let (held, changed) = (self.links.held.clone(), anew.clone());
+        let disbelieved = held.disbelieve(session.shown(), changed);
         tasks.spawn(info_span!("session"), async move {
             tokio::select! {
                 () = session.serve(leave, told) => {}
@@ -332,9 +353,23 @@ impl Slots {
             if trouble.may_be_the_network() {
                 changes.wait(delay).await;
             } else {
-                tokio::time::sleep(delay).await;
+                sleep(delay).await;
             }
         };
+        self.wait((wait, anew, stop), backoff, old).await;
+    }
+
+    /// Waits for `pause`, or until there is something else to dial with, or nothing to dial for.
+    async fn wait(
+        &self,
+        (pause, anew, stop): (
+            impl Future<Output = ()>,
+            &mut watch::Receiver<()>,
+            &CancellationToken,
+        ),
+        backoff: &mut Backoff,
+        old: Option<&Served>,
+    ) {
         let old_is_over = async {
             match old {
                 Some(old) => old.over.cancelled().await,
@@ -342,7 +377,7 @@ impl Slots {
             }
         };
         tokio::select! {
-            () = wait => {}
+            () = pause => {}
             // The sender lives as long as this.
             _ = anew.changed() => backoff.reset(),
             () = stop.cancelled() => {}
@@ -350,31 +385,5 @@ impl Slots {
             // While one stands another attempt is made all the same: at its time.
             () = self.unwanted(), if old.is_none() => {}
         }
-    }
-}
-
-/// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once: its
-/// gateway gets no stream more to answer.
-async fn disbelieved(
-    held: Held,
-    shown: Vec<CertificateDer<'static>>,
-    mut anew: watch::Receiver<()>,
-) {
-    while held.identity().given {
-        // What is believed may have changed since it was dialled.
-        if !held.identity().believes(&shown) {
-            return;
-        }
-        if anew.changed().await.is_err() {
-            break;
-        }
-    }
-    std::future::pending::<()>().await;
-}
-
-/// Asks a tunnel to leave, if there is one.
-fn leave(served: Option<Served>) {
-    if let Some(served) = served {
-        served.leave.cancel();
     }
 }

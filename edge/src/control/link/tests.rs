@@ -58,6 +58,7 @@ struct Registered {
 struct Says {
     instance: String,
     gateways: Vec<String>,
+    replicas: Option<u32>,
     dismiss: Option<Dismissal>,
 }
 
@@ -78,6 +79,7 @@ impl Gateway {
         let says = Says {
             instance: format!("{:032x}", rand::random::<u128>()),
             gateways: Vec::new(),
+            replicas: None,
             dismiss: None,
         };
         Self::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
@@ -133,6 +135,7 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
         instance: Some(says.instance),
         node: "edge-1".into(),
         gateways: says.gateways,
+        replicas: says.replicas,
     };
     control.tell(&ToEdge::Hello(hello)).await.ok()?;
     let ToGateway::Welcome(welcome) = control.hear().await.ok()? else {
@@ -345,6 +348,7 @@ async fn told_gateways_are_kept_and_used_after_a_restart() {
     let says = Says {
         instance: "gateway".into(),
         gateways: vec![told.address.to_string(), "nonsense".into()],
+        replicas: None,
         dismiss: None,
     };
     let mut first =
@@ -414,6 +418,7 @@ async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
     let says = Says {
         instance: "gateway".into(),
         gateways: Vec::new(),
+        replicas: None,
         dismiss: Some(Dismissal::Superseded),
     };
     let gateway = Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
@@ -435,6 +440,7 @@ async fn an_unknown_certificate_is_told_as_such() {
     let says = Says {
         instance: "gateway".into(),
         gateways: Vec::new(),
+        replicas: None,
         dismiss: None,
     };
     let gateway =
@@ -473,6 +479,7 @@ async fn an_edge_is_back_soon_after_its_gateway_is() {
     let says = Says {
         instance: "gateway".into(),
         gateways: Vec::new(),
+        replicas: None,
         dismiss: None,
     };
     let mut gateway = Gateway::start_on(address, acceptor(&ca, &ca), says).await;

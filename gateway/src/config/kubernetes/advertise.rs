@@ -35,19 +35,30 @@ impl Advertise {
     }
 }
 
+/// What a Service says of the gateways behind it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// The `host:port` by which edges reach them.
+    pub addresses: Vec<String>,
+    /// How many there are, where that can be told.
+    pub replicas: Option<u32>,
+}
+
 impl Config {
-    /// This configuration where the cluster says that gateways are reached by these `host:port`.
+    /// This configuration where the cluster says this of gateways.
     #[must_use]
-    pub fn advertising(mut self, found: &[String]) -> Self {
+    pub fn advertising(mut self, found: &Found) -> Self {
         let rules = self.kubernetes.as_ref();
         if rules.is_some_and(|rules| rules.advertise.is_some()) {
             let own = std::mem::take(&mut self.tunnel.advertise);
             let all = &mut self.tunnel.advertise;
-            for each in found.iter().cloned().chain(own) {
+            for each in found.addresses.iter().cloned().chain(own) {
                 if !all.contains(&each) {
                     all.push(each);
                 }
             }
+            // Who says a number himself knows why.
+            self.tunnel.replicas = self.tunnel.replicas.or(found.replicas);
         }
         self
     }
@@ -81,11 +92,21 @@ mod tests {
 
     #[test]
     fn what_a_service_says_stands_before_what_is_configured_and_each_once() {
-        let found = ["192.0.2.1:10262", "gw.example.com:10262"].map(str::to_owned);
+        let found = Found {
+            addresses: ["192.0.2.1:10262", "gw.example.com:10262"]
+                .map(str::to_owned)
+                .to_vec(),
+            replicas: Some(3),
+        };
         let with = config(&json!({})).advertising(&found);
-        assert_eq!(with.tunnel.advertise, found);
+        assert_eq!(with.tunnel.advertise, found.addresses);
+        assert_eq!(with.tunnel.replicas, Some(3));
         let without = config(&json!(null)).advertising(&found);
-        assert_eq!(without.tunnel.advertise, found[1..]);
+        assert_eq!(without.tunnel.advertise, found.addresses[1..]);
+        assert_eq!(without.tunnel.replicas, None);
+        let mut own = config(&json!({}));
+        own.tunnel.replicas = Some(2);
+        assert_eq!(own.advertising(&found).tunnel.replicas, Some(2));
     }
 
     #[test]

@@ -174,7 +174,7 @@ fn missing_files_zero_waits_and_zero_limits_come_together() {
     let config = json!({
         "timeouts": { "open": "0s" },
         "limits": { "per_node": 0 },
-        "tunnel": { "advertise": ["gateway.example"] },
+        "tunnel": { "advertise": ["gateway.example"], "replicas": 65 },
         "fronts": [{
             "name": "a", "kind": "https", "listen": "127.0.0.1:0",
             "callers": { "client_ca": ["/nowhere/ca.pem"], "tokens": "/" },
@@ -187,6 +187,7 @@ fn missing_files_zero_waits_and_zero_limits_come_together() {
         .collect();
     let expected = [
         "timeouts.open",
+        "tunnel.replicas",
         "limits.per_node",
         "tunnel.advertise[0]",
         "fronts[0].callers.client_ca[0]",

@@ -22,7 +22,7 @@ use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
     Ended, StreamError,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
-    wire::{self},
+    wire,
 };
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
@@ -240,21 +240,21 @@ impl Admission {
         node: &str,
     ) -> Result<(Control, Result<Welcome, ControlError>), ControlError> {
         let mut control = link.tunnel.control().await?;
-        let (gateways, own) = (self.advertised.all(), &self.settings.advertise);
+        let (told, own) = (self.advertised.all(), &self.settings.advertise);
         let hello = Hello {
             protocol: wire::VERSION,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             gateway: own.first().map_or("gateway", String::as_str).to_owned(),
             instance: Some(self.instance.to_string()),
             node: node.to_owned(),
-            gateways,
+            gateways: told.gateways,
+            replicas: told.replicas,
         };
         control.tell(&ToEdge::Hello(hello)).await?;
-        let heard = match control.hear().await {
-            Ok(ToGateway::Welcome(welcome)) => Ok(welcome),
-            Ok(_) => Err(ControlError::Closed),
-            Err(error) => Err(error),
-        };
+        let heard = control.hear().await.and_then(|line| match line {
+            ToGateway::Welcome(welcome) => Ok(welcome),
+            _ => Err(ControlError::Closed),
+        });
         Ok((control, heard))
     }
 

@@ -157,7 +157,7 @@ impl Desk {
             root: ca.bundle_pem(),
             trust_domain: ca.trust_domain().to_string(),
             node,
-            gateways: advertised.all(),
+            gateways: advertised.all().gateways,
         }
     }
 }

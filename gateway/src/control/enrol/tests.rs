@@ -1,7 +1,10 @@
 mod cluster;
 
 use super::*;
-use crate::control::world::{World, identity, name};
+use crate::{
+    control::world::{World, identity, name},
+    state::Whereabouts,
+};
 use axum::{body::Body, http::Request};
 use causeway_certs::{Confirmed, EdgeIdentity, EdgeKey, verify};
 use http_body_util::{BodyExt, Full};
@@ -30,7 +33,10 @@ impl Counter {
             ledger: Ledger::new(&world.store, &world.nodes),
             metrics: world.metrics.clone(),
             lifetime: Duration::from_hours(1),
-            advertised: Advertised::new(vec!["gw.example:10262".to_owned()]),
+            advertised: Advertised::new(Whereabouts {
+                gateways: vec!["gw.example:10262".to_owned()],
+                replicas: None,
+            }),
             vouched: true,
             by_cluster: true,
         });

@@ -153,6 +153,16 @@ impl Site {
 
     /// The same, with its tunnel port here.
     pub(crate) async fn twin_at(&self, tunnel: &str) -> Self {
+        self.copy_at(tunnel, &["--tunnel-advertise", &self.tunnel])
+            .await
+    }
+
+    /// The same, which tells edges what its configuration says and nothing else.
+    pub(crate) async fn replica_at(&self, tunnel: &str) -> Self {
+        self.copy_at(tunnel, &[]).await
+    }
+
+    async fn copy_at(&self, tunnel: &str, flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let copied = Tool::new("cp")
             .args(["-a".into(), self.path("."), folder.path().to_owned()])
@@ -164,8 +174,7 @@ impl Site {
         let text = text.replace(here.to_str().unwrap(), there.to_str().unwrap());
         fs::write(configuration, text).unwrap();
         let second = gateway(causeway(""), folder.path(), tunnel);
-        let second = second.args(["--tunnel-advertise", &self.tunnel]);
-        let (gateway, [tunnel, admin, front]) = open(second).await;
+        let (gateway, [tunnel, admin, front]) = open(second.args(flags)).await;
         Self {
             folder,
             gateway,

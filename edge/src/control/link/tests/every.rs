@@ -1,12 +1,14 @@
 //! An edge with tunnels at every gateway.
 
 use super::*;
+use std::sync::Mutex;
 
 /// A gateway of this process, at another of its addresses.
 async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) -> Gateway {
     let says = Says {
         instance: instance.into(),
         gateways,
+        replicas: None,
         dismiss: None,
     };
     Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
@@ -47,6 +49,7 @@ async fn it_has_a_tunnel_at_each_and_what_one_does_is_nothing_to_the_others() {
     let says = Says {
         instance: "restarted".into(),
         gateways: Vec::new(),
+        replicas: None,
         dismiss: None,
     };
     let mut again = Gateway::start_on(address, acceptor(&ca, &ca), says).await;
@@ -98,7 +101,10 @@ async fn where_no_gateway_is_any_more_a_tunnel_stands_until_it_ends_and_is_not_d
     let edge = world.run(&addresses(&[&teller]), every()).await;
     let (mut told, was) = (teller.next().await, old.next().await);
     let gateways = addresses(&[&new]);
-    let line = ToEdge::Gateways { gateways };
+    let line = ToEdge::Gateways {
+        gateways,
+        replicas: None,
+    };
     told.control.tell(&line).await.unwrap();
     new.next().await;
     edge.until(|status| status.gateways.len() == 2 && status.tunnels.len() == 3)
@@ -123,4 +129,181 @@ async fn a_name_that_leads_nowhere_is_told_and_keeps_nobody_from_the_others() {
     let trouble = status.trouble.unwrap();
     assert!(trouble.what.contains("gateway.invalid"), "{}", trouble.what);
     assert_eq!(status.state, "connected");
+}
+
+/// One address that leads to several gateways, to each in its turn or to the first of them alone.
+struct Balancer {
+    address: SocketAddr,
+    behind: Arc<Mutex<Vec<SocketAddr>>>,
+    dialled: Arc<AtomicUsize>,
+    _tasks: Tasks,
+}
+
+impl Balancer {
+    async fn start(behind: &[SocketAddr]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let behind = Arc::new(Mutex::new(behind.to_vec()));
+        let (dialled, tasks) = (Arc::new(AtomicUsize::new(0)), Tasks::default());
+        let (now, count) = (behind.clone(), dialled.clone());
+        tasks.spawn(info_span!("balancer"), async move {
+            let passing = Tasks::default();
+            while let Ok((mut near, _)) = listener.accept().await {
+                let turn = count.fetch_add(1, Relaxed);
+                let to = now.lock().unwrap().clone();
+                passing.spawn(info_span!("passing"), async move {
+                    if let Ok(mut far) = TcpStream::connect(to[turn % to.len()]).await {
+                        let _ = copy_bidirectional(&mut near, &mut far).await;
+                    }
+                });
+            }
+        });
+        Self {
+            address,
+            behind,
+            dialled,
+            _tasks: tasks,
+        }
+    }
+}
+
+/// A gateway that says how many there are.
+async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gateway {
+    let says = Says {
+        instance: instance.into(),
+        gateways: Vec::new(),
+        replicas: Some(replicas),
+        dismiss: None,
+    };
+    Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+}
+
+fn reached(gateways: u32, of: u32) -> impl Fn(&crate::state::Status) -> bool {
+    move |status| status.reached == Some(crate::state::ReachedStatus { gateways, of })
+}
+
+#[tokio::test]
+async fn all_gateways_behind_one_address_are_found_and_no_tunnel_ends_for_it() {
+    let ca = ca();
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    // More often to one than to the other.
+    let balancer = Balancer::start(&[a.address, a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&[balancer.address.to_string()], every()).await;
+    let (mut first, _second) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    assert!(a.registered.try_recv().is_err(), "it was dialled anew");
+    // There is another one, and it is told.
+    let mut c = one_of(&ca, "c", 3).await;
+    balancer.behind.lock().unwrap().push(c.address);
+    let gateways = vec![balancer.address.to_string()];
+    let replicas = Some(3);
+    let line = ToEdge::Gateways { gateways, replicas };
+    first.control.tell(&line).await.unwrap();
+    let third = c.next().await;
+    let status = edge.until(reached(3, 3)).await;
+    assert_eq!((status.state, status.tunnels.len()), ("connected", 3));
+    // One goes without a word, and comes again.
+    drop((third, c));
+    edge.until(reached(2, 3)).await;
+    let mut again = one_of(&ca, "c2", 3).await;
+    *balancer.behind.lock().unwrap() = vec![a.address, b.address, again.address];
+    let found = again.next().await;
+    edge.until(reached(3, 3)).await;
+    // One that drains is none to which callers come.
+    let mut draining = found.control;
+    let drain = ToEdge::Drain { grace_ms: 1000 };
+    draining.tell(&drain).await.unwrap();
+    edge.until(reached(2, 3)).await;
+    for gateway in [&mut a, &mut b] {
+        assert!(gateway.registered.try_recv().is_err(), "dialled anew");
+    }
+    edge.stop.cancel();
+    edge.tasks.drain(SOON).await;
+}
+
+#[tokio::test]
+async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody_his_tunnel() {
+    let ca = ca();
+    let mut only = one_of(&ca, "a", 3).await;
+    let balancer = Balancer::start(&[only.address]).await;
+    let world = World::joined(&ca);
+    let mut more = every();
+    more["backoff"]["refused_max"] = json!("1h");
+    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let _tunnel = only.next().await;
+    edge.until(reached(1, 3)).await;
+    // Time is the subject: they are half a second apart at least, and a second at most.
+    sleep(Duration::from_secs(3)).await;
+    let dialled = balancer.dialled.load(Relaxed);
+    assert!((3..=7).contains(&dialled), "dialled {dialled} times");
+    assert!(only.registered.try_recv().is_err(), "dialled anew");
+    assert_eq!(edge.reader.status().tunnels.len(), 1);
+}
+
+#[tokio::test]
+async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighbour() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    let balancer = Balancer::start(&[a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let mut more = every();
+    more["ports"] = json!({ "7": { "target": app.to_string() } });
+    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let (one, two) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
+        let (mut send, mut receive) = session(&registered.tunnel).await;
+        round_trip(&mut send, &mut receive, 4 << 20).await;
+        assert_eq!(gateway.next().await.welcome.slot, 1);
+        send.end().unwrap();
+    }
+    assert!(a.registered.try_recv().is_err(), "dialled anew");
+}
+
+#[tokio::test]
+async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_it_says() {
+    let ca = ca();
+    let mut takes = one_of(&ca, "a", 2).await;
+    let says = Says {
+        instance: "b".into(),
+        gateways: Vec::new(),
+        replicas: Some(2),
+        dismiss: Some(Dismissal::Full),
+    };
+    let refuses = Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
+    let balancer = Balancer::start(&[takes.address, refuses.address, refuses.address]).await;
+    let world = World::joined(&ca);
+    let edge = world.run(&[balancer.address.to_string()], every()).await;
+    let _tunnel = takes.next().await;
+    edge.until(reached(1, 2)).await;
+    let sent_away = "outcome=\"refused\"} 1\n";
+    let began = Instant::now();
+    while !edge.admin("/metrics").await.contains(sent_away) {
+        assert!(began.elapsed() < SOON, "nobody was refused");
+    }
+    // Time is the subject: some pauses would have been over, but for the 90 s that it said.
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(balancer.dialled.load(Relaxed), 2);
+    assert_eq!(edge.reader.status().state, "connected");
+    drop(refuses);
+}
+
+#[test]
+fn gateways_that_say_no_number_and_those_that_say_more_than_is_known_are_heard() {
+    let heard = |line: &str| causeway_tunnel::hello::parse::<ToEdge>(line.as_bytes()).unwrap();
+    let gateways = |replicas| ToEdge::Gateways {
+        gateways: vec!["a:1".into()],
+        replicas,
+    };
+    let older = r#"{"type":"gateways","gateways":["a:1"]}"#;
+    assert_eq!(heard(older), gateways(None));
+    let later = r#"{"type":"gateways","gateways":["a:1"],"replicas":2,"zones":{}}"#;
+    assert_eq!(heard(later), gateways(Some(2)));
+    let hello = r#"{"type":"hello","protocol":1,"version":"0","gateway":"a","node":"edge-1","gateways":[]}"#;
+    assert!(matches!(heard(hello), ToEdge::Hello(hello) if hello.replicas.is_none()));
+    // What older edges would not know is not said where there is none.
+    let said = serde_json::to_string(&gateways(None)).unwrap();
+    assert_eq!(said, older);
 }

@@ -1,0 +1,221 @@
+//! Looks for further gateways behind the addresses that an edge knows.
+//!
+//! An address may be a balancer's, behind which there are several gateways: whoever dials it comes to one of them. Where a
+//! gateway says that there are more than are reached, the addresses are dialled in turn, with pauses that grow (`Pace`):
+//! 1. a gateway that is reached already is left after its hello, before it has heard anything of this edge;
+//! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
+//! 3. all begins anew when gateways come, go, or say another number, and when the network changes.
+//!
+//! A balancer that leads to one of them only, whatever for, costs one attempt in each of the longest pauses.
+
+use super::{Links, Missed, reached::Count, slots::Slots};
+use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
+use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
+use tracing::{debug, info, info_span, warn};
+
+/// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
+const FIRST: Duration = Duration::from_secs(1);
+/// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
+/// one of 1,500, where a balancer leads each time to any; that is how long a gateway waits before it takes callers (`deploy/`).
+const TRIES: u32 = 2;
+/// What is found and lost again within this time was of no use: the pauses go on as if it had not been found.
+const OF_USE: Duration = Duration::from_secs(10);
+
+/// Finds the gateways that have no address of their own.
+pub(super) struct Seeker {
+    links: Arc<Links>,
+    /// Where gateways are looked for.
+    places: watch::Receiver<Vec<Place>>,
+    turn: usize,
+    /// Where they refuse this edge, as far as it has been said.
+    refused: Option<String>,
+}
+
+impl Seeker {
+    /// Looks behind these places.
+    pub(super) fn at(links: Arc<Links>, places: watch::Receiver<Vec<Place>>) -> Self {
+        Self {
+            links,
+            places,
+            turn: 0,
+            refused: None,
+        }
+    }
+
+    /// Looks for gateways until the edge stops. What it finds has tunnels as tasks of `tasks`.
+    pub(super) async fn run(mut self, mut changes: Changes, tasks: &Tasks) {
+        let links = self.links.clone();
+        let bounds = &links.config.backoff;
+        let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let mut least = Duration::ZERO;
+        let mut counts = links.reached.counts();
+        let (mut count, mut tries, mut said) = (Count::default(), Pace::default(), None);
+        loop {
+            let now = counts.now();
+            if now != count {
+                count = now;
+                tries.changed();
+                links.state.reached(count.reached, count.of);
+                say(count, &mut said);
+            }
+            let next = async {
+                match count.of.filter(|_| count.is_short()) {
+                    Some(of) => {
+                        let own = tries.pause(of, bounds.refused_max, rand::random());
+                        sleep(own.max(least)).await;
+                    }
+                    None => std::future::pending().await,
+                }
+            };
+            changes.forget();
+            tokio::select! {
+                () = links.stop.cancelled() => return,
+                () = counts.other_than(count) => continue,
+                () = next => tries.tried(),
+                () = changes.next() => {
+                    tries.changed();
+                    continue;
+                }
+            }
+            let Some(place) = self.next() else { continue };
+            let slots = Slots::found(links.clone(), place.clone());
+            let begun = Box::pin(slots.begin());
+            let Some(found) = links.stop.run_until_cancelled(begun).await else {
+                return;
+            };
+            least = match found {
+                Ok(session) => {
+                    let (stop, changes) = (links.stop.clone(), changes.clone());
+                    tasks.spawn(info_span!("gateway", %place), async move {
+                        slots.run(Some(session), &stop, changes).await;
+                    });
+                    backoff.reset();
+                    tries.found();
+                    Duration::ZERO
+                }
+                Err(Missed::Reached(_)) => Duration::ZERO,
+                // It may have said when to come again.
+                Err(Missed::Trouble(trouble)) => {
+                    self.troubled(&place, &trouble);
+                    trouble.delay(&mut backoff, rand::random())
+                }
+            };
+        }
+    }
+
+    /// The place whose turn it is.
+    fn next(&mut self) -> Option<Place> {
+        let places = self.places.borrow();
+        let place = places.get(self.turn % places.len().max(1)).cloned();
+        self.turn = self.turn.wrapping_add(1);
+        place
+    }
+
+    /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
+    fn troubled(&mut self, place: &Place, trouble: &Trouble) {
+        let what = trouble.what();
+        if trouble.is_refusal() && self.refused.as_deref() != Some(what) {
+            warn!(%place, reason = trouble.word(), what, "a further gateway has no tunnel");
+            self.refused = Some(what.to_owned());
+        } else {
+            debug!(%place, what, "no further gateway found");
+        }
+    }
+}
+
+/// When it is looked for gateways.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Attempts since something changed.
+    tries: u32,
+    found: Option<Instant>,
+}
+
+impl Pace {
+    /// How long is waited before the next attempt. `random` is from 0 to 1.
+    fn pause(&self, gateways: u32, most: Duration, random: f64) -> Duration {
+        let doubled = self.tries / gateways.saturating_mul(TRIES).max(1);
+        let longest = FIRST.saturating_mul(1 << doubled.min(16)).min(most);
+        longest.mul_f64(0.5 + random / 2.0)
+    }
+
+    fn tried(&mut self) {
+        self.tries = self.tries.saturating_add(1);
+    }
+
+    /// One was found.
+    fn found(&mut self) {
+        self.found = Some(Instant::now());
+    }
+
+    /// There are others than before, or another number of them.
+    fn changed(&mut self) {
+        if self.found.is_none_or(|found| found.elapsed() > OF_USE) {
+            self.tries = 0;
+        }
+    }
+}
+
+/// Says what is looked for, and that it is found: once, however often gateways come and go meanwhile.
+fn say(count: Count, said: &mut Option<Count>) {
+    let Count { reached, of } = count;
+    let of = of.unwrap_or(reached);
+    if count.is_short() {
+        if said.is_none_or(|said| said.of != count.of) {
+            info!(
+                reached,
+                of, "looking for the other gateways behind the addresses of these"
+            );
+            *said = Some(count);
+        }
+    } else if reached > 0 && said.take().is_some() {
+        info!(reached, of, "all gateways are reached");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: Duration = Duration::from_mins(1);
+
+    /// How long so many further attempts among three gateways take.
+    fn takes(pace: &mut Pace, tries: u32, random: f64) -> Duration {
+        let pauses = (0..tries).map(|_| {
+            let pause = pace.pause(3, MOST, random);
+            pace.tried();
+            pause
+        });
+        pauses.sum()
+    }
+
+    #[test]
+    fn a_gateway_among_three_is_sought_eighteen_times_in_half_a_minute_and_then_ever_less_often() {
+        let half_a_minute = takes(&mut Pace::default(), 18, 0.5);
+        assert_eq!(half_a_minute, Duration::from_millis(31_500));
+        let mut pace = Pace::default();
+        assert_eq!(pace.pause(3, MOST, 0.0), FIRST / 2);
+        // Six at a second, at 2, 4, 8, 16 and 32, and one a minute from there.
+        assert_eq!(takes(&mut pace, 36, 1.0), Duration::from_secs(6 * 63));
+        assert_eq!(takes(&mut pace, 1, 1.0), MOST);
+        pace.tries = u32::MAX;
+        assert_eq!(takes(&mut pace, 1, 1.0), MOST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_changes_has_gateways_sought_anew_unless_one_was_found_and_lost_at_once() {
+        let mut pace = Pace::default();
+        takes(&mut pace, 36, 1.0);
+        pace.found();
+        pace.changed();
+        assert_eq!(pace.pause(3, MOST, 1.0), MOST);
+        tokio::time::advance(OF_USE * 2).await;
+        pace.changed();
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+}

@@ -1,0 +1,117 @@
+//! How many gateways there are behind a Service, as its `EndpointSlice`s say it.
+//!
+//! One counts from when callers may be led to it, or earlier (`publishNotReadyAddresses`) from when it has an address, until it
+//! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
+
+use crate::{
+    client::watch_said,
+    client::watch_timeout,
+    objects::{Endpoint, EndpointSlice},
+};
+use futures_util::{StreamExt, future::ready, stream::BoxStream};
+use kube::{
+    Api, Client, ResourceExt,
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// By which a slice says whose it is.
+const LABEL: &str = "kubernetes.io/service-name";
+
+/// The slices of one Service, by name.
+type Slices = BTreeMap<String, EndpointSlice>;
+
+/// How many there are now; or why that is not known.
+pub(crate) type Now = Result<Option<u32>, String>;
+
+/// Each time that there may be another number, from now on. Never ends.
+pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStream<'static, Now> {
+    let api = Api::<EndpointSlice>::namespaced(client, namespace);
+    let config = watcher::Config::default().labels(&format!("{LABEL}={service}"));
+    let config = config.timeout(watch_timeout());
+    let (mut known, mut listed) = (Slices::new(), Slices::new());
+    let count = move |event: Result<Event<EndpointSlice>, watcher::Error>| {
+        match event {
+            Ok(Event::Init) => {
+                listed.clear();
+                return ready(None);
+            }
+            Ok(Event::InitApply(slice)) => {
+                listed.insert(slice.name_any(), slice);
+                return ready(None);
+            }
+            Ok(Event::InitDone) => known = std::mem::take(&mut listed),
+            Ok(Event::Apply(slice)) => drop(known.insert(slice.name_any(), slice)),
+            Ok(Event::Delete(slice)) => drop(known.remove(&slice.name_any())),
+            Err(error) => return ready(Some(Err(watch_said(&error)))),
+        }
+        ready(Some(Ok(counted(&known))))
+    };
+    watcher(api, config)
+        .default_backoff()
+        .filter_map(count)
+        .boxed()
+}
+
+/// How many these are: a gateway with an address of each family is in a slice of each.
+fn counted(slices: &Slices) -> Option<u32> {
+    let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for slice in slices.values() {
+        let there = slice.endpoints.iter().flatten().filter(|each| counts(each));
+        let addresses = there.filter_map(|each| each.addresses.first());
+        let family = families.entry(&slice.address_type).or_default();
+        family.extend(addresses.map(String::as_str));
+    }
+    let most = families.values().map(BTreeSet::len).max()?;
+    u32::try_from(most).ok().filter(|most| *most > 0)
+}
+
+/// What is not known of an endpoint counts for it (the API's words of `ready`).
+fn counts(endpoint: &Endpoint) -> bool {
+    let conditions = &endpoint.conditions;
+    conditions.ready != Some(false) && conditions.terminating != Some(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn slices(each: &[Value]) -> Slices {
+        let slice = |(number, slice): (usize, &Value)| {
+            let mut slice = slice.clone();
+            slice["metadata"] = json!({ "name": number.to_string() });
+            (number.to_string(), serde_json::from_value(slice).unwrap())
+        };
+        each.iter().enumerate().map(slice).collect()
+    }
+
+    #[test]
+    fn who_is_ready_and_does_not_terminate_counts_once_whatever_families_it_has() {
+        let four = json!({ "addressType": "IPv4", "endpoints": [
+            { "addresses": ["10.0.0.1"], "conditions": { "ready": true } },
+            { "addresses": ["10.0.0.2"], "conditions": {} },
+            { "addresses": ["10.0.0.3"], "conditions": { "ready": false } },
+            // As of a Service with publishNotReadyAddresses.
+            { "addresses": ["10.0.0.4"], "conditions": { "ready": true, "terminating": true } },
+        ] });
+        let six = json!({ "addressType": "IPv6", "endpoints": [
+            { "addresses": ["2001:db8::1"], "conditions": { "ready": true } },
+        ] });
+        let more = json!({ "addressType": "IPv4", "endpoints": [
+            // Between two writes the same one may be in two slices.
+            { "addresses": ["10.0.0.1"] }, { "addresses": ["10.0.0.5"] },
+        ] });
+        assert_eq!(counted(&slices(&[four, six, more])), Some(3));
+    }
+
+    #[test]
+    fn a_service_behind_which_nobody_is_says_nothing() {
+        assert_eq!(counted(&slices(&[])), None);
+        let none = json!({ "addressType": "IPv4", "endpoints": null });
+        assert_eq!(counted(&slices(&[none])), None);
+    }
+}

@@ -1,0 +1,285 @@
+//! Several gateways behind one address, which is all that an edge knows: a real `HAProxy` in front of them.
+//!
+//! Callers come to whichever gateway is there, as by a balancer of their own.
+
+use crate::{
+    fleet::load,
+    world::{
+        app::App,
+        process::{OPEN, Process, Site, address_after, causeway},
+        tool::{Running, Tool, need},
+        until,
+    },
+};
+use std::{
+    fmt::Write,
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Duration,
+};
+use tempfile::TempDir;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    time::sleep,
+};
+
+/// What a gateway says of a tunnel that has come.
+const ARRIVED: &str = "edge-1 connected";
+const URL: &str = "http://edge-1:9100/";
+/// As many gateways as the balancer knows of, whether they are there or not.
+const PLACES: u8 = 4;
+
+/// The gateways, of one CA, that know one node, and the balancer in front of them.
+struct Balanced {
+    /// Of a network of loopback that is this test's alone.
+    net: u8,
+    port: u16,
+    sites: Vec<Site>,
+    app: App,
+    balancer: Running,
+    _folder: TempDir,
+}
+
+/// An edge that knows the balancer and nothing else.
+struct Edge {
+    process: Process,
+    admin: String,
+}
+
+impl Balanced {
+    /// Two gateways, with these further keys of `tunnel`, behind a balancer with this `balance`.
+    async fn start(net: u8, balance: &str, more: &str) -> Self {
+        let app = App::saying("here").await;
+        let free = TcpListener::bind((Ipv4Addr::new(127, 53, net, 1), 0)).await;
+        let port = free.unwrap().local_addr().unwrap().port();
+        let at = |number: u8| SocketAddr::from((Ipv4Addr::new(127, 53, net, number), port));
+        let tunnel = format!("{{ advertise: [\"{}\"], replicas: 2{more} }}", at(100));
+        let first = format!("tunnel: {tunnel}\n{OPEN}");
+        let first = Site::listening(&at(1).to_string(), &first).await;
+        // It joins where it can be waited for.
+        let edge = first.join("edge-1", app.port()).await;
+        edge.stop().await.ok();
+        let second = first.replica_at(&at(2).to_string()).await;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("haproxy.cfg");
+        let mut text = format!(
+            "defaults\n mode tcp\n timeout connect 2s\n timeout client 1h\n timeout server 1h\n\
+             listen gateways\n bind {}\n balance {balance}\n default-server check inter 100ms fall 1 rise 1\n",
+            at(100)
+        );
+        for number in 1..=PLACES {
+            writeln!(text, " server g{number} {}", at(number)).unwrap();
+        }
+        fs::write(&file, text).unwrap();
+        let balancer = Tool::new("haproxy").args(["-db".as_ref(), "-f".as_ref(), file.as_os_str()]);
+        Self {
+            net,
+            port,
+            sites: vec![first, second],
+            app,
+            balancer: balancer.start(),
+            _folder: folder,
+        }
+    }
+
+    fn at(&self, number: u8) -> SocketAddr {
+        SocketAddr::from((Ipv4Addr::new(127, 53, self.net, number), self.port))
+    }
+
+    /// One more gateway, there.
+    async fn another(&mut self, number: u8) {
+        let tunnel = self.at(number).to_string();
+        let site = self.sites[0].replica_at(&tunnel).await;
+        self.sites.push(site);
+    }
+
+    /// All gateways say from now on that they are so many.
+    async fn say(&self, before: u32, now: u32) {
+        for site in &self.sites {
+            let file = site.path("gateway.yaml");
+            let text = fs::read_to_string(&file).unwrap();
+            let said = |count: u32| format!("replicas: {count}");
+            let text = text.replace(&said(before), &said(now));
+            assert!(text.contains(&said(now)), "{text}");
+            fs::write(&file, text).unwrap();
+            let reload = causeway("reload").flag("--data-dir", site.data());
+            reload.run().await.ok();
+        }
+    }
+
+    async fn edge(&self) -> Edge {
+        let first = &self.sites[0];
+        let edge = causeway("edge --admin-listen 127.0.0.1:0")
+            .flag("--gateway", self.at(100).to_string())
+            .args(["--tunnels-gateways", "every"])
+            .flag("--data-dir", first.edge_data("edge-1"))
+            .flag(
+                "--ports",
+                format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", self.app.port()),
+            );
+        let mut process = edge.start();
+        let runs = process.said("edge runs").await;
+        let admin = address_after(&runs, "admin=");
+        Edge { process, admin }
+    }
+
+    /// How many tunnels have come to each gateway.
+    fn arrived(&self) -> Vec<usize> {
+        let written = self.sites.iter().map(|site| site.gateway.written());
+        written.map(|written| written.count(ARRIVED)).collect()
+    }
+
+    /// Each gateway has the node.
+    async fn serve(&self) {
+        for site in &self.sites {
+            assert_eq!(site.nobody().get(URL).await.text(), "here");
+        }
+    }
+}
+
+impl Edge {
+    async fn ask(&self, path: &str) -> String {
+        let url = format!("http://{}{path}", self.admin);
+        Tool::curl().args([url]).run().await.ok().text()
+    }
+
+    /// How often it came to a gateway that it had already.
+    async fn misses(&self) -> usize {
+        let metrics = self.ask("/metrics").await;
+        let misses = "causeway_edge_tunnel_attempts_total{outcome=\"reached\"} ";
+        let said = metrics.lines().find_map(|line| line.strip_prefix(misses));
+        said.map_or(0, |said| said.parse().unwrap())
+    }
+
+    /// Waits until so many gateways are reached, of so many.
+    async fn reaches(&self, gateways: u32, of: u32) {
+        let wanted = format!("\"reached\":{{\"gateways\":{gateways},\"of\":{of}}}");
+        until(&wanted, async || {
+            self.ask("/status").await.contains(&wanted)
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn of_gateways_behind_one_address_all_are_found_and_one_may_go_and_one_come_and_no_request_is_lost()
+ {
+    need!("haproxy");
+    let mut all = Balanced::start(20, "roundrobin", "").await;
+    let before = all.arrived();
+    let edge = all.edge().await;
+    edge.reaches(2, 2).await;
+    all.serve().await;
+    assert_eq!(all.arrived(), [before[0] + 1, before[1] + 1]);
+
+    // An update: the next one is there before the one before goes.
+    all.another(3).await;
+    all.say(2, 3).await;
+    edge.reaches(3, 3).await;
+    all.serve().await;
+    let (one, two, three) = (&all.sites[0], &all.sites[1], &all.sites[2]);
+    let enough = AtomicBool::new(false);
+    let acting = async {
+        // Time is the subject, here and below: a load before the signal, and one behind it.
+        sleep(Duration::from_secs(1)).await;
+        one.gateway.signal("TERM").await;
+        until("its front is closed", async || {
+            TcpStream::connect(&one.front).await.is_err()
+        })
+        .await;
+        sleep(Duration::from_secs(1)).await;
+        enough.store(true, Relaxed);
+    };
+    let (ones, threes, ()) =
+        tokio::join!(load(one, two, &enough), load(three, two, &enough), acting);
+    for met in [&ones, &threes] {
+        let example = met.failed.first();
+        assert!(met.failed.is_empty(), "for example {example:?}");
+        // None of them ever had no tunnel.
+        assert_eq!(met.told, 0, "{met:?}");
+        assert!(met.first > 0, "{met:?}");
+    }
+
+    // Without a word, and another one in its place.
+    let stood = all.arrived()[1];
+    let killed = all.sites.remove(2);
+    let gone = all.sites.remove(0);
+    killed.gateway.kill().await;
+    edge.reaches(1, 3).await;
+    all.another(3).await;
+    edge.reaches(2, 3).await;
+    all.another(4).await;
+    edge.reaches(3, 3).await;
+    all.serve().await;
+    assert_eq!(all.arrived(), [stood, 1, 1], "dialled anew");
+    drop((gone, all.balancer));
+}
+
+#[tokio::test]
+async fn a_balancer_that_leads_by_source_to_one_gateway_costs_an_edge_few_attempts_and_one_line() {
+    need!("haproxy");
+    let all = Balanced::start(21, "source", "").await;
+    let edge = all.edge().await;
+    edge.reaches(1, 2).await;
+    until("it has looked for some seconds", async || {
+        edge.misses().await >= 4
+    })
+    .await;
+    let before = edge.misses().await;
+    // Time is the subject: the next pauses are 1 s at least.
+    sleep(Duration::from_secs(3)).await;
+    let more = edge.misses().await - before;
+    assert!((1..=3).contains(&more), "{more}");
+    let said = edge.process.written();
+    assert_eq!(said.count("looking for the other gateways"), 1);
+    let statuses = all
+        .sites
+        .iter()
+        .map(async |site| site.nobody().get(URL).await.status);
+    let mut statuses = futures_util::future::join_all(statuses).await;
+    statuses.sort_unstable();
+    assert_eq!(statuses, [200, 503]);
+    assert_eq!(said.count("tunnel registered"), 1);
+    // Who comes by the other one is found as soon as the balancer leads there.
+    let (there, gone): (Vec<_>, Vec<_>) = {
+        let mut parts = (Vec::new(), Vec::new());
+        for site in all.sites {
+            let has = site.nobody().get(URL).await.status == 200;
+            if has { &mut parts.1 } else { &mut parts.0 }.push(site);
+        }
+        parts
+    };
+    drop(gone);
+    until("it is at the other one", async || {
+        there[0].nobody().get(URL).await.status == 200
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_nowhere() {
+    need!("haproxy");
+    let lifetime = ", edge_certificate_lifetime: 20s";
+    let all = Balanced::start(22, "roundrobin", lifetime).await;
+    let before = all.arrived();
+    let edge = all.edge().await;
+    edge.reaches(2, 2).await;
+    let (one, two) = (&all.sites[0], &all.sites[1]);
+    let enough = AtomicBool::new(false);
+    let renewed = async {
+        let twice = [before[0] + 2, before[1] + 2];
+        until("both have a tunnel by the new certificate", async || {
+            let arrived = all.arrived();
+            arrived[0] >= twice[0] && arrived[1] >= twice[1]
+        })
+        .await;
+        enough.store(true, Relaxed);
+    };
+    let (ones, twos, ()) = tokio::join!(load(one, two, &enough), load(two, one, &enough), renewed);
+    for met in [&ones, &twos] {
+        assert!(met.failed.is_empty(), "{met:?}");
+        assert_eq!((met.told, met.refused, met.closed), (0, 0, 0), "{met:?}");
+    }
+    edge.reaches(2, 2).await;
+}
