@@ -114,12 +114,6 @@ impl Session {
         dialled: Dialled,
         whose: Whose,
     ) -> Result<Self, Missed> {
-        let Whose {
-            party,
-            slot,
-            takes_over,
-            bulk,
-        } = whose;
         let Dialled {
             io,
             place,
@@ -128,6 +122,7 @@ impl Session {
         let traffic = io.get_ref().0.traffic();
         let tcp = io.get_ref().0.get_ref();
         let from = tcp.and_then(|tcp| tcp.local_addr().ok());
+        let slot = whose.slot;
         let shown = io.get_ref().1.peer_certificates().unwrap_or_default();
         let shown = shown.iter().map(|one| one.clone().into_owned()).collect();
         let fault = Fault::default();
@@ -148,7 +143,9 @@ impl Session {
                 early: Vec::new(),
                 fault: fault.clone(),
             };
-            let (control, claim) = greeting.greet(links, party, (slot, takes_over)).await?;
+            let (control, claim) = greeting
+                .greet(links, whose.party, (slot, whose.takes_over))
+                .await?;
             Ok((greeting, control, claim))
         };
         let late = || Trouble::silent(format!("{} said no hello in time", place.gateway));
@@ -168,7 +165,7 @@ impl Session {
             early: greeting.early,
             fault: greeting.fault,
             load,
-            bulk,
+            bulk: whose.bulk,
             links: links.clone(),
             _standing: links.metrics.standing(),
             claim,
