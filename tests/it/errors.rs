@@ -684,6 +684,11 @@ async fn a_failed_connect_puts_the_sentence_into_the_reason_phrase() {
     assert_problem(&answer, 404, "node_unknown", "edge-9");
     let sentence = answer.json()["detail"].as_str().unwrap().to_owned();
     assert_eq!(answer.phrase.as_deref(), Some(sentence.as_str()));
+    // Also where an egress selector leads to a front of another kind.
+    let answer = connect(&world, "https", "edge-9:22").await;
+    let sentence = "CONNECT is served by a front of kind connect only";
+    assert_problem(&answer, 405, "method_not_allowed", sentence);
+    assert_eq!(answer.phrase.as_deref(), Some(sentence));
 }
 
 #[tokio::test]

@@ -20,7 +20,7 @@ use crate::{
     state::{TunnelId, policy::Matched},
 };
 use causeway_tunnel::{copy::Passed, listener::Peer};
-use http::{Request, StatusCode};
+use http::{Method, Request, StatusCode};
 use std::{
     fmt::Write as _,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
@@ -157,6 +157,11 @@ impl Record {
         filled
             .reason
             .map(|reason| reason.says(filled.detail.clone()))
+    }
+
+    /// Whether a CONNECT was asked.
+    pub fn is_of_connect(&self) -> bool {
+        self.method == Method::CONNECT.as_str()
     }
 
     /// The trace that this stream belongs to.

@@ -1,7 +1,7 @@
 //! Failures as bytes: the only place that turns an [`Error`] into an answer.
 //!
 //! Three forms at once: status and `application/problem+json` (RFC 9457), a `Proxy-Status` field (RFC 9209), and the
-//! same word in metrics and log through the record. A `connect` front puts the sentence into the reason
+//! same word in metrics and log through the record. Who asked by CONNECT has the sentence in the reason
 //! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
 //! 502 with plain text, the only form that kubectl shows in every case; but an upgrade with a `Status` of Kubernetes: what
 //! comes back of one kubectl reads as YAML, and of a text that happens to be some, such as `what: why`, it shows nothing.
@@ -51,7 +51,8 @@ pub fn of(front: &Front, record: &Record, (switches, error): (bool, &Error)) -> 
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    if front.kind == Kind::Connect
+    // On a `connect` front whatever was asked; and an egress selector that leads to a front of another kind is told so.
+    if (front.kind == Kind::Connect || record.is_of_connect())
         && let Ok(phrase) = ReasonPhrase::try_from(visible(&error.detail))
     {
         response.extensions_mut().insert(phrase);
