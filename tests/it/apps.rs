@@ -321,7 +321,7 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
     let build = World::build();
     let ours = asked(build.folder(), &authority, None);
     let build = build.config(|config| {
-        for port in [1, 2, 3] {
+        for port in [1, 2, 3, 5] {
             config.apps.insert(port, ours.clone());
         }
         config.timeouts.open = Duration::from_millis(500);
@@ -331,7 +331,9 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
     let clear = App::tcp(in_the_clear.close()).await;
     let silent = App::tcp(Script::new().silence()).await;
     let refusing = App::refusing();
+    let resetting = App::tcp(Script::new().reset()).await;
     let joining = world.edge("edge-1");
+    let joining = joining.port_as(5, Scheme::Tcp, resetting.address());
     let joining = joining.port_as(1, Scheme::Tcp, clear.address());
     let joining = joining.port_as(2, Scheme::Tcp, refusing.address());
     let joining = joining.port_as(3, Scheme::Tcp, silent.address());
@@ -351,6 +353,12 @@ async fn what_is_no_tls_or_not_there_or_silent_is_said_with_port_and_node() {
             "port 3 of edge-1 did not finish TLS",
         ),
         (4, 403, "edge_policy", "edge-1"),
+        (
+            5,
+            502,
+            "target_broken",
+            "port 5 of edge-1 reset the connection in mid TLS handshake",
+        ),
     ] {
         let answer = world.caller().get(&format!("https://edge-1:{port}/")).await;
         assert_problem(&answer, status, reason, says);

@@ -10,7 +10,10 @@ use crate::{
 };
 use causeway_tunnel::StreamError;
 use rustls::CertificateError;
-use std::{error::Error as StdError, io};
+use std::{
+    error::Error as StdError,
+    io::{self, ErrorKind::UnexpectedEof},
+};
 use tokio_util::sync::CancellationToken;
 
 /// The app broke the protocol, or off.
@@ -31,14 +34,14 @@ pub(super) fn sentence(route: &Route, what: &str) -> String {
 /// TLS was not begun.
 pub(super) fn of_tls(route: &Route, error: &io::Error) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
-        return Error::of_stream(route.node.as_str(), stream);
+        return of_below(route, stream, "in mid TLS handshake");
     }
     match find::<rustls::Error>(error) {
         Some(error) => match Changed::of(error) {
             Some(changed) => changed.at(route),
             None => broken(route, &of_peer(error)),
         },
-        None if error.kind() == io::ErrorKind::UnexpectedEof => {
+        None if error.kind() == UnexpectedEof => {
             broken(route, "closed the connection in mid TLS handshake")
         }
         None => broken(route, &format!("failed TLS: {error}")),
@@ -105,7 +108,7 @@ pub(super) fn of_http(way: Way<'_>, error: &hyper::Error) -> Error {
 /// The app did not answer to the end, which is `when`.
 pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Error {
     if let Some(stream) = find::<StreamError>(error) {
-        return Error::of_stream(route.node.as_str(), stream);
+        return of_below(route, stream, when);
     }
     if let Some(error) = find::<rustls::Error>(error) {
         return broken(route, &of_peer(error));
@@ -113,13 +116,24 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
     if error.is_parse() {
         return broken(route, &format!("answered what is not HTTP: {error}"));
     }
-    if error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
+    // Many apps end without a close_notify.
+    let cut = find::<io::Error>(error).is_some_and(|error| error.kind() == UnexpectedEof);
+    if cut || error.is_incomplete_message() || error.is_closed() || error.is_canceled() {
         return broken(route, &format!("closed the connection {when}"));
     }
     let cause = error
         .source()
         .map_or_else(|| error.to_string(), ToString::to_string);
     broken(route, &format!("broke the connection {when}: {cause}"))
+}
+
+/// The tunnel's stream below the app's connection broke, which is `when`. What resets one is its app: an edge says why it
+/// refuses, and what it leaves behind is lost.
+fn of_below(route: &Route, error: &StreamError, when: &str) -> Error {
+    match error {
+        StreamError::Reset { .. } => broken(route, &format!("reset the connection {when}")),
+        error => Error::of_stream(route.node.as_str(), error),
+    }
 }
 
 /// A stream that an app's connection carries broke, which is `when`; perhaps because the tunnel below that goes.
