@@ -177,13 +177,18 @@ async fn a_caller_that_is_not_known_is_401_and_learns_what_was_tried() {
         world.caller_at("both").sni(GATEWAY_NAME),
     );
     let tokens = world.caller_at("tokens");
-    let nothing = |what| format!("nothing presented; this front takes {what}");
+    let others = "(a client shows none that is of a CA which this front does not name)";
+    let nothing = |what: &str| format!("nothing presented; this front takes {what}");
     let unknown = || "token: not one that this front knows".to_owned();
     for (caller, says, challenge) in [
-        (https.nobody(), nothing("a client certificate"), ""),
+        (
+            https.nobody(),
+            nothing(&format!("a client certificate {others}")),
+            "",
+        ),
         (
             both.clone().nobody(),
-            nothing("a client certificate or a bearer token"),
+            nothing(&format!("a client certificate or a bearer token {others}")),
             bearer,
         ),
         (both.nobody().bearer("cwc1.wrong"), unknown(), invalid),

@@ -182,9 +182,13 @@ impl Authentication {
     fn wants(&self) -> &'static str {
         match (self.certificates, self.takes_bearers()) {
             (true, true) => {
-                "nothing presented; this front takes a client certificate or a bearer token"
+                "nothing presented; this front takes a client certificate or a bearer token \
+                 (a client shows none that is of a CA which this front does not name)"
             }
-            (true, false) => "nothing presented; this front takes a client certificate",
+            (true, false) => {
+                "nothing presented; this front takes a client certificate \
+                 (a client shows none that is of a CA which this front does not name)"
+            }
             (false, true) => "nothing presented; this front takes a bearer token",
             (false, false) => "this front serves nobody from here",
         }
