@@ -6,6 +6,7 @@
 use libtest_mimic::Trial;
 
 use crate::{
+    rows,
     steps::{self, by, failures_tell},
     world::{Way, World, causeway::CLOSED},
 };
@@ -17,6 +18,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             Way::Tcp,
             steps::logs_and_exec,
         ),
+        rows::over_tcp(),
         by(
             "egress::by_address_logs_and_exec".to_owned(),
             Way::Address,
@@ -38,6 +40,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             steps::what_is_in_the_cloud_is_dialled_there,
         ),
     ];
+    trials.extend(rows::by_address());
     trials.extend(steps::all("egress", Way::Unix));
     trials.extend(steps::variant("egress", Way::Unix, steps::MOVED));
     trials.extend([

@@ -12,6 +12,7 @@ use std::{
 use libtest_mimic::Trial;
 
 use crate::{
+    rows::{REQUESTS, UPGRADES, each_says},
     steps::{self, by, failures_tell},
     world::{
         Checks, Way, World,
@@ -129,9 +130,12 @@ fn a_policy_without_shells_is_told(world: &mut World) {
     let said = exec(world, "a").failed();
     exec(world, "b").ok();
     world.cluster.kubectl("logs -n a ticker").run().ok();
+    let wanted = "the policy does not let kube-apiserver-kubelet-client";
+    let deny = deny.replace("/exec", "/containerLogs, /healthz");
+    world.road().rules_anew(way, &deny);
+    each_says(world, wanted, &REQUESTS);
     world.road().rules_anew(way, "");
     exec(world, "a").ok();
-    let wanted = "the policy does not let kube-apiserver-kubelet-client";
     assert!(said.contains(wanted), "{said}");
 }
 
@@ -239,6 +243,7 @@ fn known_by_their_keys(world: &mut World) {
         said.contains("`causeway edge unpin edge-1 10250`"),
         "{said}"
     );
+    each_says(world, "has another key", &[UPGRADES, REQUESTS].concat());
     assert_eq!(known(world), pins);
     world.the_road().orders("edge unpin edge-1 10250").ok();
     // A kubelet that has just started does not know its pods yet.

@@ -4,6 +4,14 @@
 //! like as that of an upgrade which fails, by websocket or SPDY. All of them have to show the sentence. What a policy or a
 //! port without an app is answered, and an edge that is away, is among each way's own tests.
 
+mod apps;
+mod callers;
+mod ends;
+mod nobody;
+
+pub(crate) use callers::over_tcp;
+pub(crate) use nobody::by_address;
+
 use std::thread;
 
 use libtest_mimic::Trial;
@@ -32,6 +40,9 @@ pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
         let limits = move |world: &mut World| limits_are_told(world, way);
         trials.push(by(format!("{name}::limits_are_told"), way, limits));
     }
+    trials.extend(nobody::trials(name, way));
+    trials.extend(apps::trials(name, way));
+    trials.extend(ends::trials(name, way));
     trials
 }
 
@@ -48,6 +59,16 @@ pub(crate) fn own_trials(name: &str, way: Way) -> Vec<Trial> {
             of("a_command_may_be_long_and_one_too_long_is_told"),
             way,
             a_command_may_be_long_and_one_too_long_is_told,
+        ),
+        by(
+            of("an_api_server_that_is_not_known_is_told"),
+            way,
+            callers::an_api_server_that_is_not_known_is_told,
+        ),
+        by(
+            of("a_front_for_connect_tells_whoever_asks_for_more"),
+            way,
+            move |world| callers::a_front_for_connect_tells_whoever_asks_for_more(world, way),
         ),
     ]
 }
@@ -81,17 +102,17 @@ fn that_nobody_can_decide_is_told(world: &World) {
 }
 
 /// Commands for edge-1, one of each kind.
-const UPGRADES: [&str; 2] = [
+pub(crate) const UPGRADES: [&str; 2] = [
     "exec -n a ticker -- true",
     "port-forward -n a pod/echo 18081:8080",
 ];
-const REQUESTS: [&str; 2] = [
+pub(crate) const REQUESTS: [&str; 2] = [
     "logs -n a ticker",
     "get --raw /api/v1/nodes/edge-1/proxy/healthz",
 ];
 
 /// Has all of these fail, at once, and with these words.
-fn each_says(world: &World, wanted: &str, lines: &[&str]) {
+pub(crate) fn each_says(world: &World, wanted: &str, lines: &[&str]) {
     let mut programs: Vec<Program> = lines
         .iter()
         .map(|line| world.cluster.kubectl(line))
@@ -124,7 +145,17 @@ impl<'a> Firewall<'a> {
     fn new(world: &'a World, does: &str) -> Self {
         let table =
             "table inet row { chain in { type filter hook input priority 0; tcp dport 10250";
-        let rules = format!("{table} {does};\n}}\n}}\n");
+        Self::of(world, format!("{table} {does};\n}}\n}}\n"))
+    }
+
+    /// What its edge dials there comes to another port.
+    fn leading(world: &'a World, ports: &str, to: u16) -> Self {
+        let table = "table ip row { chain out { type nat hook output priority -100; tcp dport";
+        let rules = format!("{table} {{ {ports} }} redirect to :{to};\n}}\n}}\n");
+        Self::of(world, rules)
+    }
+
+    fn of(world: &'a World, rules: String) -> Self {
         let nft = world.nodes[0].at("nft").words("-f -").input(rules);
         nft.run().ok();
         Self(world)
@@ -133,11 +164,11 @@ impl<'a> Firewall<'a> {
 
 impl Drop for Firewall<'_> {
     fn drop(&mut self) {
-        // A test that fails has more to say than this.
-        self.0.nodes[0]
-            .at("nft")
-            .words("delete table inet row")
-            .run();
+        // A test that fails has more to say than this, and no rule does both.
+        for family in ["inet", "ip"] {
+            let delete = self.0.nodes[0].at("nft").words("delete table");
+            delete.args([family, "row"]).run();
+        }
     }
 }
 
@@ -185,7 +216,7 @@ fn limits_are_told(world: &mut World, way: Way) {
     each_says(
         world,
         "this caller has 1 streams open, which is its limit",
-        &UPGRADES,
+        &[UPGRADES, REQUESTS].concat(),
     );
     open.close_input();
     assert_eq!(open.ended().0, Some(0), "{}", open.said());

@@ -259,6 +259,20 @@ impl Road {
         drop(self.edges[number].take());
     }
 
+    /// Asks the edge of a node to end, and hands it over.
+    pub(crate) fn leaves(&mut self, number: usize) -> Process {
+        let edge = self.edges[number].take().expect("it has joined");
+        edge.is_to_end();
+        edge
+    }
+
+    /// Asks the gateway to end, and hands it over. The next way begins with another.
+    pub(crate) fn drains(&mut self) -> Process {
+        let (_, _, gateway) = self.gateway.take().expect("it was started");
+        gateway.is_to_end();
+        gateway
+    }
+
     /// The CAs by which kube-apiserver checks who says to be a kubelet: the cluster's, and this gateway's.
     pub(crate) fn authority(&self, checks: Checks, cluster: &Cluster) -> Option<PathBuf> {
         let file = self.folder.join("kubelets-ca.pem");
@@ -399,10 +413,13 @@ fn further(example: &str, folder: &Path, cluster: &Cluster) -> Vec<Value> {
     }
 }
 
-/// `CoreDNS` as a cluster has it, for names of nodes alone: it asks the gateway.
+/// `CoreDNS` as a cluster has it: of names of nodes it asks the gateway, and nobody else has one.
 fn names(folder: &Path, assets: &Path) -> Process {
     let file = folder.join("Corefile");
-    let text = format!("{ZONE}:53 {{\n bind {CLOUD}\n forward . {CLOUD}:10253\n}}\n");
+    let text = format!(
+        "{ZONE}:53 {{\n bind {CLOUD}\n forward . {CLOUD}:10253\n}}\n\
+         .:53 {{\n bind {CLOUD}\n template ANY ANY {{\n rcode NXDOMAIN\n }}\n}}\n"
+    );
     fs::write(&file, text).unwrap();
     let resolver = format!("nameserver {CLOUD}\nsearch {ZONE}\n");
     fs::write(folder.join("resolv.conf"), resolver).unwrap();

@@ -210,9 +210,14 @@ impl Process {
         self.child.stdin = None;
     }
 
+    /// Asks it to end.
+    pub(crate) fn is_to_end(&self) {
+        must(&format!("kill -TERM {}", self.id()));
+    }
+
     /// Asks it to end, and ends it if it takes longer than this.
     pub(crate) fn stop(mut self, grace: Duration) {
-        must(&format!("kill -TERM {}", self.id()));
+        self.is_to_end();
         within(grace, || self.child.try_wait().unwrap().is_some());
     }
 

@@ -1,0 +1,102 @@
+//! kube-apiserver is a caller like others: one that is not known, or that asks a front for what it does not serve.
+//!
+//! What it is told is what kubectl's user reads. Where TLS already ends by an alert, its own words are all there is, and the
+//! gateway's log says why.
+
+use std::path::Path;
+
+use libtest_mimic::Trial;
+
+use super::{REQUESTS, UPGRADES, each_says, exec};
+use crate::{
+    steps::by,
+    world::{Way, World, process::until},
+};
+
+/// What an API server is told whose egress selector shows a certificate.
+pub(crate) fn over_tcp() -> Trial {
+    let run = |world: &mut World| {
+        an_egress_selector_that_is_not_known_is_told(world);
+        an_egress_selector_that_leads_to_another_front_is_told(world);
+    };
+    let title = "egress::over_tcp_an_api_server_is_told_what_is_wrong_with_it";
+    by(title.to_owned(), Way::Tcp, run)
+}
+
+/// Once this is what all commands are told.
+fn told(world: &World, wanted: &str) {
+    // What a connection that stands has begun is not taken back.
+    for line in [UPGRADES[0], REQUESTS[0], REQUESTS[1]] {
+        until(wanted, || {
+            let ran = world.cluster.kubectl(line).run();
+            ran.code != Some(0) && ran.stderr.contains(wanted)
+        });
+    }
+    each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
+}
+
+pub(super) fn an_api_server_that_is_not_known_is_told(world: &mut World) {
+    let road = world.the_road();
+    let of = |ca: &Path| format!("client_ca: [{}]", ca.display());
+    let cluster = of(Path::new(&world.cluster.pki.path("ca.pem")));
+    let other = of(&road.ca());
+    road.gateway_anew(|text| text.replace(&cluster, &other));
+    told(world, "remote error: tls: unknown certificate authority");
+    let said = road.said();
+    let why = "a caller's certificate is refused front=\"kubelets\" peer=10.97.0.1:";
+    assert!(
+        said.contains(why) && said.contains("UnknownIssuer"),
+        "{said}"
+    );
+
+    let tokens = "token_review: {}";
+    road.gateway_anew(|text| text.replace(&other, tokens));
+    told(world, "nothing presented; this front takes a bearer token");
+    road.gateway_anew(|text| text.replace(tokens, &cluster));
+    until("it is known again", || exec(world).code == Some(0));
+}
+
+/// The way of names, but for the kind of the front at which they lead to.
+pub(super) fn a_front_for_connect_tells_whoever_asks_for_more(world: &mut World, way: Way) {
+    let kubelets = "    kind: https\n    listen: 0.0.0.0:10250\n";
+    let connect = kubelets.replace("https", "connect");
+    world.otherwise(way, |text| text.replace(kubelets, &connect));
+    let all = [UPGRADES, REQUESTS].concat();
+    each_says(world, "this front serves CONNECT only", &all);
+}
+
+/// The front that this way comes by, otherwise.
+fn front(text: &str, change: impl Fn(&str) -> String) -> String {
+    let line = |line: &str| {
+        let ours = line.contains("\"name\":\"tcp\"");
+        let changed = ours.then(|| change(line));
+        changed.unwrap_or_else(|| line.to_owned()) + "\n"
+    };
+    text.lines().map(line).collect()
+}
+
+fn an_egress_selector_that_is_not_known_is_told(world: &World) {
+    let road = world.the_road();
+    let (cluster, other) = (world.cluster.pki.path("ca.pem"), road.ca());
+    let other = other.display().to_string();
+    road.gateway_anew(|text| front(&text, |line| line.replace(&cluster, &other)));
+    // Of a CA that is not asked for it shows nothing.
+    told(
+        world,
+        "code 502: 502 nothing presented; this front takes a client certificate (a client shows none",
+    );
+    road.gateway_anew(|text| front(&text, |line| line.replace(&other, &cluster)));
+    until("it is known again", || exec(world).code == Some(0));
+}
+
+fn an_egress_selector_that_leads_to_another_front_is_told(world: &mut World) {
+    let https = "\"kind\":\"https\",\"port\":10250";
+    world.otherwise(Way::Tcp, |text| {
+        front(&text, |line| line.replace("\"kind\":\"connect\"", https))
+    });
+    each_says(
+        world,
+        "code 502: 502 CONNECT is served by a front of kind connect only",
+        &[UPGRADES, REQUESTS].concat(),
+    );
+}

@@ -1,0 +1,121 @@
+//! Ends that somebody wants, an edge's or a gateway's, and one that nobody does, while kubectl has something open.
+
+use std::time::Duration;
+
+use libtest_mimic::Trial;
+
+use super::{REQUESTS, UPGRADES, apps, each_says, exec};
+use crate::{
+    names,
+    steps::{by, full},
+    world::{
+        Way, World,
+        causeway::REFUSING,
+        net::CLOUD,
+        process::{Process, until},
+    },
+};
+
+/// By the ways whose words differ; what an edge says is the same on all.
+pub(super) fn trials(name: &str, way: Way) -> Vec<Trial> {
+    let of = |row: &str| format!("{name}::{row}");
+    let mut trials = Vec::new();
+    if way == names::CHECKED || full() {
+        trials.push(by(
+            of("an_edge_that_leaves_says_so_and_ends_with_what_is_open"),
+            way,
+            an_edge_that_leaves_says_so_and_ends_with_what_is_open,
+        ));
+    }
+    if way == names::CHECKED {
+        trials.push(by(
+            of("an_edge_that_is_lost_while_an_app_is_awaited_is_told"),
+            way,
+            an_edge_that_is_lost_while_an_app_is_awaited_is_told,
+        ));
+    }
+    let wanted = match way {
+        Way::Unix => "connect.sock: connect: connection refused".to_owned(),
+        // Who asks for names is answered to the end.
+        Way::Names(_) => format!("dial tcp {CLOUD}:10250: connect: connection refused"),
+        _ => return trials,
+    };
+    trials.push(by(
+        of("a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time"),
+        way,
+        move |world| {
+            a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(world, way, &wanted);
+        },
+    ));
+    trials
+}
+
+/// A session on edge-1 that says what it hears.
+fn session(world: &World, log: &str) -> Process {
+    let exec = "exec -i -n a echo -- cat /tmp/node -";
+    let mut session = world.cluster.kubectl(exec).start(&world.path(log));
+    session.says("edge-1");
+    session
+}
+
+fn goes_on(session: &mut Process) {
+    session.send(b"still here\n");
+    session.says("still here");
+}
+
+fn an_edge_that_leaves_says_so_and_ends_with_what_is_open(world: &mut World) {
+    let mut open = session(world, "leaves.log");
+    let mut edge = world.road().leaves(0);
+    let wanted = "edge-1 is leaving this gateway and takes no new streams here";
+    until("it has said so", || exec(world).stderr.contains(wanted));
+    each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
+    goes_on(&mut open);
+    open.close_input();
+    assert_eq!(open.ended().0, Some(0), "{}", open.said());
+    assert_eq!(edge.ended().0, Some(0), "{}", edge.said());
+    world.rejoin(0);
+    until("it is back", || exec(world).code == Some(0));
+}
+
+fn a_gateway_that_drains_lets_nobody_in_and_ends_what_is_open_in_time(
+    world: &mut World,
+    way: Way,
+    wanted: &str,
+) {
+    world.otherwise(way, |text| text + "\ntimeouts: { drain: 10s }\n");
+    let [mut ends, mut stays] = ["ends.log", "stays.log"].map(|log| session(world, log));
+    let mut gateway = world.road().drains();
+    until("its fronts are closed", || {
+        exec(world).stderr.contains(wanted)
+    });
+    each_says(world, wanted, &[UPGRADES, REQUESTS].concat());
+    goes_on(&mut ends);
+    goes_on(&mut stays);
+    ends.close_input();
+    assert_eq!(ends.ended().0, Some(0), "{}", ends.said());
+    let (code, took) = gateway.ended();
+    assert_eq!(code, Some(0), "{}", gateway.said());
+    assert!(took < Duration::from_secs(11), "{took:?}");
+    let (code, took) = stays.ended();
+    assert!(code.is_some_and(|code| code != 0), "{code:?}");
+    assert!(took < Duration::from_secs(5), "{took:?}: {}", stays.said());
+    let said = stays.said();
+    assert!(said.contains("unexpected EOF"), "{said}");
+}
+
+fn an_edge_that_is_lost_while_an_app_is_awaited_is_told(world: &mut World) {
+    let mut app = apps::ill(world);
+    let led = apps::resting(world);
+    let raw = format!("get --raw /api/v1/nodes/https:edge-1:{REFUSING}/proxy/");
+    let mut asks = world.cluster.kubectl(&raw).start(&world.path("lost.log"));
+    app.says("by rests");
+    drop(led);
+    world.road().kill(0);
+    let (code, took) = asks.ended();
+    assert!(code.is_some_and(|code| code != 0), "{code:?}");
+    assert!(took < Duration::from_secs(5), "{took:?}: {}", asks.said());
+    let said = asks.said();
+    assert!(said.contains("edge-1 was lost in mid-stream"), "{said}");
+    world.rejoin(0);
+    until("it is back", || exec(world).code == Some(0));
+}
