@@ -338,7 +338,8 @@ async fn a_tunnel_that_is_lost_in_flight_is_502() {
         link.cut();
     };
     let (answer, ()) = tokio::join!(caller.get("https://edge-1:9100/"), cut);
-    assert_problem(&answer, 502, "tunnel_lost", "edge-1 was lost in mid-stream");
+    let said = "edge-1 was lost in mid-stream: the tunnel was lost: the peer closed the connection";
+    assert_problem(&answer, 502, "tunnel_lost", said);
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ pub enum StreamError {
         cause: h2::Error,
     },
     /// The tunnel below the stream is gone.
-    #[error("the tunnel was lost: {cause}")]
+    #[error("the tunnel was lost: {}", Ended::by(.cause))]
     Lost {
         /// The engine's error.
         #[source]
@@ -74,9 +74,10 @@ pub enum Ended {
 
 impl Ended {
     pub(crate) fn of(result: Result<(), h2::Error>) -> Self {
-        let Err(error) = result else {
-            return Self::Peer;
-        };
+        result.err().map_or(Self::Peer, |error| Self::by(&error))
+    }
+
+    fn by(error: &h2::Error) -> Self {
         match error.get_io().map(io::Error::kind) {
             Some(
                 io::ErrorKind::UnexpectedEof
