@@ -34,7 +34,7 @@ RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config resolve tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
-    crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); \
+    crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
     case $(uname -m) in aarch64) pages=16 fold= ;; *) pages=12 fold=,--icf=safe ;; esac; \
     echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages CFLAGS=-fno-asynchronous-unwind-tables \
         RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= \

@@ -53,6 +53,8 @@ pub struct Config {
     pub ports: BTreeMap<u16, Port>,
     /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port is one of them only if it is named alone, in no range.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // A key without a value is a fault, and not as good as none.
+    #[schemars(with = "Vec<PortRange>")]
     pub listed_ports: Option<Vec<PortRange>>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,

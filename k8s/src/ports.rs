@@ -167,7 +167,8 @@ impl<'a> Keeper<'a> {
                     self.service = false;
                     self.writing.over();
                 }
-                Err(why) => self.writing.say(&why),
+                Err(why) if self.writing.says(&why) => self.tell(why).await,
+                Err(_) => {}
             }
         }
         !self.list && !self.service

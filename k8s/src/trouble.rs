@@ -27,15 +27,21 @@ impl Trouble {
 
     /// It failed.
     pub(crate) fn say(&mut self, why: &str) {
+        self.says(why);
+    }
+
+    /// It failed. False: that has been said lately.
+    pub(crate) fn says(&mut self, why: &str) -> bool {
         let now = Instant::now();
         let since = *self.since.get_or_insert(now);
         let known = self.said.as_ref();
         if known.is_some_and(|(said, at)| said == why && at.elapsed() < SAY) {
             tracing::debug!(why, "{} still fails", self.what);
-            return;
+            return false;
         }
         tracing::warn!(why, lasts = ?since.elapsed(), "{} fails; trying on", self.what);
         self.said = Some((why.to_owned(), now));
+        true
     }
 
     /// It went well.

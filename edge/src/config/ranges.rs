@@ -132,10 +132,6 @@ mod tests {
         for (config, takes) in [
             (json!({}), [false; 3]),
             (json!({ "kubernetes": {} }), [true, true, false]),
-            (
-                json!({ "kubernetes": {}, "listed_ports": null }),
-                [true, true, false],
-            ),
             (json!({ "kubernetes": {}, "listed_ports": [] }), [false; 3]),
             (
                 json!({ "kubernetes": {}, "listed_ports": ["9000-9999"] }),

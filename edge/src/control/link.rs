@@ -24,7 +24,7 @@ use crate::{
     state::Writer,
 };
 use arc_swap::ArcSwap;
-use causeway_tunnel::{hello::Listed, server::Asked};
+use causeway_tunnel::{backoff::Backoff, hello::Listed, server::Asked};
 use futures_util::future::BoxFuture;
 pub(crate) use reached::Reached;
 use slots::Slots;
@@ -82,6 +82,12 @@ impl From<Trouble> for Missed {
 }
 
 impl Links {
+    /// Pauses between attempts, as the configuration has them.
+    fn backoff(&self) -> Backoff {
+        let bounds = &self.config.backoff;
+        Backoff::new(bounds.silent_max, bounds.refused_max)
+    }
+
     /// Keeps the tunnels until the edge stops, then leaves in order.
     pub(crate) async fn run(self: Arc<Self>, changes: Changes) {
         let stop = self.stop.clone();

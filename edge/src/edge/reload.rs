@@ -83,14 +83,17 @@ pub(super) struct Parts {
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
 }
 
+/// Addresses from which gateways were dialled that are remembered: one that this node has no more is dialled by nobody.
+const MOST_OWN: usize = 8;
+
 /// What the way of now has been made of.
 pub(super) struct Allowed {
     /// As the owner configured it.
     policy: Policy,
     /// What the gateway lists, whichever said so last.
     listed: Listed,
-    /// From where it was dialled.
-    from: Option<IpAddr>,
+    /// From where gateways that list were dialled, the last one last.
+    from: Vec<IpAddr>,
 }
 
 impl Allowed {
@@ -99,7 +102,7 @@ impl Allowed {
         Mutex::new(Self {
             policy,
             listed: Listed::default(),
-            from: None,
+            from: Vec::new(),
         })
     }
 }
@@ -112,9 +115,9 @@ impl Parts {
         change(&mut allowed);
         let own = Own {
             admin: self.admin,
-            address: allowed.from,
+            addresses: allowed.from.clone(),
         };
-        let policy = allowed.policy.clone().listing(&allowed.listed, own);
+        let policy = allowed.policy.clone().listing(&allowed.listed, &own);
         let ports = policy.ports();
         let way = Way::new(
             policy,
@@ -139,10 +142,17 @@ impl Parts {
             return;
         }
         let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = allowed.listed == listed && allowed.from == from;
+        // Gateways may be dialled from several addresses of this node, and each tells the list.
+        let from = from.filter(|from| !allowed.from.contains(from));
+        let same = allowed.listed == listed && from.is_none();
         drop(allowed);
         if !same {
-            let ports = self.allow(|allowed| (allowed.listed, allowed.from) = (listed, from));
+            let ports = self.allow(|allowed| {
+                allowed.listed = listed;
+                allowed.from.extend(from);
+                let over = allowed.from.len().saturating_sub(MOST_OWN);
+                allowed.from.drain(..over);
+            });
             info!(?ports, "the gateway listed ports");
         }
     }
@@ -365,5 +375,21 @@ mod tests {
         }
         edge.parts().list(listed(&all[..Listed::MOST]), None);
         assert_eq!(serves(&edge).len(), Listed::MOST);
+    }
+
+    #[tokio::test]
+    async fn an_address_from_which_one_gateway_was_dialled_stays_when_another_lists_the_same() {
+        let edge = began(json!({ "kubernetes": {} }));
+        let known = || edge.parts().allowed.lock().unwrap().from.clone();
+        let (one, two) = ("192.168.1.7".parse().unwrap(), "10.0.0.5".parse().unwrap());
+        for from in [one, two, one] {
+            edge.parts().list(listed(&[9051]), Some(from));
+        }
+        assert_eq!(known(), [one, two]);
+        for last in 1..=20 {
+            let from = std::net::Ipv4Addr::new(10, 0, 1, last).into();
+            edge.parts().list(listed(&[9051]), Some(from));
+        }
+        assert_eq!(known().len(), MOST_OWN);
     }
 }

@@ -20,12 +20,12 @@ use std::{
 };
 
 /// What an edge that runs knows of its own place.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Own {
     /// The port of its admin listener.
     pub(crate) admin: u16,
-    /// From where it has dialled the gateway: an address of this node, whatever else it has.
-    pub(crate) address: Option<IpAddr>,
+    /// From where it has dialled gateways: addresses of this node, whatever else it has.
+    pub(crate) addresses: Vec<IpAddr>,
 }
 
 /// The compiled allow-list.
@@ -71,15 +71,18 @@ impl Policy {
     }
 
     /// The same, with these ports listed. What the configuration says of a port wins, and bytes where a port is listed twice.
-    pub(crate) fn listing(self, listed: &Listed, own: Own) -> Self {
+    pub(crate) fn listing(self, listed: &Listed, own: &Own) -> Self {
         let with = |scheme| move |port: &u16| (*port, scheme);
         let all = listed.http.iter().map(with(Scheme::Http));
         let all = all.chain(listed.tcp.iter().map(with(Scheme::Tcp)));
         let may = |port: u16| self.listable.permits(port, own.admin);
         let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
         let mut also = self.addresses.clone();
-        let dialled_from = own.address.map(|ip| ip.to_canonical());
-        also.extend(dialled_from.filter(|ip| !ip.is_loopback() && !also.contains(ip)));
+        for ip in own.addresses.iter().map(IpAddr::to_canonical) {
+            if !ip.is_loopback() && !also.contains(&ip) {
+                also.push(ip);
+            }
+        }
         let app = |port: u16, scheme| App {
             id: AppId::Port(port),
             node: self.node.clone(),
@@ -257,7 +260,7 @@ mod tests {
             http: vec![9051, 9100, 22],
             tcp: vec![10250, 10255],
         };
-        let with = policy.clone().listing(&listed, Own::default());
+        let with = policy.clone().listing(&listed, &Own::default());
         assert_eq!(with.ports(), [9051, 9100, 10250]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9100").unwrap(), "127.0.0.1:45123");
@@ -266,7 +269,7 @@ mod tests {
         for target in ["edge-1:22", "edge-1:10255", "edge-1:10250", "127.0.0.1:22"] {
             assert_eq!(decide(&with, target), Err(Refusal::Policy), "{target}");
         }
-        let without = with.listing(&Listed::default(), Own::default());
+        let without = with.listing(&Listed::default(), &Own::default());
         assert_eq!(without.ports(), [9100]);
     }
 
@@ -280,7 +283,7 @@ mod tests {
     fn at(address: &str) -> Own {
         Own {
             admin: 10266,
-            address: Some(address.parse().unwrap()),
+            addresses: vec![address.parse().unwrap()],
         }
     }
 
@@ -290,7 +293,7 @@ mod tests {
             let policy = policy(json!({
                 "listed_ports": ["9100"], "addresses": ["10.0.0.5"], "allow": { "hosts": hosts },
             }));
-            policy.listing(&listed(&[9100]), at("10.0.0.5"))
+            policy.listing(&listed(&[9100]), &at("10.0.0.5"))
         };
         let own: SocketAddr = "10.0.0.5:9100".parse().unwrap();
         for (hosts, may) in [
@@ -307,11 +310,11 @@ mod tests {
 
     #[test]
     fn a_node_of_a_cluster_serves_what_is_listed_on_loopback_and_its_own_addresses_by_default() {
-        let listing = |more: serde_json::Value, ports: &[u16], own| {
+        let listing = |more: serde_json::Value, ports: &[u16], own: Own| {
             let mut config = json!({ "kubernetes": {}, "addresses": ["10.0.0.5"] });
             let all = config.as_object_mut().unwrap();
             all.extend(more.as_object().unwrap().clone());
-            policy(config).listing(&listed(ports), own)
+            policy(config).listing(&listed(ports), &own)
         };
         let nothing = json!({});
         let with = listing(nothing.clone(), &[9051, 22], at("::ffff:192.168.1.7"));
@@ -355,7 +358,7 @@ mod tests {
     #[test]
     fn the_edges_own_admin_listener_is_opened_by_no_default_and_no_range() {
         let serves = |config: serde_json::Value| {
-            let with = policy(config).listing(&listed(&[10265, 10266]), at("10.0.0.5"));
+            let with = policy(config).listing(&listed(&[10265, 10266]), &at("10.0.0.5"));
             with.ports()
         };
         for (config, ports) in [
@@ -378,7 +381,7 @@ mod tests {
             http: all,
             tcp: vec![9443],
         };
-        let with = policy(json!({ "kubernetes": {} })).listing(&twice, at("10.0.0.5"));
+        let with = policy(json!({ "kubernetes": {} })).listing(&twice, &at("10.0.0.5"));
         assert_eq!(with.ports().len(), 65_534, "neither 0 nor its own");
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
         assert_eq!(decide(&with, "edge-1:9443"), Err(Refusal::Policy));
@@ -386,7 +389,7 @@ mod tests {
         let elsewhere = serde_json::from_value::<Listed>(json!({
             "http": [9051], "tcp": [], "host": "10.9.9.9", "https": [9443],
         }));
-        let with = with.listing(&elsewhere.unwrap(), Own::default());
+        let with = with.listing(&elsewhere.unwrap(), &Own::default());
         assert_eq!(with.ports(), [9051]);
         assert_eq!(decide(&with, "edge-1:9051").unwrap(), "127.0.0.1:9051");
     }

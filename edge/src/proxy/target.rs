@@ -140,7 +140,7 @@ mod tests {
             tcp: Vec::new(),
         };
         let policy = Policy::new("edge-1", &config).unwrap();
-        let policy = policy.listing(&listed, Own::default());
+        let policy = policy.listing(&listed, &Own::default());
         let app = policy.decide(&Target::new("edge-1", port), &Kind::Request);
         let app = app?;
         dial(&policy, &app, deadline(Duration::from_secs(5))).await

@@ -7,7 +7,7 @@
 
 use super::{LEAVING, Links, seek::Seeker, slots::Slots};
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
-use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use causeway_tunnel::task::Tasks;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -63,7 +63,7 @@ impl Every<'_> {
     async fn run(mut self, mut changes: Changes) {
         let links = self.links.clone();
         let (stop, config) = (&links.stop, &links.config);
-        let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
+        let mut backoff = links.backoff();
         let mut told = links.gateways.changes();
         loop {
             changes.forget();

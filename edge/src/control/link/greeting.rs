@@ -83,12 +83,12 @@ impl Greeting {
             other => return Err(unexpected(&other).into()),
         };
         check(&hello, links)?;
+        let claim = claim(links, &hello, (party, slot > 0 || takes_over))?;
         info!(
             gateway = hello.gateway,
             version = hello.version,
             "the gateway said hello"
         );
-        let claim = claim(links, &hello, (party, slot > 0 || takes_over))?;
         let welcome = ToGateway::Welcome(Welcome {
             takes_over,
             ..welcome(links, slot, &hello.gateways)

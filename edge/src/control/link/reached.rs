@@ -44,23 +44,29 @@ struct Hold {
 pub(super) struct Count {
     /// Those that do not drain.
     pub(super) reached: u32,
-    /// And how many there are, if one of those says so.
+    /// And how many there are, if one of those says so; of those that drain, where all do.
     pub(super) of: Option<u32>,
+    /// At how many there are tunnels, whatever these are of use for.
+    held: u32,
 }
 
 impl Count {
     /// Whether there are others, of which those that are reached know.
     pub(super) fn is_short(self) -> bool {
-        self.reached > 0 && self.of.is_some_and(|of| of > self.reached)
+        // No gateway's word has an edge hold tunnels without end, nor has one that drains as soon as it is found.
+        self.held < 2 * MOST_GATEWAYS && self.of.is_some_and(|of| of > self.reached)
     }
 
     fn of(table: &Table) -> Self {
         let stay = || table.values().filter(|hold| !hold.drains);
-        let of = stay().filter_map(|hold| hold.replicas).max();
+        let reached = stay().count();
+        let word = |hold: &Hold| hold.replicas.filter(|_| reached == 0 || !hold.drains);
+        let of = table.values().filter_map(word).max();
+        let number = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
         Self {
-            reached: u32::try_from(stay().count()).unwrap_or(u32::MAX),
-            // No gateway's word has an edge hold tunnels without end.
+            reached: number(reached),
             of: of.map(|of| of.min(MOST_GATEWAYS)),
+            held: number(table.len()),
         }
     }
 }
@@ -229,8 +235,29 @@ mod tests {
         assert_eq!(short(), (false, 1, Some(1)));
         b.says(Some(u32::MAX));
         assert_eq!(short(), (true, 1, Some(64)));
-        drop(b);
+        // All of them go: others come in their place.
+        b.says(Some(1));
+        b.drains();
+        assert_eq!(short(), (true, 0, Some(2)));
+        drop((a, b));
         // Nobody is left who could be asked.
         assert_eq!(short(), (false, 0, None));
+    }
+
+    #[test]
+    fn gateways_that_drain_as_soon_as_they_are_found_are_not_sought_without_end() {
+        let reached = Reached::default();
+        let stays = reached.claim("stays", reached.party(), false).unwrap();
+        stays.says(Some(64));
+        let mut claims = Vec::new();
+        while reached.counts().now().is_short() {
+            assert!(claims.len() < 200, "without end");
+            let name = claims.len().to_string();
+            let claim = reached.claim(&name, reached.party(), false).unwrap();
+            claim.drains();
+            claims.push(claim);
+        }
+        claims.pop();
+        assert!(reached.counts().now().is_short());
     }
 }

@@ -4,17 +4,17 @@
 //! gateway says that there are more than are reached, the addresses are dialled in turn, with pauses that grow (`Pace`):
 //! 1. a gateway that is reached already is left after its hello, before it has heard anything of this edge;
 //! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
-//! 3. all begins anew when gateways come, go, or say another number, and when the network changes.
+//! 3. pauses begin anew when gateways come, go, or say another number, and when a network that was in the way changes.
 //!
 //! A balancer that leads to one of them only, whatever for, costs one attempt in each of the longest pauses.
 
 use super::{Links, Missed, reached::Count, slots::Slots};
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
-use causeway_tunnel::{backoff::Backoff, task::Tasks};
+use causeway_tunnel::task::Tasks;
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
-    time::{Instant, sleep},
+    time::{Instant, sleep_until},
 };
 use tracing::{debug, info, info_span, warn};
 
@@ -50,35 +50,37 @@ impl Seeker {
     /// Looks for gateways until the edge stops. What it finds has tunnels as tasks of `tasks`.
     pub(super) async fn run(mut self, mut changes: Changes, tasks: &Tasks) {
         let links = self.links.clone();
-        let bounds = &links.config.backoff;
-        let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
-        let mut least = Duration::ZERO;
+        let most = links.config.backoff.refused_max;
+        let mut backoff = links.backoff();
+        // When it is dialled next, and the earliest that a gateway has asked for.
+        let (mut due, mut not_before) = (None, Instant::now());
+        // The last attempt failed by what a change of network may mend.
+        let mut cut_off = false;
         let mut counts = links.reached.counts();
         let (mut count, mut tries, mut said) = (Count::default(), Pace::default(), None);
         loop {
             let now = counts.now();
             if now != count {
                 count = now;
-                tries.changed();
+                tries.changed(most);
                 links.state.reached(count.reached, count.of);
                 say(count, &mut said);
             }
-            let next = async {
-                match count.of.filter(|_| count.is_short()) {
-                    Some(of) => {
-                        let own = tries.pause(of, bounds.refused_max, rand::random());
-                        sleep(own.max(least)).await;
-                    }
-                    None => std::future::pending().await,
-                }
-            };
+            // What changes brings the next attempt nearer, and never puts it off.
+            let of = count.of.filter(|_| count.is_short());
+            due = of.map(|of| tries.next(of, most, due));
+            let next = due.map(|due| due.max(not_before));
             changes.forget();
             tokio::select! {
                 () = links.stop.cancelled() => return,
                 () = counts.other_than(count) => continue,
-                () = next => tries.tried(),
-                () = changes.next() => {
-                    tries.changed();
+                () = at(next) => {
+                    tries.tried();
+                    due = None;
+                }
+                () = changes.next(), if cut_off => {
+                    tries.changed(most);
+                    not_before = Instant::now();
                     continue;
                 }
             }
@@ -88,7 +90,8 @@ impl Seeker {
             let Some(found) = links.stop.run_until_cancelled(begun).await else {
                 return;
             };
-            least = match found {
+            cut_off = false;
+            match found {
                 Ok(session) => {
                     let (stop, changes) = (links.stop.clone(), changes.clone());
                     tasks.spawn(info_span!("gateway", %place), async move {
@@ -96,15 +99,15 @@ impl Seeker {
                     });
                     backoff.reset();
                     tries.found();
-                    Duration::ZERO
                 }
-                Err(Missed::Reached(_)) => Duration::ZERO,
+                Err(Missed::Reached(_)) => {}
                 // It may have said when to come again.
                 Err(Missed::Trouble(trouble)) => {
                     self.troubled(&place, &trouble);
-                    trouble.delay(&mut backoff, rand::random())
+                    cut_off = trouble.may_be_the_network();
+                    not_before = Instant::now() + trouble.delay(&mut backoff, rand::random());
                 }
-            };
+            }
         }
     }
 
@@ -128,12 +131,23 @@ impl Seeker {
     }
 }
 
+/// Waits for this moment; without one for ever.
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// When it is looked for gateways.
 #[derive(Debug, Default)]
 struct Pace {
     /// Attempts since something changed.
     tries: u32,
+    /// When the last one was found, until it has been of use.
     found: Option<Instant>,
+    /// When pauses began anew last.
+    anew: Option<Instant>,
 }
 
 impl Pace {
@@ -141,10 +155,26 @@ impl Pace {
     fn pause(&self, gateways: u32, most: Duration, random: f64) -> Duration {
         let doubled = self.tries / gateways.saturating_mul(TRIES).max(1);
         let longest = FIRST.saturating_mul(1 << doubled.min(16)).min(most);
+        // Whether what was found lasts is seen by then.
+        let longest = self.found.map_or(longest, |_| longest.min(OF_USE));
         longest.mul_f64(0.5 + random / 2.0)
     }
 
+    /// When the next attempt is made, which was to be made at `due`.
+    fn next(&self, gateways: u32, most: Duration, due: Option<Instant>) -> Instant {
+        let next = Instant::now() + self.pause(gateways, most, rand::random());
+        due.map_or(next, |due| due.min(next))
+    }
+
     fn tried(&mut self) {
+        // What was found lasts: the next one may be there as well.
+        if self
+            .found
+            .take_if(|found| found.elapsed() > OF_USE)
+            .is_some()
+        {
+            self.tries = 0;
+        }
         self.tries = self.tries.saturating_add(1);
     }
 
@@ -153,9 +183,12 @@ impl Pace {
         self.found = Some(Instant::now());
     }
 
-    /// There are others than before, or another number of them.
-    fn changed(&mut self) {
-        if self.found.is_none_or(|found| found.elapsed() > OF_USE) {
+    /// There are others than before, or another number of them. Whoever makes them change all the time has pauses begin anew
+    /// once in `most`.
+    fn changed(&mut self, most: Duration) {
+        let lasts = self.found.is_none_or(|found| found.elapsed() > OF_USE);
+        if lasts && self.anew.is_none_or(|anew| anew.elapsed() >= most) {
+            self.anew = Some(Instant::now());
             self.tries = 0;
         }
     }
@@ -163,7 +196,7 @@ impl Pace {
 
 /// Says what is looked for, and that it is found: once, however often gateways come and go meanwhile.
 fn say(count: Count, said: &mut Option<Count>) {
-    let Count { reached, of } = count;
+    let Count { reached, of, .. } = count;
     let of = of.unwrap_or(reached);
     if count.is_short() {
         if said.is_none_or(|said| said.of != count.of) {
@@ -212,10 +245,34 @@ mod tests {
         let mut pace = Pace::default();
         takes(&mut pace, 36, 1.0);
         pace.found();
-        pace.changed();
-        assert_eq!(pace.pause(3, MOST, 1.0), MOST);
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE);
         tokio::time::advance(OF_USE * 2).await;
-        pace.changed();
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_changes_all_the_time_has_pauses_begin_anew_once_in_the_longest() {
+        let mut pace = Pace::default();
+        pace.changed(MOST);
+        takes(&mut pace, 36, 1.0);
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), MOST);
+        tokio::time::advance(MOST).await;
+        pace.changed(MOST);
+        assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_one_that_lasts_the_next_is_sought_anew() {
+        let mut pace = Pace::default();
+        takes(&mut pace, 100, 1.0);
+        pace.found();
+        pace.tried();
+        assert_eq!(pace.pause(3, MOST, 1.0), OF_USE, "it may not last");
+        tokio::time::advance(OF_USE * 2).await;
+        pace.tried();
         assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
     }
 }

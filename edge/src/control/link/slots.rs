@@ -37,6 +37,9 @@ pub(super) struct Slots {
     only: Option<Only>,
 }
 
+/// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
+pub(super) type Begun = (Session, watch::Receiver<()>);
+
 /// Why a slot looks at its tunnel again.
 enum Event {
     Ended(Trouble),
@@ -78,7 +81,7 @@ impl Slots {
     /// leaves in order.
     pub(super) async fn run(
         self,
-        mut begun: Option<Session>,
+        mut begun: Option<Begun>,
         stop: &CancellationToken,
         changes: Changes,
     ) {
@@ -142,26 +145,30 @@ impl Slots {
     }
 
     /// A first tunnel at another gateway than those that are reached.
-    pub(super) async fn begin(&self) -> Result<Session, Missed> {
-        self.connect(None, 0, None).await
+    pub(super) async fn begin(&self) -> Result<Begun, Missed> {
+        // A certificate that comes meanwhile is not the one that is shown.
+        let anew = self.links.anew.subscribe();
+        Ok((self.connect(None, 0, None).await?, anew))
     }
 
     /// Keeps one slot's tunnel until `stop`, and dials it unless it has begun.
     async fn hold(
         &self,
-        (slot, mut begun): (u32, Option<Session>),
+        (slot, begun): (u32, Option<Begun>),
         stop: &CancellationToken,
         mut changes: Changes,
         tasks: &Arc<Tasks>,
     ) {
-        let bounds = &self.links.config.backoff;
-        let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let mut backoff = self.links.backoff();
         let mut old: Option<Served> = None;
-        let mut anew = self.links.anew.subscribe();
+        let (mut begun, anew) = begun.unzip();
+        let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
         while begun.is_some() || old.is_some() || self.is_wanted(slot) {
             // What changes during an attempt is tried again at once.
             changes.forget();
-            anew.mark_unchanged();
+            if begun.is_none() {
+                anew.mark_unchanged();
+            }
             let connected = Box::pin(self.connect(begun.take(), slot, old.as_ref()));
             let Some(connected) = stop.run_until_cancelled(connected).await else {
                 break;
