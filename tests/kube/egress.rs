@@ -52,7 +52,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         by(
             "egress::the_api_server_comes_back_to_the_same_road".to_owned(),
             Way::Unix,
-            the_api_server_comes_back_to_the_same_road,
+            steps::the_api_server_comes_back_to_the_same_road,
         ),
     ]);
     trials
@@ -74,9 +74,4 @@ fn failures_tell_what_to_do(world: &mut World) {
         ("https:cloud-1:10250", "no node is known by"),
     ];
     failures_tell(world, &failures);
-}
-
-fn the_api_server_comes_back_to_the_same_road(world: &mut World) {
-    world.cluster.restart();
-    steps::logs_and_exec(world);
 }

@@ -69,9 +69,17 @@ pub(crate) fn all(name: &str, way: Way) -> Vec<Trial> {
     trials(name, way, (&SESSIONS, &SESSIONS), &STEPS)
 }
 
-/// All with kubectl as it is today, and some with that of Debian, by whose words nothing changes on this way.
+/// All with kubectl as it is today, and some with that of Debian, by whose words nothing changes on this way; all where all
+/// variants are wanted.
 pub(crate) fn most(name: &str, way: Way) -> Vec<Trial> {
-    trials(name, way, (&SESSIONS, &SESSIONS[..2]), &STEPS)
+    let old = if full() {
+        &SESSIONS[..]
+    } else {
+        &SESSIONS[..2]
+    };
+    let mut trials = trials(name, way, (&SESSIONS, old), &STEPS);
+    trials.extend(variant(name, way, RESTARTED));
+    trials
 }
 
 /// What is another matter where no kubelet's certificate is checked: who is meant, not how much passes.
@@ -92,6 +100,12 @@ pub(crate) fn full() -> bool {
     env::var_os("CAUSEWAY_TEST_FULL").is_some()
 }
 
+/// An API server that was restarted reaches nodes as before.
+const RESTARTED: Step = (
+    "the_api_server_comes_back_to_the_same_road",
+    the_api_server_comes_back_to_the_same_road,
+);
+
 /// Another pod takes the name of one that is gone, on the other node.
 pub(crate) const MOVED: Step = (
     "a_pod_that_comes_back_elsewhere_is_found_there",
@@ -105,7 +119,10 @@ fn trials(
     steps: &[Step],
 ) -> Vec<Trial> {
     let new = new.iter().map(|session| (Which::New, *session));
-    let old = old.iter().map(|session| (Which::Old, *session));
+    // What sessions have not shown of it.
+    let rest = if full() { &OLD[..] } else { &[] };
+    let old = old.iter().chain(rest);
+    let old = old.map(|session| (Which::Old, *session));
     let sessions = new.chain(old).map(|(which, (step, run))| {
         let title = format!("{name}::{}_{step}", which.name());
         by(title, way, move |world| {
@@ -156,6 +173,15 @@ impl Which {
         }
     }
 
+    /// The same as a shell reads it.
+    fn line(self, world: &World, line: &str) -> String {
+        let program = match self {
+            Self::New => None,
+            Self::Old => assets::old_kubectl(),
+        };
+        world.cluster.kubectl_line(program, line)
+    }
+
     fn is_here(self) -> bool {
         matches!(self, Self::New) || assets::old_kubectl().is_some() || {
             crate::missing("kubectl 1.20 (run .ci/setup)");
@@ -184,20 +210,46 @@ fn silence() -> Duration {
     Duration::from_secs(if full() { 300 } else { 30 })
 }
 
+/// With an old kubectl besides sessions, where all variants are wanted.
+const OLD: [Session; 2] = [
+    ("logs", logs),
+    ("exec_with_a_terminal", exec_with_a_terminal_of),
+];
+
+fn logs(world: &World, which: Which) {
+    for (namespace, node) in NODES {
+        let logs = format!("logs -n {namespace} ticker");
+        let said = which.run(world, &logs).run().ok().text();
+        assert!(said.starts_with(&format!("ticker on {node}\n")), "{said}");
+    }
+}
+
+pub(crate) fn the_api_server_comes_back_to_the_same_road(world: &mut World) {
+    world.cluster.restart();
+    logs_and_exec(world);
+}
+
 /// A log that nobody writes to, followed since the API server has come to know this way.
 pub(crate) struct Quiet {
-    logs: Process,
+    /// By kubectl as it is today, and by an old one where all variants are wanted.
+    logs: Vec<Process>,
     since: Instant,
 }
 
 impl Quiet {
     /// Follows the log of a pod on `edge-2`, whose edge no step ends.
     pub(crate) fn begin(world: &World) -> Self {
-        let follow = world.cluster.kubectl("logs -n b -f --tail=1 silent");
-        let mut logs = follow.start(&world.path("follow.log"));
-        logs.says("\n");
+        let line = "logs -n b -f --tail=1 silent";
+        let old = full().then(|| old_kubectl(world, line)).flatten();
+        let both = [Some(world.cluster.kubectl(line)), old];
+        let both = both.into_iter().flatten().enumerate();
+        let logs = both.map(|(each, follow)| {
+            let mut logs = follow.start(&world.path(format!("follow-{each}.log")));
+            logs.says("\n");
+            logs
+        });
         Self {
-            logs,
+            logs: logs.collect(),
             since: Instant::now(),
         }
     }
@@ -211,7 +263,9 @@ fn logs_follow_across_silence(world: &mut World) {
     let say = world.cluster.kubectl("exec -n b silent -- sh -c");
     let say = say.args([format!("echo '{line}' >/tmp/say")]);
     say.run().ok();
-    quiet.logs.says(&line);
+    for logs in &mut quiet.logs {
+        logs.says(&line);
+    }
 }
 
 fn exec_carries_streams_and_codes(world: &World, which: Which) {
@@ -241,8 +295,12 @@ pub(crate) fn old_kubectl(world: &World, line: &str) -> Option<Program> {
 }
 
 fn exec_with_a_terminal(world: &mut World) {
+    exec_with_a_terminal_of(world, Which::New);
+}
+
+fn exec_with_a_terminal_of(world: &World, which: Which) {
     let line = "exec -it -n a echo -- sh -c 'tty; read it; echo got $it'";
-    let line = world.cluster.kubectl_line(line);
+    let line = which.line(world, line);
     let mut shell = Program::new("script")
         .args(["-qec", &line, "/dev/null"])
         .start(&world.path("terminal.log"));

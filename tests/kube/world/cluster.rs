@@ -317,9 +317,9 @@ impl Cluster {
             .env("HOME", &self.folder)
     }
 
-    /// A line for `script`, which gives kubectl a terminal.
-    pub(crate) fn kubectl_line(&self, line: &str) -> String {
-        let program = self.assets.join("kubectl");
+    /// A line for `script`, which gives kubectl a terminal: this one, or the one of the cluster's version.
+    pub(crate) fn kubectl_line(&self, program: Option<PathBuf>, line: &str) -> String {
+        let program = program.unwrap_or_else(|| self.assets.join("kubectl"));
         let [config] = self.access();
         format!("{} {config} {line}", program.display())
     }
