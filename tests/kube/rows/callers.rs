@@ -75,16 +75,21 @@ fn front(text: &str, change: impl Fn(&str) -> String) -> String {
     text.lines().map(line).collect()
 }
 
-fn an_egress_selector_that_is_not_known_is_told(world: &World) {
-    let road = world.the_road();
-    let (cluster, other) = (world.cluster.pki.path("ca.pem"), road.ca());
+fn an_egress_selector_that_is_not_known_is_told(world: &mut World) {
+    let (cluster, other) = (world.cluster.pki.path("ca.pem"), world.the_road().ca());
     let other = other.display().to_string();
-    road.gateway_anew(|text| front(&text, |line| line.replace(&cluster, &other)));
+    // A gateway that begins with it: through one that took it up while it ran, a connection to the kubelet from before would
+    // still stand, and the API server would go on asking by it.
+    world.otherwise(Way::Tcp, |text| {
+        front(&text, |line| line.replace(&cluster, &other))
+    });
     // Of a CA that is not asked for it shows nothing.
-    told(
+    each_says(
         world,
         "code 502: 502 nothing presented; this front takes a client certificate (a client shows none",
+        &[UPGRADES, REQUESTS].concat(),
     );
+    let road = world.the_road();
     road.gateway_anew(|text| front(&text, |line| line.replace(&other, &cluster)));
     until("it is known again", || exec(world).code == Some(0));
 }
