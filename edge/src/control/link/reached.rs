@@ -5,15 +5,17 @@
 //! [`Party`]s of tunnels at one gateway would end each other's for ever. Whoever comes first holds it; the others wait until
 //! it is lost. A party holds one gateway: by an address that leads to several it does not come to have tunnels at two.
 
-use causeway_tunnel::wire::MOST_GATEWAYS;
+use causeway_tunnel::{backoff::Backoff, wire::MOST_GATEWAYS};
 use std::{
     collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
+    time::Duration,
 };
 use tokio::sync::watch;
+use tracing::info;
 
 /// Of each gateway's process who holds it.
 type Table = BTreeMap<String, Hold>;
@@ -78,18 +80,26 @@ pub(super) struct Claim {
     instance: String,
 }
 
+/// How long tunnels wait whose address led to another gateway than theirs: a balancer leads elsewhere the next time.
+pub(super) fn elsewhere(backoff: &mut Backoff) -> Duration {
+    let delay = backoff.refused(None, rand::random());
+    info!(retry_in = ?delay, "the address led to another gateway");
+    delay
+}
+
 impl Reached {
     /// Someone who may hold a gateway.
     pub(super) fn party(&self) -> Party {
         Party(self.parties.fetch_add(1, Relaxed))
     }
 
-    /// Takes this gateway for this party; `None` where another one has it, or where the party `keeps` to the gateway that it
-    /// holds and this is none of its.
+    /// Takes this gateway for this party; `None` where another one has it, or where this party holds another gateway, or
+    /// `keeps` to one that it holds and holds none any more.
     pub(super) fn claim(&self, instance: &str, by: Party, keeps: bool) -> Option<Claim> {
         let mut ours = false;
         self.change(|table| {
-            if keeps && !table.contains_key(instance) {
+            let stays = keeps || table.values().any(|hold| hold.by == by);
+            if stays && !table.contains_key(instance) {
                 return;
             }
             let hold = table.entry(instance.to_owned()).or_insert(Hold {
@@ -105,6 +115,12 @@ impl Reached {
             reached: self.clone(),
             instance: instance.to_owned(),
         })
+    }
+
+    /// Whether this party holds a gateway.
+    pub(super) fn is_by(&self, party: Party) -> bool {
+        let table = self.table.borrow();
+        table.values().any(|hold| hold.by == party)
     }
 
     /// How many there are, each time that this changes.
@@ -207,8 +223,10 @@ mod tests {
         let _a = reached.claim("a", one, false).unwrap();
         let _b = reached.claim("b", two, false).unwrap();
         assert!(reached.claim("b", one, true).is_none());
-        // Nor to one that nobody has found yet.
+        // Nor to one that nobody has found yet, were it by a first tunnel that is dialled anew beside a further one.
         assert!(reached.claim("c", one, true).is_none());
+        assert!(reached.claim("c", one, false).is_none());
+        assert!(reached.is_by(one) && !reached.is_by(reached.party()));
         assert_eq!(reached.counts().now().reached, 2);
     }
 

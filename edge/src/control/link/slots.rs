@@ -13,7 +13,7 @@ use super::{
     LEAVING, Links, Missed,
     bulk::Bulk,
     only::Only,
-    reached::Party,
+    reached::{Party, elsewhere},
     session::{Finish, Served, Session, Whose, leave},
 };
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
@@ -199,13 +199,12 @@ impl Slots {
                     info!("connecting anew with this node's new certificate");
                     old = served;
                 }
-                Event::Reached(instance) if slot == 0 && old.is_none() => {
+                Event::Reached(instance) if old.is_none() && self.is_to_stand_by(slot) => {
                     self.stand_by(&instance, stop).await;
                 }
-                // A balancer led to another gateway than the one that this slot's tunnel is to be at.
+                // A balancer led to another gateway than the one that these tunnels are at.
                 Event::Reached(_) => {
-                    let pause = sleep(backoff.refused(None, rand::random()));
-                    let woken = (pause, &mut anew, stop);
+                    let woken = (sleep(elsewhere(&mut backoff)), &mut anew, stop);
                     self.wait(woken, &mut backoff, old.as_ref()).await;
                     old = old.filter(|old| !old.over.is_cancelled());
                 }
@@ -277,6 +276,11 @@ impl Slots {
             () = served.over.cancelled() => {}
             () = stop.cancelled() => leave(Some(served)),
         }
+    }
+
+    /// Whether this slot waits where its gateway is reached already: not if it belongs to tunnels at another one.
+    fn is_to_stand_by(&self, slot: u32) -> bool {
+        slot == 0 && !self.links.reached.is_by(self.party)
     }
 
     /// Waits until the gateway of this instance is not reached elsewhere any more.

@@ -263,6 +263,33 @@ async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighb
 }
 
 #[tokio::test]
+async fn a_first_tunnel_that_is_lost_beside_one_for_bulk_comes_back_to_the_same_gateway() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
+    let balancer = Balancer::start(&[a.address, b.address]).await;
+    let world = World::joined(&ca);
+    let mut more = every();
+    more["ports"] = json!({ "7": { "target": app.to_string() } });
+    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let (first, _found) = (a.next().await, b.next().await);
+    edge.until(reached(2, 2)).await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    round_trip(&mut send, &mut receive, 4 << 20).await;
+    let further = a.next().await;
+    assert_eq!(further.welcome.slot, 1);
+    let mut first = first;
+    for _ in 0..3 {
+        // Where the balancer leads to next is once the one and once the other.
+        first.tunnel.close();
+        first = a.next().await;
+        assert_eq!(first.welcome.slot, 0);
+    }
+    assert!(b.registered.try_recv().is_err(), "dialled anew");
+    edge.until(reached(2, 2)).await;
+}
+
+#[tokio::test]
 async fn a_gateway_behind_a_balancer_that_refuses_is_left_alone_for_as_long_as_it_says() {
     let ca = ca();
     let mut takes = one_of(&ca, "a", 2).await;
