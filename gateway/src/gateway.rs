@@ -5,11 +5,13 @@
 
 mod authority;
 mod build;
+mod error;
 mod fronts;
 mod identity;
 mod pulse;
 mod reload;
 
+pub use error::BindError;
 pub use fronts::Turnover;
 pub use pulse::Pulse;
 pub use reload::{Changed, Prepared, Reloader};
@@ -22,7 +24,7 @@ use crate::{
         dns,
         drain::{self, Hold, Readiness},
         http,
-        nat::{Nat, NatError},
+        nat::Nat,
         pins::Keeper,
         signer::Signer,
     },
@@ -31,10 +33,10 @@ use crate::{
     proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
     state::{NodesWriter, PolicyReader, pins::Met},
 };
-use causeway_certs::{CaError, Claim, HostName, Store, StoreError, verify::TrustError};
+use causeway_certs::{Claim, HostName, Store};
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
-use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
     sync::{mpsc, watch},
@@ -44,82 +46,6 @@ use tracing::info_span;
 
 /// What the control path gets to say its last words.
 const FAREWELL: Duration = Duration::from_secs(5);
-
-/// What keeps a gateway from being bound.
-#[derive(Debug, thiserror::Error)]
-pub enum BindError {
-    /// The data directory cannot be used.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// There is no CA in the data directory.
-    #[error("there is no CA in {}; make one with `causeway ca init --data-dir {}`", .0.display(), .0.display())]
-    NoCa(PathBuf),
-    /// The CA cannot issue what the gateway needs.
-    #[error("the gateway's certificate cannot be issued: {0}")]
-    Ca(#[from] CaError),
-    /// A TLS configuration cannot be built.
-    #[error("{what}: {cause}")]
-    Trust {
-        /// For which listener.
-        what: String,
-        /// Why.
-        cause: TrustError,
-    },
-    /// A file that the configuration names cannot be used.
-    #[error("{what}: {}: {why}", path.display())]
-    File {
-        /// For which listener.
-        what: String,
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
-    /// A listener cannot be bound.
-    #[error("{what} cannot listen on {listen}: {cause}")]
-    Listen {
-        /// Which listener.
-        what: String,
-        /// Its address.
-        listen: String,
-        /// Why; most often the address is in use.
-        cause: io::Error,
-    },
-    /// A socket of a front that stands is in the way.
-    #[error(
-        "front {front:?} cannot listen on {listen}: front {by:?} of this gateway is there; take that away by one reload, and add this by the next"
-    )]
-    Held {
-        /// Which front.
-        front: String,
-        /// Its address.
-        listen: String,
-        /// The front whose socket it is.
-        by: String,
-    },
-    /// A name of the configuration is none.
-    #[error("{0}")]
-    Name(String),
-    /// Connections to nodes' own addresses cannot be redirected.
-    #[error("redirect: {0}")]
-    Redirect(#[from] NatError),
-    /// A gateway that is leaving opens no fronts any more.
-    #[error("the gateway is draining; its next start reads the configuration")]
-    Leaving,
-    /// The cores cannot be started.
-    #[error("the gateway's threads cannot be started: {0}")]
-    Cores(io::Error),
-}
-
-impl BindError {
-    /// Whether a gateway that is started again as it is would end the same way, until its owner changes something.
-    pub fn is_final(&self) -> bool {
-        matches!(
-            self,
-            Self::NoCa(_) | Self::Name(_) | Self::Redirect(NatError::NotAllowed)
-        )
-    }
-}
 
 /// How a gateway is made: a configuration, and what an embedder puts in its own.
 #[derive(Debug)]

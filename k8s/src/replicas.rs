@@ -4,8 +4,7 @@
 //! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
 
 use crate::{
-    client::watch_said,
-    client::watch_timeout,
+    client::{watch_said, watch_timeout},
     objects::{Endpoint, EndpointSlice},
 };
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
