@@ -90,7 +90,7 @@ pub(crate) enum Command {
 
 /// Run with a configuration.
 #[derive(Debug, Args)]
-pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
+pub(crate) struct Run<C: crate::settings::Described + Send + Sync + 'static> {
     /// YAML file; flags win over CAUSEWAY_… variables, and those over the file
     #[arg(long, value_name = "FILE", env = "CAUSEWAY_CONFIG")]
     pub(crate) config: Option<PathBuf>,

@@ -11,6 +11,8 @@ mod path;
 mod reference;
 mod schema;
 mod shape;
+#[cfg(test)]
+pub(crate) mod typed;
 mod variables;
 mod yaml;
 
@@ -19,7 +21,6 @@ use std::fmt;
 use std::path::PathBuf;
 
 use causeway_config::{Fault, Faults, Log, Validate};
-use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -30,12 +31,12 @@ use variables::Variables;
 use yaml::{Spot, Spots};
 
 pub(crate) use reference::{plain, reference};
-pub(crate) use schema::{Form, Key, keys};
+pub(crate) use schema::{Described, Form, Key, keys};
 
 /// What a file says, held against its schema and judged.
-pub(crate) trait Document: DeserializeOwned + JsonSchema + Validate {}
+pub(crate) trait Document: DeserializeOwned + Described + Validate {}
 
-impl<C: DeserializeOwned + JsonSchema + Validate> Document for C {}
+impl<C: DeserializeOwned + Described + Validate> Document for C {}
 
 /// A configuration that can be read from files, variables and flags.
 pub(crate) trait Settings: Document + AsRef<Log> {}

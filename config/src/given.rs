@@ -3,9 +3,6 @@
 //! Where leaving a key out means "any", an empty list must not mean it too: a list that a template left
 //! empty would open what it was to narrow.
 
-use std::borrow::Cow;
-
-use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// What stands under a key, if the key stands there. For `#[serde(default)]`.
@@ -44,8 +41,9 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Given<T> {
 }
 
 /// That of `T`: a key without a value (`users:`) is none.
-impl<T: JsonSchema> JsonSchema for Given<T> {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl<T: schemars::JsonSchema> schemars::JsonSchema for Given<T> {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         T::schema_name()
     }
 
@@ -53,7 +51,7 @@ impl<T: JsonSchema> JsonSchema for Given<T> {
         T::inline_schema()
     }
 
-    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+    fn json_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
         T::json_schema(generator)
     }
 }

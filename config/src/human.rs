@@ -4,13 +4,11 @@
 //! `usize`, and its schema says which of the two it is. A duration always has a unit: a
 //! bare number is refused, since nobody can tell seconds from milliseconds.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serializer};
 
@@ -30,8 +28,9 @@ impl HumanDuration {
     }
 }
 
-impl JsonSchema for HumanDuration {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for HumanDuration {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Duration".into()
     }
 
@@ -39,8 +38,8 @@ impl JsonSchema for HumanDuration {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string", "format": "duration" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string", "format": "duration" })
     }
 }
 
@@ -103,8 +102,9 @@ impl HumanSize {
     }
 }
 
-impl JsonSchema for HumanSize {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for HumanSize {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Size".into()
     }
 
@@ -112,8 +112,8 @@ impl JsonSchema for HumanSize {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": ["string", "integer"], "format": "size" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": ["string", "integer"], "format": "size" })
     }
 }
 
@@ -152,8 +152,9 @@ impl HumanNetworks {
     }
 }
 
-impl JsonSchema for HumanNetworks {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for HumanNetworks {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Networks".into()
     }
 
@@ -161,8 +162,8 @@ impl JsonSchema for HumanNetworks {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "array", "items": { "type": "string" } })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "array", "items": { "type": "string" } })
     }
 }
 

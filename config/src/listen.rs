@@ -4,13 +4,11 @@
 //! bound together before the kernel does, because the kernel cannot say which keys they
 //! came from: a wildcard takes every address of its family, and `[::]` IPv4's as well.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::Faults;
@@ -99,8 +97,9 @@ impl<'de> Deserialize<'de> for Listen {
     }
 }
 
-impl JsonSchema for Listen {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Listen {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Listen".into()
     }
 
@@ -108,8 +107,8 @@ impl JsonSchema for Listen {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string", "format": "listen" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string", "format": "listen" })
     }
 }
 
@@ -129,8 +128,9 @@ impl HumanAddress {
     }
 }
 
-impl JsonSchema for HumanAddress {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for HumanAddress {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Address".into()
     }
 
@@ -138,8 +138,8 @@ impl JsonSchema for HumanAddress {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string", "format": "listen" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string", "format": "listen" })
     }
 }
 

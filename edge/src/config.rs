@@ -13,7 +13,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use allow::{Allow, AllowedHost, Port, Scheme};
@@ -23,7 +22,8 @@ pub(crate) use ranges::Listable;
 pub use ranges::PortRange;
 
 /// The configuration of `causeway edge`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Directory of the key, the certificate and the learnt gateways; made with mode 0700.
@@ -54,7 +54,7 @@ pub struct Config {
     /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port is one of them only if it is named alone, in no range.
     #[serde(skip_serializing_if = "Option::is_none")]
     // A key without a value is a fault, and not as good as none.
-    #[schemars(with = "Vec<PortRange>")]
+    #[cfg_attr(feature = "schema", schemars(with = "Vec<PortRange>"))]
     pub listed_ports: Option<Vec<PortRange>>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,
@@ -110,7 +110,8 @@ impl Config {
 }
 
 /// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
     /// File of this node's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/edge/NODE`.
@@ -128,7 +129,8 @@ impl Identity {
 }
 
 /// A cluster whose API is asked for this node's first certificate. Gateways renew it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
     /// File by which the API server is reached as this node, such as its kubelet's; without it the edge is a pod with a service account.
@@ -160,7 +162,8 @@ impl AsRef<Log> for Config {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
@@ -177,7 +180,8 @@ impl Default for Admin {
 }
 
 /// At which gateways an edge has tunnels.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum AtGateways {
     /// At one, and at another one if that fails.
@@ -188,7 +192,8 @@ pub enum AtGateways {
 }
 
 /// The tunnels that an edge keeps.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
     /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to, and at each gateway behind it where they say how many they are.
@@ -222,7 +227,8 @@ impl Default for Tunnels {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A gateway's TCP handshake.
@@ -273,7 +279,8 @@ impl Default for Timeouts {
 }
 
 /// How long is waited, at random up to this, before a gateway is dialled anew.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
     /// At most, where the network is silent.

@@ -20,7 +20,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use causeway_certs::NodeName;
@@ -40,7 +39,8 @@ pub use kubernetes::{
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Directory of the CA, the tokens and the known nodes; made with mode 0700.
@@ -141,7 +141,8 @@ impl AsRef<Log> for Config {
 }
 
 /// The tunnel port: where edges dial in, join and renew.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnel {
     /// Address of the tunnel port.
@@ -221,7 +222,8 @@ impl Tunnel {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
@@ -238,7 +240,8 @@ impl Default for Admin {
 }
 
 /// What is served at most; beyond it callers get 503 with Retry-After.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Streams in all.
@@ -280,7 +283,8 @@ impl Default for Limits {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A caller's TLS handshake.
@@ -331,7 +335,8 @@ impl Default for Timeouts {
 }
 
 /// Which streams get an access record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
     /// Every stream.

@@ -6,14 +6,18 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::{Settings, keys};
+use super::{Key, Settings, keys};
 
 /// All keys of `C` as a Markdown table: key, flag, variable, default, meaning.
 pub(crate) fn reference<C: Settings>() -> String {
+    table(&keys::<C>())
+}
+
+fn table(keys: &[Key]) -> String {
     let mut table = String::from(
         "| key | flag | variable | default | meaning |\n| --- | --- | --- | --- | --- |\n",
     );
-    for key in keys::<C>() {
+    for key in keys {
         let (flag, variable) = if key.settable {
             (
                 format!("`--{}`", key.flag()),
@@ -53,10 +57,14 @@ pub(crate) fn plain(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
+    use schemars::JsonSchema;
+
+    use super::super::{schema, typed};
     use super::*;
 
-    /// With `CAUSEWAY_TEST_BLESS` set the README is written instead of compared.
-    fn in_readme<C: Settings>(side: &str) {
+    /// With `CAUSEWAY_TEST_BLESS` set the README is written instead of compared: by what the types say, for what is
+    /// compiled in is the schema as it was before.
+    fn in_readme<C: JsonSchema>(side: &str) {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
         let readme = std::fs::read_to_string(path).unwrap();
         let (start, end) = (
@@ -69,7 +77,8 @@ mod tests {
         let (section, after) = rest
             .split_once(&end)
             .expect("the end marker stands in the README");
-        let expected = format!("\n{}\n", reference::<C>());
+        let keys = schema::keys_of(&typed::schema::<C>());
+        let expected = format!("\n{}\n", table(&keys));
         if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
             std::fs::write(path, format!("{before}{start}{expected}{end}{after}")).unwrap();
             return;

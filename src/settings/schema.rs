@@ -3,10 +3,33 @@
 //! The types' doc comments are the only text: flags' help and the README's reference both
 //! come from here. A leaf (a scalar, a list, a map) is one key; a section's leaves are
 //! named `section.key`. Keys inside lists and maps have no flag of their own.
+//!
+//! Schemas are files, in `schema/`: deriving them in each process that asks would be most of a megabyte of code. A test
+//! writes them, and holds them against the types ever after (`typed`).
 
-use schemars::JsonSchema;
-use schemars::generate::SchemaSettings;
 use serde_json::Value;
+
+/// What is read of a file, a variable or a flag, with its schema.
+pub(crate) trait Described {
+    /// The schema, in JSON, with nothing referred to elsewhere.
+    const SCHEMA: &'static str;
+}
+
+impl Described for causeway_gateway::config::Config {
+    const SCHEMA: &'static str = include_str!("schema/gateway.json");
+}
+
+impl Described for causeway_edge::config::Config {
+    const SCHEMA: &'static str = include_str!("schema/edge.json");
+}
+
+impl Described for causeway_gateway::redirector::Config {
+    const SCHEMA: &'static str = include_str!("schema/redirect.json");
+}
+
+impl Described for causeway_gateway::config::policy::Policy {
+    const SCHEMA: &'static str = include_str!("schema/policy.json");
+}
 
 /// One key of a configuration.
 #[derive(Clone, Debug)]
@@ -58,19 +81,24 @@ impl Key {
     }
 }
 
-/// The schema of `C` with nothing referred to elsewhere.
-pub(super) fn of<C: JsonSchema>() -> Value {
-    let settings = SchemaSettings::default().with(|settings| settings.inline_subschemas = true);
-    settings
-        .into_generator()
-        .into_root_schema_for::<C>()
-        .to_value()
+/// The schema of `C`.
+pub(super) fn of<C: Described>() -> Value {
+    read(C::SCHEMA)
+}
+
+fn read(schema: &str) -> Value {
+    serde_json::from_str(schema).expect("a test has written it")
 }
 
 /// All keys of `C`, in the order of its definition.
-pub(crate) fn keys<C: JsonSchema>() -> Vec<Key> {
+pub(crate) fn keys<C: Described>() -> Vec<Key> {
+    keys_of(&of::<C>())
+}
+
+/// All keys that this schema knows, in its order.
+pub(super) fn keys_of(schema: &Value) -> Vec<Key> {
     let mut keys = Vec::new();
-    collect(&of::<C>(), "", true, &mut keys);
+    collect(schema, "", true, &mut keys);
     keys
 }
 
@@ -165,7 +193,7 @@ mod tests {
 
     use super::*;
 
-    fn unique_and_explained<C: JsonSchema>() {
+    fn unique_and_explained<C: Described>() {
         let keys = keys::<C>();
         let mut flags = HashSet::new();
         for key in keys.iter().filter(|key| key.settable) {

@@ -12,11 +12,11 @@ use std::str::FromStr;
 
 use causeway_config::whole;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// What may be dialled, and how.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Allow {
     /// Networks, addresses and host names that may be dialled.
@@ -117,8 +117,9 @@ impl<'de> Deserialize<'de> for AllowedHost {
     }
 }
 
-impl JsonSchema for AllowedHost {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for AllowedHost {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "AllowedHost".into()
     }
 
@@ -126,13 +127,14 @@ impl JsonSchema for AllowedHost {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string" })
     }
 }
 
 /// One of the node's ports, and where it leads.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Port {
     /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
@@ -177,7 +179,8 @@ impl Port {
 }
 
 /// What an app speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Scheme {
     /// HTTP/1.1 in the clear; raw bytes by CONNECT as well.

@@ -5,7 +5,6 @@
 
 use std::{fmt, ops::RangeInclusive, str::FromStr};
 
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::Config;
@@ -95,13 +94,14 @@ impl<'de> Deserialize<'de> for PortRange {
     }
 }
 
-impl JsonSchema for PortRange {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for PortRange {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "PortRange".into()
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string" })
     }
 }
 

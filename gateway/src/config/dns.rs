@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use causeway_certs::NodeName;
 use causeway_config::{Faults, HumanAddress, HumanDuration, Listen};
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Config;
@@ -19,7 +18,8 @@ const MAX_ZONE: usize = 190;
 const MAX_TTL: Duration = Duration::from_hours(24);
 
 /// The DNS server of node names.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Dns {
     /// Address of the DNS server, for UDP and TCP.

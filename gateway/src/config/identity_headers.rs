@@ -3,11 +3,11 @@
 
 use causeway_tunnel::wire::PRIVATE_PREFIX;
 use http::HeaderName;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The names of the fields that tell an app who calls.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct IdentityHeaders {
     /// Field for the caller's name, such as `X-Remote-User`.

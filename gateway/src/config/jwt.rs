@@ -3,7 +3,6 @@
 //! Tokens are proven by signatures of a pair of keys alone: a shared secret or no signature at all cannot be
 //! configured. Keys come from a file, or over HTTPS; in the clear from this very machine only.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -12,11 +11,11 @@ use std::time::Duration;
 
 use causeway_config::HumanDuration;
 use http::Uri;
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// An issuer whose tokens a front takes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Jwt {
     /// What its tokens say in `iss`, to the letter.
@@ -171,8 +170,9 @@ impl<'de> Deserialize<'de> for Jwks {
     }
 }
 
-impl JsonSchema for Jwks {
-    fn schema_name() -> Cow<'static, str> {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Jwks {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
         "Jwks".into()
     }
 
@@ -180,13 +180,14 @@ impl JsonSchema for Jwks {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": "string" })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string" })
     }
 }
 
 /// How a token may be signed (RFC 7518 §3.1, RFC 8037): by a private key, never by a shared secret.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[allow(missing_docs, reason = "the RFC's names")]
 pub enum Algorithm {
     RS256,

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use causeway_config::{HumanDuration, HumanNetworks};
 use ipnet::IpNet;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use advertise::{Advertise, Found};
@@ -22,7 +21,8 @@ pub use hosts::{Hosts, HostsFormat};
 pub use ports::{NodePorts, Ports};
 
 /// A cluster's API, from which the gateway learns the nodes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
     /// File that says how to reach the API server; without it the gateway is a pod of the cluster.
@@ -83,9 +83,10 @@ impl Default for Kubernetes {
 }
 
 /// A label that is asked for, as Kubernetes writes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(try_from = "String", into = "String")]
-#[schemars(with = "String")]
+#[cfg_attr(feature = "schema", schemars(with = "String"))]
 pub struct Label {
     /// Its key.
     pub key: String,

@@ -13,7 +13,6 @@ use std::str::FromStr;
 
 use causeway_config::{Fault, Faults, Given, HumanNetworks, Validate};
 use ipnet::IpNet;
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 pub use path::canonical;
@@ -22,7 +21,8 @@ pub use path::canonical;
 const MAX_RULES: usize = 100_000;
 
 /// Who may do what on which node. What no rule allows is refused.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
     /// The rules; the first that matches decides.
@@ -30,7 +30,8 @@ pub struct Policy {
 }
 
 /// One rule.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
     /// Name in logs; unique.
@@ -53,7 +54,8 @@ pub struct Rule {
 }
 
 /// Whom a rule is about: whoever is one of `users`, `groups` or `spiffe`, and comes from one of `networks`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Who {
     /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
@@ -71,7 +73,8 @@ pub struct Who {
 }
 
 /// Which nodes a rule is about: those that every given key holds for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Where {
     /// Names of nodes; `*` stands for any characters.
@@ -86,7 +89,8 @@ pub struct Where {
 }
 
 /// What a rule is about: what every given key holds for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct What {
     /// Ports of the node: `10250`, or `"30000-32767"`.
@@ -104,7 +108,8 @@ pub struct What {
 }
 
 /// What a stream does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Act {
     /// A plain request.
@@ -127,7 +132,8 @@ impl Act {
 }
 
 /// What follows from a rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Then {
     /// It may.
@@ -137,7 +143,8 @@ pub enum Then {
 }
 
 /// Networks, as a list that also takes plain addresses.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct Networks(#[serde(with = "HumanNetworks")] pub Vec<IpNet>);
 
@@ -196,7 +203,8 @@ impl<'de> Deserialize<'de> for Ports {
     }
 }
 
-impl JsonSchema for Ports {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Ports {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Ports".into()
     }
@@ -205,8 +213,8 @@ impl JsonSchema for Ports {
         true
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({ "type": ["integer", "string"] })
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": ["integer", "string"] })
     }
 }
 

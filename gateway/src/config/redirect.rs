@@ -6,7 +6,6 @@
 use super::{Front, Kind};
 use causeway_config::{Faults, Listen};
 use ipnet::IpNet;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -14,7 +13,8 @@ use std::{
 };
 
 /// Rules in the kernel of this host that lead callers of the nodes' own addresses to fronts. Needs `CAP_NET_ADMIN`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Redirect {
     /// Fronts with `original_destination`, each for the node port that it stands for.

@@ -10,12 +10,12 @@ use causeway_config::{
     Fault, Faults, HumanAddress, HumanDuration, HumanNetworks, Listeners, Log, Validate, host_port,
 };
 use ipnet::IpNet;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
 /// The configuration of `causeway redirect`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Node ports that are led away, and for each the `host:port` of gateways' fronts, which are tried in turn.
@@ -63,7 +63,8 @@ impl AsRef<Log> for Config {
 }
 
 /// A cluster's API, from which the addresses of nodes at the edge are learned.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Cluster {
     /// File that says how to reach the API server; without it this is a pod of the cluster.
@@ -110,7 +111,8 @@ impl Cluster {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
@@ -127,7 +129,8 @@ impl Default for Admin {
 }
 
 /// What is passed on at most; whoever comes beyond it is reset.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Callers' connections.
@@ -144,7 +147,8 @@ impl Default for Limits {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// Until a gateway takes a connection, all that are tried together.

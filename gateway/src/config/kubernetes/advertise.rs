@@ -3,14 +3,14 @@
 //! What the configuration says itself stays beside it, behind what is found.
 
 use causeway_config::Faults;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::hosts::is_name;
 use crate::config::Config;
 
 /// The Service through which edges come.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Advertise {
     /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) counts before its balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).

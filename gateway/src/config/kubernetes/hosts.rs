@@ -7,7 +7,6 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use causeway_config::{Faults, HumanDuration};
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, dns};
@@ -20,7 +19,8 @@ const LONGEST: Duration = Duration::from_hours(1);
 const MAX_NAME: usize = 240;
 
 /// A hosts file of all nodes in a `ConfigMap`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Hosts {
     /// `causeway`: a line for each address of a node, by name. `openyurt`: one line for each node, as its tunnel server writes it, with that one's names where nothing else is said.
@@ -59,7 +59,8 @@ impl Default for Hosts {
 }
 
 /// How the file is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum HostsFormat {
     /// By name, a line for each address.

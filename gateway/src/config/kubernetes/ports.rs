@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use causeway_config::{Fault, Faults, Listen, Validate};
 use causeway_tunnel::hello::Listed;
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::hosts::check_names;
 use crate::config::{Config, Front, Kind};
 
 /// Node ports that a `ConfigMap` of the cluster lists.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Ports {
     /// Namespace of the `ConfigMap` and of the Service.
