@@ -241,16 +241,20 @@ async fn a_balancer_that_leads_to_one_gateway_only_costs_few_attempts_and_nobody
     assert_eq!(edge.reader.status().tunnels.len(), 1);
 }
 
+/// An edge with tunnels at every gateway behind the balancer, and an app at its port 7.
+async fn behind(world: &World, balancer: &Balancer, app: SocketAddr) -> Running {
+    let mut more = every();
+    more["ports"] = json!({ "7": { "target": app.to_string() } });
+    world.run(&[balancer.address.to_string()], more).await
+}
+
 #[tokio::test]
 async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighbour() {
     let (tasks, ca) = (Tasks::default(), ca());
-    let app = echo(&tasks).await;
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
     let balancer = Balancer::start(&[a.address, b.address]).await;
     let world = World::joined(&ca);
-    let mut more = every();
-    more["ports"] = json!({ "7": { "target": app.to_string() } });
-    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let edge = behind(&world, &balancer, echo(&tasks).await).await;
     let (one, two) = (a.next().await, b.next().await);
     edge.until(reached(2, 2)).await;
     for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
@@ -265,13 +269,10 @@ async fn a_found_gateway_has_tunnels_for_bulk_and_is_not_mistaken_for_its_neighb
 #[tokio::test]
 async fn a_first_tunnel_that_is_lost_beside_one_for_bulk_comes_back_to_the_same_gateway() {
     let (tasks, ca) = (Tasks::default(), ca());
-    let app = echo(&tasks).await;
     let (mut a, mut b) = (one_of(&ca, "a", 2).await, one_of(&ca, "b", 2).await);
     let balancer = Balancer::start(&[a.address, b.address]).await;
     let world = World::joined(&ca);
-    let mut more = every();
-    more["ports"] = json!({ "7": { "target": app.to_string() } });
-    let edge = world.run(&[balancer.address.to_string()], more).await;
+    let edge = behind(&world, &balancer, echo(&tasks).await).await;
     let (first, _found) = (a.next().await, b.next().await);
     edge.until(reached(2, 2)).await;
     let (mut send, mut receive) = session(&first.tunnel).await;
