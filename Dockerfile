@@ -21,6 +21,8 @@ COPY Cargo.toml Cargo.lock ./
 COPY .cargo .cargo
 COPY config/Cargo.toml config/
 COPY resolve/Cargo.toml resolve/
+COPY kept/Cargo.toml kept/
+COPY pool/Cargo.toml pool/
 COPY tunnel/Cargo.toml tunnel/
 COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
@@ -32,7 +34,7 @@ COPY k8s/Cargo.toml k8s/
 # would unwind through C is in no table.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
-    for each in config resolve tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    for each in config resolve kept pool tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
     crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
     case $(uname -m) in aarch64) pages=16 fold= ;; *) pages=12 fold=,--icf=safe ;; esac; \
@@ -46,7 +48,7 @@ RUN set -eu; \
 COPY . .
 # The stand-ins above were built later than some of these files were written.
 RUN set -eu; \
-    find src config resolve tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
+    find src config resolve kept pool tunnel certs gateway edge k8s -name '*.rs' -exec touch {} +; \
     sh /build.sh; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \

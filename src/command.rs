@@ -17,6 +17,7 @@ mod health;
 #[cfg(feature = "k8s")]
 mod k8s;
 mod man;
+mod manifests;
 mod nodes;
 mod operator;
 mod pins;

@@ -87,6 +87,15 @@ pub(crate) fn load_anew<C: Settings>(sources: &Sources) -> Result<C, Refused> {
     load(sources)
 }
 
+/// YAML, or JSON, of which no type is known; a fault with its line and column.
+pub(crate) fn untyped(text: &str) -> Result<serde_json::Value, String> {
+    let document = yaml::parse(text);
+    match document.faults.into_iter().next() {
+        Some((spot, _, fault)) => Err(format!("{}:{}: {fault}", spot.line, spot.column)),
+        None => Ok(document.value),
+    }
+}
+
 /// Reads and judges a file that stands for itself; also says where what is in it stands.
 pub(crate) fn document<C: Document>(file: &std::path::Path) -> Result<(C, Lines), Refused> {
     let mut draft = Draft::default();

@@ -12,6 +12,7 @@ mod client;
 mod known;
 mod peer;
 mod server;
+mod site;
 mod tickets;
 
 use std::sync::{Arc, LazyLock};
@@ -29,6 +30,7 @@ pub use client::{
 };
 pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
 pub use server::{front_server, join_server, tunnel_server};
+pub use site::{IsMember, Site, SiteRefused};
 pub use tickets::TicketSecret;
 
 use crate::ca::Ca;

@@ -6,6 +6,7 @@
 
 mod allow;
 mod ranges;
+mod reader;
 mod validate;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
 pub(crate) use ranges::Listable;
 pub use ranges::PortRange;
+pub use reader::{Reader, Site};
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,7 +53,7 @@ pub struct Config {
     pub allow: Allow,
     /// The node's ports that are served, and where each leads. No other port is, but for those of `listed_ports`.
     pub ports: BTreeMap<u16, Port>,
-    /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port is one of them only if it is named alone, in no range.
+    /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port, and the reader's, are among them only if they are named alone, in no range.
     #[serde(skip_serializing_if = "Option::is_none")]
     // A key without a value is a fault, and not as good as none.
     #[cfg_attr(feature = "schema", schemars(with = "Vec<PortRange>"))]
@@ -62,6 +64,9 @@ pub struct Config {
     pub addresses: Vec<IpAddr>,
     /// The group of nodes on one site network, told to the gateway, which confirms it.
     pub pool: Option<String>,
+    /// What this node reads of the cluster and keeps, for its own programs and its neighbours; nothing if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reader: Option<Reader>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
     /// How long is waited at most.
@@ -91,6 +96,7 @@ impl Default for Config {
             labels: BTreeMap::new(),
             addresses: Vec::new(),
             pool: None,
+            reader: None,
             tunnels: Tunnels::default(),
             timeouts: Timeouts::default(),
             backoff: Backoff::default(),

@@ -21,6 +21,8 @@ mod roots;
 pub(crate) mod vouch;
 
 pub(crate) mod admin;
+mod listen;
+pub(crate) mod reader;
 
 #[cfg(test)]
 mod tests {

@@ -6,6 +6,7 @@
 mod brought;
 mod error;
 mod joining;
+mod reading;
 mod reload;
 
 pub use error::Error;
@@ -20,6 +21,7 @@ use crate::{
         gateways::Gateways,
         held::Held,
         link::{Links, Reached},
+        reader::Reading,
         renew,
         vouch::Cluster,
     },
@@ -29,11 +31,12 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
-use causeway_tunnel::{listener, task::Tasks};
+use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
 use joining::{own, warn_of_expiry};
+use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
-use std::{io, net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc};
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
@@ -54,6 +57,7 @@ pub struct Bound {
     identity: EdgeIdentity,
     admin: std::net::TcpListener,
     address: SocketAddr,
+    reading: Option<Listeners>,
     table: (state::Writer, Reader),
     instance: String,
     reloader: Reloader,
@@ -139,13 +143,10 @@ impl Edge {
     /// # Errors
     /// If its address cannot be had.
     pub fn bind(self) -> Result<Bound, Error> {
-        let address = self.config.admin.listen;
-        let fault = |source| Error::Bind { address, source };
-        let admin = match listener::Bound::tcp(address).map_err(fault)? {
-            listener::Bound::Tcp(admin) => admin,
-            listener::Bound::Unix(..) => return Err(fault(io::ErrorKind::Unsupported.into())),
-        };
-        let address = admin.local_addr().map_err(fault)?;
+        let listen = self.config.admin.listen;
+        let admin = reading::bind(listen, "admin.listen")?;
+        let address = admin.local_addr().unwrap_or(listen);
+        let reading = Listeners::bind(&self.config)?;
         let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
@@ -157,7 +158,6 @@ impl Edge {
             policy,
             cluster,
         } = self;
-        let ports = policy.ports();
         let way = Way::new(
             policy.clone(),
             config.timeouts.clone(),
@@ -174,13 +174,14 @@ impl Edge {
                 trust_domain: identity.trust_domain.clone(),
                 began: config.clone(),
                 now: Arc::new(ArcSwap::from_pointee(way)),
-                ports: Arc::new(ArcSwap::from_pointee(ports)),
+                ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
                 allowed: Allowed::begin(policy),
-                admin: address.port(),
+                own: own_ports(address, reading.as_ref()),
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
             }),
+            reading,
             reloads: Reloads::default(),
             cluster,
             config,
@@ -196,6 +197,16 @@ impl Bound {
     /// Where the admin listener listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where this node's programs read, if they do.
+    pub fn reader_addr(&self) -> Option<SocketAddr> {
+        self.reading.as_ref()?.endpoint()
+    }
+
+    /// Where its neighbours read, if they do.
+    pub fn site_addr(&self) -> Option<SocketAddr> {
+        self.reading.as_ref()?.site()
     }
 
     /// The node, as the certificate says.
@@ -246,6 +257,7 @@ impl Bound {
             identity,
             admin,
             address,
+            reading,
             table: (writer, reader),
             instance,
             reloader,
@@ -255,30 +267,26 @@ impl Bound {
             claim: _claim,
         } = self;
         let admin = TcpListener::from_std(admin);
-        let admin = admin.map_err(|source| Error::Bind { address, source })?;
+        let admin = admin.map_err(reading::fault(address, "admin.listen"))?;
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = done.clone().drop_guard();
         let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
-        let Parts {
-            now,
-            ports,
-            metrics,
-            tasks,
-            given,
-            ..
-        } = reloader.parts();
-        let made = given.subscribe();
-        announce(&config, (&node, address), &ports.load());
+        let parts = reloader.parts();
+        let (metrics, tasks) = (&parts.metrics, &parts.tasks);
+        let made = parts.given.subscribe();
+        announce(&config, (&node, address), &parts.ports.load());
         let held = Held::new(identity, store);
+        let reading = reading::of(&config, &held, reading)?;
         let links = Arc::new(Links {
             node,
             instance,
-            ports: ports.clone(),
+            ports: parts.ports.clone(),
             dialler: Dialler::new(tls, &config),
             gateways: Gateways::new(config.gateways.clone(), held.clone(), writer.clone()),
-            serve: serving(now),
+            serve: serving(&parts.now),
             list: listing(&reloader),
+            members: reading.as_ref().map(Reading::hears),
             metrics: metrics.clone(),
             state: writer,
             reached: Reached::default(),
@@ -289,15 +297,17 @@ impl Bound {
             config,
             cluster,
         });
+        let kept = reading::begin(reading, (&links, parts), (&reader, &done));
         let shown = (reader, metrics.clone(), reloads);
         tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
-        tasks.spawn(info_span!("sweep"), sweep(now.clone()));
+        tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
         let changes = Changes::listen(tasks);
         tokio::select! {
             () = links.clone().run(changes) => {}
             // Goes on for as long as there are tunnels.
             () = renew::run(links, held, made).instrument(info_span!("renew")) => {}
         }
+        reading::end(kept).await;
         Ok(())
     }
 }

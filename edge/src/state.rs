@@ -3,6 +3,8 @@
 //! `control` writes, the admin listener and whoever embeds an edge read; a reader never waits. A row lives as
 //! long as the tunnel that it is about: its guard removes it.
 
+mod reading;
+
 use crate::control::dial::Place;
 use causeway_tunnel::load::Load;
 use serde::Serialize;
@@ -15,6 +17,10 @@ use std::{
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
+use tokio::sync::watch;
+
+pub use reading::ReaderStatus;
+use reading::Reading;
 
 /// What an edge is doing, for `/status` and for whoever embeds it.
 #[derive(Clone, Debug, Serialize)]
@@ -40,6 +46,9 @@ pub struct Status {
     pub trouble: Option<TroubleStatus>,
     /// This node's certificate, once the edge runs.
     pub certificate: Option<CertificateStatus>,
+    /// How reading goes, where this edge does that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reader: Option<ReaderStatus>,
 }
 
 /// One tunnel.
@@ -114,6 +123,9 @@ struct Shared {
     /// What last went wrong, by the gateway that it is about.
     troubles: Mutex<BTreeMap<String, TroubleStatus>>,
     certificate: Mutex<Option<CertificateStatus>>,
+    /// How many tunnels stand.
+    standing: watch::Sender<usize>,
+    reading: Reading,
 }
 
 #[derive(Debug)]
@@ -157,6 +169,8 @@ pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
         reached: Mutex::default(),
         troubles: Mutex::default(),
         certificate: Mutex::default(),
+        standing: watch::Sender::default(),
+        reading: Reading::default(),
     });
     (Writer(shared.clone()), Reader(shared))
 }
@@ -213,6 +227,7 @@ impl Writer {
             load,
         };
         locked(&self.0.tunnels).insert(id, tunnel);
+        self.0.standing.send_modify(|standing| *standing += 1);
         let mut troubles = locked(&self.0.troubles);
         troubles.remove(ANY);
         troubles.remove(&place.to_string());
@@ -273,6 +288,7 @@ impl Row {
 impl Drop for Row {
     fn drop(&mut self) {
         locked(&self.shared.tunnels).remove(&self.id);
+        self.shared.standing.send_modify(|standing| *standing -= 1);
     }
 }
 
@@ -304,7 +320,18 @@ impl Reader {
             reached: *locked(&self.0.reached),
             trouble,
             certificate: locked(&self.0.certificate).clone(),
+            reader: self.0.reading.status(),
         }
+    }
+
+    /// How many tunnels stand, whenever that changes.
+    pub(crate) fn standing(&self) -> watch::Receiver<usize> {
+        self.0.standing.subscribe()
+    }
+
+    /// Reading goes as this says, from now on.
+    pub(crate) fn reads(&self, status: Box<dyn Fn() -> ReaderStatus + Send + Sync>) {
+        self.0.reading.begin(status);
     }
 }
 

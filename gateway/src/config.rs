@@ -12,6 +12,7 @@ pub(crate) mod identity_headers;
 mod jwt;
 mod kubernetes;
 pub mod policy;
+mod readers;
 pub(crate) mod redirect;
 mod validate;
 
@@ -36,6 +37,7 @@ pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
     Advertise, Certificates, Found, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports,
 };
+pub use readers::{Allow, Readers, Right};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.
@@ -67,6 +69,9 @@ pub struct Config {
     pub apps: BTreeMap<u16, App>,
     /// The cluster whose nodes this gateway is for.
     pub kubernetes: Option<Kubernetes>,
+    /// What edges may read of the cluster, for whoever asks on their nodes. Without this key: nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub readers: Option<Readers>,
     /// What is served at most.
     pub limits: Limits,
     /// How long is waited at most.
@@ -97,6 +102,7 @@ impl Default for Config {
             policy: Given::default(),
             apps: BTreeMap::new(),
             kubernetes: None,
+            readers: None,
             limits: Limits::default(),
             timeouts: Timeouts::default(),
             access_log: AccessLog::All,

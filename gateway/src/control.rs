@@ -2,7 +2,7 @@
 //!
 //! Fills the tables of `state` and never stands in a request's way; nothing here imports `proxy`.
 //! Reading order is an edge's life: it enrols (or its cluster asks the `signer` for it), is admitted, is shown, and is asked to go
-//! elsewhere. Beside it, `jwks`
+//! elsewhere. Beside it, `pool` serves what edges read of their cluster, `jwks`
 //! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
 //! callers of nodes' own addresses here.
 
@@ -14,6 +14,7 @@ pub mod rotation;
 pub mod admit;
 pub mod ledger;
 pub mod pins;
+pub mod pool;
 pub mod signer;
 
 pub mod jwks;

@@ -26,6 +26,7 @@ use crate::{
         http,
         nat::Nat,
         pins::Keeper,
+        pool::leaders::Leaders,
         signer::Signer,
     },
     core::{CoreId, Cores},
@@ -34,6 +35,7 @@ use crate::{
     state::{NodesWriter, PolicyReader, pins::Met},
 };
 use causeway_certs::{Claim, HostName, Store};
+use causeway_pool::Pool;
 use causeway_tunnel::{listener, task::Tasks};
 use futures_util::future::BoxFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -236,6 +238,12 @@ impl Bound {
         }
     }
 
+    /// What edges read, if they may read anything: for whoever fills it.
+    pub fn pool(&self) -> Option<Arc<Pool>> {
+        let reading = self.admission.reading.as_ref()?;
+        Some(reading.pool().clone())
+    }
+
     /// The roots that edges are to believe, as PEM, and each change of them.
     pub fn roots(&self) -> watch::Receiver<String> {
         self.reloader.parts().authority.roots.subscribe()
@@ -283,6 +291,11 @@ impl Bound {
         let leaving = CancellationToken::new();
         let runtime = self.cores.runtime(CoreId(0));
         self.reloader.parts().fronts.open();
+        if let Some(reading) = &self.admission.reading {
+            let nodes = &self.reloader.parts().authority.roll.nodes;
+            let leaders = Leaders::new(reading, &self.shared.registry, nodes).run(leaving.clone());
+            control.spawn_on(runtime, info_span!("leaders"), leaders);
+        }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());

@@ -8,6 +8,7 @@
 mod cluster;
 mod front;
 mod latency;
+mod pool;
 
 #[cfg(test)]
 mod tests;
@@ -15,6 +16,8 @@ mod tests;
 use latency::Latency;
 
 pub use cluster::ClusterMetrics;
+pub use pool::ReaderGuard;
+
 pub use front::{ConnectionGuard, FrontMetrics, StreamGuard, StreamOver};
 
 use prometheus_client::{
@@ -123,6 +126,18 @@ declare! {
     cluster_ports_refused: Gauge,
     /// Requests for certificates at the cluster's API, by what was done: approved, signed, left (as they are), failed.
     cluster_certificates: Family<[Label; 1], Counter>,
+    /// Objects that are kept for edges to read, by resource.
+    pool_objects: Family<[FrontLabel; 1], Gauge>,
+    /// The cluster's version of what is kept of each resource.
+    pool_version: Family<[FrontLabel; 1], Gauge>,
+    /// Since when what fills a resource is away, in Unix time; 0 while it is not.
+    pool_lost_timestamp_seconds: Family<[FrontLabel; 1], Gauge>,
+    /// Watches that are open, by resource.
+    pool_watchers: Family<[FrontLabel; 1], Gauge>,
+    /// Connections by which edges read.
+    pool_readers: Gauge,
+    /// Pools with a leader among the edges that are connected here.
+    pool_leaders: Gauge,
     /// When the certificate of the tunnel port ends, in Unix time.
     certificate_expiry_timestamp_seconds: Gauge,
 }

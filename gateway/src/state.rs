@@ -5,6 +5,7 @@ pub mod keys;
 pub mod nodes;
 pub mod pins;
 pub mod policy;
+pub mod readings;
 pub mod registry;
 
 pub use advertised::{Advertised, ListedPorts, Whereabouts};
@@ -12,4 +13,5 @@ pub use keys::{KeySet, Keys, KeysWriter};
 pub use nodes::{Member, Node, Nodes, NodesWriter, Place};
 pub use pins::{Pins, PinsWriter};
 pub use policy::{Policy, PolicyReader, PolicyWriter};
+pub use readings::Readings;
 pub use registry::{Admitted, Away, Edge, Registry, TunnelId};

@@ -7,7 +7,7 @@
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
 //! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
 //! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
-//! one object; `egress` writes what kube-apiserver has to be told.
+//! one object, and `pool` all objects that edges may read; `egress` writes what kube-apiserver has to be told.
 
 pub mod advertise;
 mod asking;
@@ -22,6 +22,7 @@ mod lease;
 pub mod nodes;
 mod objects;
 pub mod pods;
+pub mod pool;
 pub mod ports;
 mod replicas;
 pub mod reviews;
@@ -30,12 +31,13 @@ pub mod vouch;
 
 pub use advertise::Advertise;
 pub use certificates::Certificates;
-pub use client::{ClientError, client};
+pub use client::{ClientError, ReadYaml, client};
 pub use hosts::Hosts;
 pub use identity::OwnCertificate;
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;
+pub use pool::Follower;
 pub use ports::Ports;
 pub use reviews::Reviews;
 pub use vouch::Vouch;

@@ -171,6 +171,10 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
         addresses: believed,
         outward,
         pod_networks,
+        pool: labels
+            .get(&rules.pool_label)
+            .filter(|pool| !pool.is_empty())
+            .cloned(),
         labels: labels.clone(),
     }
 }

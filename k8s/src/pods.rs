@@ -7,16 +7,11 @@
 use crate::objects::Pod;
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pods::Pods as Asked;
+use causeway_kept::{Answer, Kept};
 use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
 use kube::{Api, Client};
-use moka::{Expiry, future::Cache};
-use std::{
-    borrow::Cow,
-    fmt,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
@@ -32,7 +27,7 @@ type Found = Result<NodeName, Arc<str>>;
 /// Where pods are.
 pub struct Pods {
     client: Client,
-    asked: Cache<(String, String), Found>,
+    asked: Kept<Found>,
     /// Questions are asked where the client lives.
     runtime: Handle,
     tasks: Tasks,
@@ -43,10 +38,7 @@ impl Pods {
     pub fn new(client: Client) -> Self {
         Self {
             client,
-            asked: Cache::builder()
-                .max_capacity(MOST)
-                .expire_after(Kept)
-                .build(),
+            asked: Kept::new(MOST),
             runtime: Handle::current(),
             tasks: Tasks::default(),
         }
@@ -66,20 +58,28 @@ impl Asked for Pods {
         name: &str,
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
         let (tell, told) = oneshot::channel();
-        let key = (namespace.to_owned(), name.to_owned());
+        let pod = (namespace.to_owned(), name.to_owned());
+        let key = format!("{} {namespace}{name}", namespace.len());
         let (asked, client) = (self.asked.clone(), self.client.clone());
         let question = async move {
-            let ask = ask(client, key.clone());
+            let ask = Box::pin(async {
+                let found = ask(client, pod).await;
+                Answer {
+                    life: Some(life(&found)),
+                    held: Arc::new(found),
+                    weight: 1,
+                }
+            });
             // Who has left waits for no answer.
-            let _ = tell.send(asked.get_with(key, ask).await);
+            let _ = tell.send(asked.get_with(key.as_bytes(), ask).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("pod"), question);
         Box::pin(async move {
-            match told.await {
-                Ok(Ok(node)) => Ok(node),
-                Ok(Err(why)) => Err(Cow::Owned(why.to_string())),
-                Err(_) => Err(Cow::Borrowed("the gateway is ending")),
+            match told.await.ok().flatten().as_deref() {
+                Some(Ok(node)) => Ok(node.clone()),
+                Some(Err(why)) => Err(Cow::Owned(why.to_string())),
+                None => Err(Cow::Borrowed("the gateway is ending")),
             }
         })
     }
@@ -99,20 +99,11 @@ async fn ask(client: Client, (namespace, name): (String, String)) -> Found {
 }
 
 /// How long an answer is kept for those who did not wait for it.
-struct Kept;
-
-impl Expiry<(String, String), Found> for Kept {
-    fn expire_after_create(
-        &self,
-        _: &(String, String),
-        found: &Found,
-        _: Instant,
-    ) -> Option<Duration> {
-        Some(if found.is_ok() {
-            Duration::ZERO
-        } else {
-            REFUSED
-        })
+fn life(found: &Found) -> Duration {
+    if found.is_ok() {
+        Duration::ZERO
+    } else {
+        REFUSED
     }
 }
 

@@ -6,7 +6,7 @@
 use crate::{
     asking::{self, Wanted, bounded},
     certificates::{KEY, USAGES},
-    client::client,
+    client::{ReadYaml, client},
 };
 use causeway_certs::ClusterSubject;
 use causeway_edge::{Answer, Cluster, NoAnswer, config::Kubernetes};
@@ -23,16 +23,17 @@ pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 #[derive(Debug)]
 pub struct Vouch {
     rules: Kubernetes,
+    yaml: ReadYaml,
 }
 
 impl Vouch {
-    /// By this section of an edge's configuration.
-    pub fn new(rules: Kubernetes) -> Self {
-        Self { rules }
+    /// By this section of an edge's configuration; its kubeconfig is YAML.
+    pub fn new(rules: Kubernetes, yaml: ReadYaml) -> Self {
+        Self { rules, yaml }
     }
 
     async fn client(&self) -> Result<Client, NoAnswer> {
-        let client = client(self.rules.kubeconfig.as_deref()).await;
+        let client = client(self.rules.kubeconfig.as_deref(), self.yaml).await;
         client.map_err(|error| NoAnswer::Refused(error.to_string()))
     }
 }

@@ -16,6 +16,9 @@ use causeway_gateway::{config::Kubernetes, gateway::names};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+#[cfg(feature = "k8s")]
+use crate::settings;
+
 /// Who an edge asks who it is, in place of a token.
 pub(super) type Vouching = Option<std::sync::Arc<dyn causeway_edge::Cluster>>;
 
@@ -24,7 +27,8 @@ pub(super) type Vouching = Option<std::sync::Arc<dyn causeway_edge::Cluster>>;
 #[allow(clippy::unnecessary_wraps, reason = "as the other build has it")]
 pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouching> {
     let rules = config.kubernetes.clone();
-    Ok(rules.map(|rules| std::sync::Arc::new(causeway_k8s::Vouch::new(rules)) as _))
+    Ok(rules
+        .map(|rules| std::sync::Arc::new(causeway_k8s::Vouch::new(rules, settings::untyped)) as _))
 }
 
 /// As above, in a build that knows no cluster.
@@ -74,7 +78,7 @@ impl Cluster {
         let Some(rules) = config.kubernetes.clone() else {
             return Ok(Self(None));
         };
-        let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
+        let client = causeway_k8s::client(rules.kubeconfig.as_deref(), settings::untyped).await?;
         Ok(Self(Some(Parts {
             own: own(&client, config)?,
             rules,
@@ -118,6 +122,7 @@ impl Cluster {
         let (hosts, advertised) = (parts.hosts(bound), parts.advertised(bound, &listing));
         let listed = parts.listed(bound, listing);
         let certificates = parts.certificates(bound);
+        let read = parts.read(bound);
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
@@ -150,14 +155,27 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
+            let read = async {
+                match read {
+                    Some(read) => read.run().await,
+                    None => std::future::pending().await,
+                }
+            };
             let own = async {
                 match own {
                     Some(own) => own.run(|| reloader.names()).await,
                     None => std::future::pending().await,
                 }
             };
-            let ((), (), never, ..) =
-                tokio::join!(informer.run(hold), hosts, listed, signed, advertised, own);
+            let ((), (), never, ..) = tokio::join!(
+                informer.run(hold),
+                hosts,
+                listed,
+                signed,
+                advertised,
+                own,
+                read
+            );
             never
         })
     }
@@ -199,6 +217,14 @@ impl Parts {
             nodes: bound.nodes(),
             metrics: bound.metrics(),
             gateway: this_gateway(),
+        })
+    }
+
+    /// What fills what edges may read.
+    fn read(&self, bound: &Bound) -> Option<causeway_k8s::Follower> {
+        Some(causeway_k8s::Follower {
+            client: self.client.clone(),
+            pool: bound.pool()?,
         })
     }
 

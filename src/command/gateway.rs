@@ -1,6 +1,6 @@
 //! `causeway gateway`: a gateway of a configuration, until a signal.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, fs};
 
@@ -8,10 +8,11 @@ use anyhow::{Context, anyhow, bail};
 use causeway_gateway::config::{Found, NodePorts, Reloads};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
+use causeway_pool::{Pool, manifests::Manifests};
 use tokio::sync::watch;
 
 use super::cluster::{self, Cluster, Listing};
-use super::{admin, files, policy};
+use super::{admin, files, manifests, policy};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -42,6 +43,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         asked,
         files: noted,
     };
+    let dir = directory(&config);
     let gateway = Gateway::new(within_files(config))
         .policy(policy.reader())
         .reloads(reloads.clone());
@@ -49,6 +51,16 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .beside(gateway)
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
+    let pool = bound.pool();
+    let objects = objects(dir.as_deref(), pool.as_ref())
+        .inspect_err(|error| notify.status(&format!("{error:#}")))?;
+    if let Some(objects) = objects {
+        tracing::info!(
+            objects = objects.count(),
+            "edges can read what the manifests say"
+        );
+        objects.hold();
+    }
     let (listing, heard) = Heard::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
@@ -57,6 +69,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         sources,
         reloader: bound.reloader(),
         policy,
+        pool,
         heard,
         text: Mutex::new(rules.text),
     };
@@ -95,6 +108,8 @@ struct Live {
     sources: Sources,
     reloader: Reloader,
     policy: PolicyWriter,
+    /// What edges read.
+    pool: Option<Arc<Pool>>,
     heard: Heard,
     /// The text of the rules that are in force.
     text: Mutex<Option<String>>,
@@ -128,11 +143,15 @@ impl Live {
         noted.files(self.sources.file.clone());
         let config: Config = settings::load_anew(&self.sources)?;
         let config = config.completed();
-        noted.files(config.files());
+        noted.files(files(&config, &self.sources));
         let rules = Rules::read(&config)?;
         let config = listing(config, self.heard.listed.borrow().as_ref())?;
         let config = config.advertising(&self.heard.found.borrow());
+        let objects = objects(directory(&config).as_deref(), self.pool.as_ref())?;
         let prepared = self.reloader.prepare(&within_files(config))?;
+        if let Some(objects) = objects {
+            objects.hold();
+        }
         let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
         if *text == rules.text {
             return Ok(prepared.apply().to_string());
@@ -145,6 +164,18 @@ impl Live {
         let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));
         Ok(format!("{said}; {changed}"))
     }
+}
+
+/// The directory of manifests, if edges read those.
+fn directory(config: &Config) -> Option<PathBuf> {
+    config.readers.as_ref()?.manifests.clone()
+}
+
+/// What edges read, where manifests say that.
+fn objects(dir: Option<&Path>, pool: Option<&Arc<Pool>>) -> anyhow::Result<Option<Manifests>> {
+    let from = dir.zip(pool);
+    from.map(|(dir, pool)| manifests::read(dir, pool.clone()))
+        .transpose()
 }
 
 /// A configuration with the ports that the cluster lists.
@@ -200,12 +231,18 @@ impl fmt::Display for Rules {
 
 /// All files that count.
 fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
-    sources.file.iter().cloned().chain(config.files()).collect()
+    let manifests = directory(config).map(|dir| manifests::files(&dir));
+    let manifests = manifests.into_iter().flatten();
+    let own = sources.file.iter().cloned().chain(config.files());
+    own.chain(manifests).collect()
 }
 
 /// Reads what the configuration names, as far as that can be judged without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
+    if let Some((readers, dir)) = config.readers.as_ref().zip(directory(config)) {
+        manifests::read(&dir, Pool::new(&readers.resources(), &readers.limits()))?;
+    }
     Ok(())
 }
 

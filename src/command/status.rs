@@ -31,10 +31,66 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
     );
+    if let Some(remark) = reading(&address).await {
+        println!("\n{remark}");
+    }
     if let Some(remark) = rotate::remark(&address).await {
         println!("\n{remark}");
     }
     Ok(())
+}
+
+/// What edges may read here, in one line, if they may read anything.
+async fn reading(address: &str) -> Option<String> {
+    let (code, body) = admin::get(address, "/api/v1/pool").await.ok()?;
+    // A gateway where they may not, or from before, says nothing of this.
+    let kept: Value = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| code.is_success())?;
+    Some(kept_in_words(&kept))
+}
+
+fn kept_in_words(kept: &Value) -> String {
+    let resources = kept["resources"].as_array().map(Vec::as_slice);
+    let resources = resources.unwrap_or_default();
+    let count = |key: &str| resources.iter().filter_map(|one| one[key].as_u64()).sum();
+    let lost = resources
+        .iter()
+        .filter_map(|one| one["lost"].as_u64())
+        .min();
+    let away = resources.iter().filter(|one| !one["lost"].is_null());
+    let names: Vec<&str> = away.filter_map(|one| one["resource"].as_str()).collect();
+    // A right that is missing costs some of them, and an API that is away costs all.
+    let which = if names.len() == resources.len() {
+        "API".to_owned()
+    } else {
+        names.join(", ")
+    };
+    let state = match lost {
+        None => "in touch".to_owned(),
+        // Nothing was ever heard.
+        Some(0) => format!("{which} not read yet; the gateway's log says why"),
+        Some(millis) => {
+            let since = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
+            format!(
+                "{which} away since {}",
+                humantime::format_rfc3339_seconds(since)
+            )
+        }
+    };
+    format!(
+        "reading: {} resources, {} objects, {state}",
+        resources.len(),
+        thousands(count("objects"))
+    )
+}
+
+/// A number as people read it.
+fn thousands(number: u64) -> String {
+    if number < 1000 {
+        return number.to_string();
+    }
+    format!("{},{:03}", thousands(number / 1000), number % 1000)
 }
 
 fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
@@ -53,7 +109,7 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
         "ADDRESS",
     ];
     if wide {
-        header.extend(["TUNNELS", "POOL", "INSTANCE", "LAST SEEN"]);
+        header.extend(["TUNNELS", "POOL", "READS AS", "INSTANCE", "LAST SEEN"]);
     }
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header);
@@ -75,6 +131,7 @@ fn render(edges: &[Value], wide: bool, now: SystemTime) -> String {
             row.extend([
                 number(&edge["tunnels"]),
                 text(&edge["pool"]),
+                text(&edge["reading"]),
                 text(&edge["instance"]),
                 age(&edge["last_seen"], now),
             ]);
@@ -150,7 +207,7 @@ mod tests {
             json!({
                 "node": "edge-1", "state": "connected", "since": "2026-01-01T00:00:00Z", "rtt_ms": 1.26,
                 "streams": 3, "bytes_up": 1536, "bytes_down": 5_368_709_120_u64, "version": "0.1.0",
-                "address": "10.0.0.1:5000", "tunnels": [{}, {}], "pool": "north",
+                "address": "10.0.0.1:5000", "tunnels": [{}, {}], "pool": "north", "reading": "leader",
             }),
             json!({ "node": "edge\u{1b}[2J-2", "state": "away", "version": "" }),
         ]
@@ -187,6 +244,26 @@ mod tests {
     fn wide_adds_tunnels_and_pool() {
         let table = rendered(true);
         assert!(table.contains("POOL") && table.contains("north"), "{table}");
+        assert!(table.contains("leader"), "{table}");
+    }
+
+    #[test]
+    fn what_edges_read_is_one_line() {
+        let kept = |lost: Option<u64>| {
+            let resources = [1_230_000, 4]
+                .map(|objects| json!({ "resource": "v1/nodes", "objects": objects, "lost": lost }));
+            kept_in_words(&json!({ "resources": resources }))
+        };
+        let begin = "reading: 2 resources, 1,230,004 objects, ";
+        assert_eq!(kept(None), format!("{begin}in touch"));
+        assert_eq!(
+            kept(Some(1_767_225_600_000)),
+            format!("{begin}API away since 2026-01-01T00:00:00Z")
+        );
+        assert!(kept(Some(0)).contains("API not read yet"));
+        let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
+        let some = kept_in_words(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
+        assert!(some.contains("v1/services not read yet"), "{some}");
     }
 
     #[test]

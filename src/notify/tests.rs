@@ -190,6 +190,7 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
         reached: None,
         trouble: None,
         certificate: None,
+        reader: None,
     };
     assert_eq!(fares(&status), "edge-1: connecting to 2 gateways");
     status.trouble = Some(TroubleStatus {

@@ -61,7 +61,13 @@ impl Noted {
     }
 }
 
+/// Of a directory it is the names in it that count.
 fn said(file: &Path) -> Option<[u8; 32]> {
+    if let Ok(entries) = std::fs::read_dir(file) {
+        let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
+        let names: BTreeSet<_> = names.collect();
+        return Some(Sha256::digest(format!("{names:?}")).into());
+    }
     let bytes = std::fs::read(file).ok()?;
     Some(Sha256::digest(bytes).into())
 }
@@ -182,7 +188,11 @@ fn in_folder(file: &Path) -> PathBuf {
     }
 }
 
+/// Where its changes are told; a directory's own are told there itself.
 fn folder(file: &Path) -> Option<PathBuf> {
+    if file.is_dir() {
+        return Some(file.to_owned());
+    }
     file.parent().map(Path::to_owned)
 }
 

@@ -7,6 +7,7 @@
 mod world;
 
 mod proxied;
+mod readers;
 mod redirect;
 mod redirector;
 mod routing;

@@ -2,7 +2,7 @@
 //!
 //! One file for each group of promises; `world` has what they are about. Everything is driven as a process, from the
 //! outside. The program starts itself: the outer one looks for what is needed and cleans up, an inner one, in namespaces of
-//! its own, runs tests one after the other. They mostly wait, so that all of them are two halves beside each other.
+//! its own, runs tests one after the other. They mostly wait, so that all of them are three groups beside each other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 #![allow(clippy::disallowed_methods, reason = "threads of tests")]
@@ -18,6 +18,7 @@ mod hosts;
 mod names;
 mod nodes;
 mod ports;
+mod readers;
 mod redirect;
 mod reviews;
 mod rows;
@@ -40,28 +41,37 @@ fn main() -> ExitCode {
     if let Some(folder) = cage::inside() {
         cage::furnish(&folder);
         arguments.test_threads = Some(1);
-        let trials = match cage::half() {
-            Some(half) => halves().into_iter().nth(half).unwrap_or_default(),
-            None => trials(),
-        };
-        return libtest_mimic::run(&arguments, trials).exit_code();
+        let trials = groups().into_iter().nth(cage::group());
+        return libtest_mimic::run(&arguments, trials.unwrap_or_default()).exit_code();
     }
     if let Some(missing) = assets::missing() {
         return skipped(&missing);
     }
     match assets::folder() {
-        Some(folder) if arguments.filter.is_none() => cage::run_halves(&folder),
-        Some(folder) => cage::run(&folder),
+        Some(folder) => cage::run(&folder, &wanted(&arguments)),
         None => skipped("the parts of Kubernetes (tests/kube/assets/build)"),
     }
 }
 
 fn trials() -> Vec<Trial> {
-    halves().into_iter().flatten().collect()
+    groups().into_iter().flatten().collect()
 }
 
-/// What takes about as long as the rest, and the rest. A way into the cluster is set up once.
-fn halves() -> [Vec<Trial>; 2] {
+/// The numbers of the groups that have tests of this name.
+fn wanted(arguments: &Arguments) -> Vec<usize> {
+    let filter = arguments.filter.as_deref().unwrap_or_default();
+    let wants = |group: &Vec<Trial>| group.iter().any(|trial| trial.name().contains(filter));
+    let groups = groups();
+    let numbered = groups.iter().enumerate();
+    numbered
+        .filter(|(_, group)| wants(group))
+        .map(|(number, _)| number)
+        .collect()
+}
+
+/// What takes about as long as the rest, the rest, and readers, which need no kubelets: each has a cluster of its own. A way
+/// into the cluster is set up once.
+fn groups() -> [Vec<Trial>; 3] {
     let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
@@ -91,7 +101,7 @@ fn halves() -> [Vec<Trial>; 2] {
         .chain(certificates::trials())
         .chain(advertise::trials())
         .collect();
-    [first, second]
+    [first, second, readers::trials()]
 }
 
 /// A test of this name.

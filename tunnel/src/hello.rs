@@ -80,6 +80,10 @@ pub struct Welcome {
     /// [`ToEdge::Renew`]; one that does not would hear nothing more behind them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roots: Option<Vec<String>>,
+    /// Where the edge's neighbours read what it has of its cluster, each `host:port`, if it is one that takes
+    /// [`ToEdge::Pool`]. With none it serves no neighbours, and leads none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub site: Option<Vec<String>>,
 }
 
 /// The node ports that a gateway's cluster lists.
@@ -94,6 +98,36 @@ pub struct Listed {
 impl Listed {
     /// As many as there may be: in a line of either end they leave room for more than half of what else it says.
     pub const MOST: usize = 4096;
+}
+
+/// With whom an edge reads what its cluster has: one of a pool reads for all of it, at the gateway, and the others at
+/// that one. An edge without a confirmed pool is told none of this, and reads at the gateway itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Members {
+    /// The edge's confirmed pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<String>,
+    /// The node that reads at the gateway for all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// Those of the pool that serve neighbours, the edge itself with them if it is one: [`Members::MOST`] at most.
+    #[serde(default)]
+    pub members: Vec<MemberAt>,
+}
+
+impl Members {
+    /// As many as there may be: with names of a hundred letters and two addresses each they fit into a line.
+    pub const MOST: usize = 256;
+}
+
+/// Where one member of a pool is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberAt {
+    /// Its node.
+    pub node: String,
+    /// Where it serves its neighbours, each `host:port`.
+    #[serde(default)]
+    pub at: Vec<String>,
 }
 
 /// Why a gateway sends a tunnel away.
@@ -146,6 +180,8 @@ pub enum ToEdge {
     /// The node ports that the gateway's cluster lists, all of them and [`Listed::MOST`] at most: an edge serves those that its
     /// owner lets be listed.
     Ports(Listed),
+    /// With whom the edge reads what its cluster has, from now on.
+    Pool(Members),
     /// Believe these roots from now on, and no others. The edge answers with [`ToGateway::Roots`].
     Roots {
         /// All of them, as PEM.
@@ -305,4 +341,68 @@ pub fn parse<M: DeserializeOwned>(line: &[u8]) -> Result<M, ControlError> {
         return Err(ControlError::TooLong);
     }
     Ok(serde_json::from_slice(line)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written<M: Serialize>(line: &M) -> String {
+        serde_json::to_string(line).unwrap()
+    }
+
+    #[test]
+    fn an_edge_that_knows_of_no_neighbours_says_and_reads_what_it_always_did() {
+        let silent = written(&ToGateway::Welcome(Welcome::default()));
+        assert!(!silent.contains("site"), "{silent}");
+        let ToGateway::Welcome(heard) = parse(silent.as_bytes()).unwrap() else {
+            panic!("a welcome is one");
+        };
+        assert_eq!(heard.site, None);
+        // To it this is a line of a later gateway; so is any that this edge does not know.
+        let later = br#"{"type":"of_a_later_gateway","members":[1]}"#;
+        assert_eq!(parse::<ToEdge>(later).unwrap(), ToEdge::Unknown);
+    }
+
+    #[test]
+    fn a_pool_is_told_as_it_is_and_with_less_in_it_still_reads() {
+        let members = Members {
+            pool: Some("north-1".to_owned()),
+            leader: Some("edge-1".to_owned()),
+            members: vec![MemberAt {
+                node: "edge-1".to_owned(),
+                at: vec!["10.1.0.5:10271".to_owned(), "[fd00::5]:10271".to_owned()],
+            }],
+        };
+        let line = written(&ToEdge::Pool(members.clone()));
+        assert!(
+            line.starts_with(r#"{"type":"pool","pool":"north-1","#),
+            "{line}"
+        );
+        assert_eq!(
+            parse::<ToEdge>(line.as_bytes()).unwrap(),
+            ToEdge::Pool(members)
+        );
+        let none = parse::<ToEdge>(br#"{"type":"pool"}"#).unwrap();
+        assert_eq!(none, ToEdge::Pool(Members::default()));
+        let site = br#"{"type":"welcome","protocol":1,"version":"1","instance":"a","started":0,"slot":0,"site":[]}"#;
+        let ToGateway::Welcome(leads_none) = parse(site).unwrap() else {
+            panic!("a welcome is one");
+        };
+        assert_eq!(leads_none.site, Some(Vec::new()));
+    }
+
+    #[test]
+    fn a_large_site_fits_into_a_line() {
+        let member = |nth| MemberAt {
+            node: format!("{nth:03}-{}", "n".repeat(96)),
+            at: vec!["[2001:0db8:0000:0000:0000:0000:0000:0001]:10271".to_owned(); 2],
+        };
+        let line = ToEdge::Pool(Members {
+            pool: Some("p".repeat(63)),
+            leader: Some(member(0).node),
+            members: (0..Members::MOST).map(member).collect(),
+        });
+        assert!(written(&line).len() < MAX_MESSAGE);
+    }
 }

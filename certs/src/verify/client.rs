@@ -127,7 +127,7 @@ fn showing(
     Ok(Arc::new(config))
 }
 
-fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
+pub(super) fn owned(alpn: &[&[u8]]) -> Vec<Vec<u8>> {
     alpn.iter().map(|protocol| protocol.to_vec()).collect()
 }
 
@@ -224,7 +224,7 @@ fn pin(
 }
 
 /// The words of a refusal, with the TLS alert that fits.
-fn alert(refused: PeerRefused) -> Error {
+pub(super) fn alert(refused: PeerRefused) -> Error {
     match refused {
         PeerRefused::UnknownIssuer => CertificateError::UnknownIssuer.into(),
         PeerRefused::Expired { .. } => CertificateError::Expired.into(),
@@ -233,6 +233,6 @@ fn alert(refused: PeerRefused) -> Error {
     }
 }
 
-fn other(error: impl StdError + Send + Sync + 'static) -> Error {
+pub(super) fn other(error: impl StdError + Send + Sync + 'static) -> Error {
     CertificateError::Other(OtherError(Arc::new(error))).into()
 }

@@ -27,7 +27,7 @@ use std::{
 };
 
 /// Most certificates behind a client's own. Each may cost a signature before it is known to lead nowhere.
-const MOST_BEHIND: usize = 8;
+pub(super) const MOST_BEHIND: usize = 8;
 
 /// Certificates of one generation; two are kept, 4 MiB at most.
 const GENERATION: usize = 16_384;

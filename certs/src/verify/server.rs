@@ -82,7 +82,7 @@ pub fn front_server(
     Ok(config(&versions, clients, leaves, alpn, Some(tickets))?)
 }
 
-fn config(
+pub(super) fn config(
     versions: &[&'static SupportedProtocolVersion],
     clients: Arc<dyn ClientCertVerifier>,
     leaf: Arc<dyn ResolvesServerCert>,

@@ -45,11 +45,11 @@ impl Listable {
         self.ranges.is_empty()
     }
 
-    /// Whether this port may be, at an edge whose admin listener has the port `admin`.
-    pub(crate) fn permits(&self, port: u16, admin: u16) -> bool {
+    /// Whether this port may be, at an edge whose own listeners have the ports `own`.
+    pub(crate) fn permits(&self, port: u16, own: &[u16]) -> bool {
         let says = |range: &PortRange| {
             let alone = range.0 == (port..=port);
-            alone || (port != admin && range.contains(port))
+            alone || (!own.contains(&port) && range.contains(port))
         };
         self.ranges.iter().any(says)
     }
@@ -144,10 +144,10 @@ mod tests {
             ),
         ] {
             let listable = of(config.clone());
-            let takes_now = [9051, 22, 10266].map(|port| listable.permits(port, 10266));
+            let takes_now = [9051, 22, 10266].map(|port| listable.permits(port, &[10266]));
             assert_eq!(takes_now, takes, "{config}");
             assert_eq!(listable.is_empty(), takes == [false; 3], "{config}");
-            assert!(!listable.permits(0, 10266), "{config}");
+            assert!(!listable.permits(0, &[10266]), "{config}");
         }
     }
 }

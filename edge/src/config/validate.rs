@@ -50,6 +50,7 @@ impl Validate for Config {
             faults.add("proxy", message);
         }
         self.numbers(&mut faults);
+        self.reading(&mut faults);
         for (number, port) in &self.ports {
             let path = format!("ports.{number}");
             if *number == 0 {

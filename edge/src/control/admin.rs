@@ -5,6 +5,7 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
+use super::listen::{Any, Own, guard};
 use crate::{
     config::Reloads,
     metrics::Metrics,
@@ -12,23 +13,16 @@ use crate::{
 };
 use axum::{
     Json, Router,
-    extract::{Request, State},
+    extract::State,
     http::{
-        HeaderMap, HeaderValue, StatusCode,
-        header::{CONTENT_TYPE, HOST, ORIGIN},
-        uri::Authority,
+        HeaderMap, StatusCode,
+        header::{CONTENT_TYPE, ORIGIN},
     },
-    middleware::{self, Next},
+    middleware,
     response::{IntoResponse, Response},
     routing::{get, post},
-    serve::Listener,
 };
-use causeway_tunnel::{socket::AnyIo, target};
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tower_http::timeout::TimeoutLayer;
@@ -74,69 +68,10 @@ pub(crate) async fn run(
         });
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
-        served = async { axum::serve(Any(listener), router).await } => {
+        served = async { axum::serve(Any::All(listener), router).await } => {
             debug!(?served, "the admin listener ended");
         }
         () = stop.cancelled() => {}
-    }
-}
-
-/// A listener whose connections are of the kind that all small servers and clients share.
-struct Any(TcpListener);
-
-impl Listener for Any {
-    type Io = AnyIo;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (AnyIo, SocketAddr) {
-        let (tcp, from) = Listener::accept(&mut self.0).await;
-        (Box::new(tcp), from)
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.0.local_addr()
-    }
-}
-
-/// Refuses requests for somebody else's name.
-async fn guard(own: Arc<Own>, request: Request, next: Next) -> Response {
-    let authority = request.uri().authority().map(Authority::as_str);
-    let host = request.headers().get(HOST).map(HeaderValue::to_str);
-    let host = host.map(Result::unwrap_or_default);
-    // HTTP/1.0 without a Host comes from probes, never from a browser.
-    if authority.or(host).is_none_or(|host| own.is(host)) {
-        return next.run(request).await;
-    }
-    let said = "the Host is neither localhost nor this node nor the admin listener's address\n";
-    (StatusCode::MISDIRECTED_REQUEST, said).into_response()
-}
-
-/// The names by which this listener is asked.
-struct Own {
-    /// Where it listens.
-    address: Option<IpAddr>,
-    /// The node: callers that come through the road know it by that.
-    node: String,
-}
-
-impl Own {
-    fn is(&self, host: &str) -> bool {
-        let Ok((host, _)) = target::split(host) else {
-            return false;
-        };
-        match host.parse::<IpAddr>() {
-            // Rebinding needs a name; on a wildcard any address may be this machine's.
-            Ok(ip) => {
-                let ip = ip.to_canonical();
-                ip.is_loopback()
-                    || self
-                        .address
-                        .is_some_and(|own| own == ip || own.is_unspecified())
-            }
-            Err(_) => {
-                host.eq_ignore_ascii_case("localhost") || host.eq_ignore_ascii_case(&self.node)
-            }
-        }
     }
 }
 
@@ -165,6 +100,9 @@ fn answer(well: bool, status: Status) -> Response {
 }
 
 async fn metrics_text(State(tables): State<Tables>) -> Response {
+    if let Some(reading) = tables.reader.status().reader {
+        tables.metrics.reads(&reading);
+    }
     match tables.metrics.text() {
         Ok(text) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -182,41 +120,4 @@ async fn reload(State(tables): State<Tables>, fields: HeaderMap) -> (StatusCode,
 
 async fn status(State(tables): State<Tables>) -> Response {
     Json(tables.reader.status()).into_response()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn own(address: &str) -> Own {
-        Own {
-            address: address.parse().ok(),
-            node: "edge-1".into(),
-        }
-    }
-
-    #[test]
-    fn a_name_that_is_not_this_machines_is_refused() {
-        let own_address = own("10.0.0.5");
-        for host in [
-            "localhost:10266",
-            "127.0.0.1",
-            "[::1]:10266",
-            "10.0.0.5:10266",
-            "Edge-1:10266",
-        ] {
-            assert!(own_address.is(host), "{host}");
-        }
-        for host in [
-            "evil.example",
-            "evil.example:10266",
-            "10.0.0.6",
-            "localhost.evil",
-            "edge-2",
-            "",
-        ] {
-            assert!(!own_address.is(host), "{host}");
-        }
-        assert!(own("0.0.0.0").is("10.0.0.6"));
-    }
 }

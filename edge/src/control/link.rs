@@ -15,8 +15,8 @@ mod session;
 mod slots;
 
 use super::{
-    changes::Changes, dial::Dialler, gateways::Gateways, held::Held, trouble::Trouble,
-    vouch::Cluster,
+    changes::Changes, dial::Dialler, gateways::Gateways, held::Held, reader::HearMembers,
+    trouble::Trouble, vouch::Cluster,
 };
 use crate::{
     config::{AtGateways, Config},
@@ -54,6 +54,8 @@ pub(crate) struct Links {
     pub(crate) reached: Reached,
     pub(crate) serve: Serve,
     pub(crate) list: List,
+    /// What hears with whom this node reads, where it does.
+    pub(crate) members: Option<HearMembers>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<Writer>,
     /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.

@@ -58,11 +58,13 @@ pub enum Error {
     /// TLS to gateways cannot be set up.
     #[error("cannot set up TLS to gateways: {0}")]
     Tls(#[from] causeway_certs::verify::TrustError),
-    /// The admin address cannot be bound.
-    #[error("cannot listen on {address} (admin.listen): {source}")]
+    /// An address cannot be bound.
+    #[error("cannot listen on {address} ({key}): {source}")]
     Bind {
         /// The address.
         address: SocketAddr,
+        /// Where the configuration names it.
+        key: &'static str,
         /// Why.
         source: io::Error,
     },

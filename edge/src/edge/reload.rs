@@ -75,8 +75,8 @@ pub(super) struct Parts {
     pub(super) now: Now,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
     pub(super) allowed: Mutex<Allowed>,
-    /// The port of the admin listener.
-    pub(super) admin: u16,
+    /// The ports of the admin listener, and of the reader's endpoint.
+    pub(super) own: Vec<u16>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
@@ -114,7 +114,7 @@ impl Parts {
         let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut allowed);
         let own = Own {
-            admin: self.admin,
+            ports: self.own.clone(),
             addresses: allowed.from.clone(),
         };
         let policy = allowed.policy.clone().listing(&allowed.listed, &own);
@@ -264,6 +264,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("labels", began.labels != now.labels),
         ("addresses", began.addresses != now.addresses),
         ("pool", began.pool != now.pool),
+        ("reader", began.reader != now.reader),
         ("tunnels", began.tunnels != now.tunnels),
         ("timeouts", began.timeouts != now.timeouts),
         ("backoff", began.backoff != now.backoff),
@@ -317,7 +318,7 @@ mod tests {
             now: Arc::new(ArcSwap::from_pointee(way)),
             ports: Arc::default(),
             allowed: Allowed::begin(policy),
-            admin: 10266,
+            own: vec![10266],
             metrics,
             tasks,
             given: watch::Sender::default(),

@@ -22,8 +22,8 @@ use std::{
 /// What an edge that runs knows of its own place.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Own {
-    /// The port of its admin listener.
-    pub(crate) admin: u16,
+    /// The ports of its own listeners that know no callers.
+    pub(crate) ports: Vec<u16>,
     /// From where it has dialled gateways: addresses of this node, whatever else it has.
     pub(crate) addresses: Vec<IpAddr>,
 }
@@ -75,7 +75,7 @@ impl Policy {
         let with = |scheme| move |port: &u16| (*port, scheme);
         let all = listed.http.iter().map(with(Scheme::Http));
         let all = all.chain(listed.tcp.iter().map(with(Scheme::Tcp)));
-        let may = |port: u16| self.listable.permits(port, own.admin);
+        let may = |port: u16| self.listable.permits(port, &own.ports);
         let all = all.filter(|(port, _)| may(*port) && !self.ports.contains_key(port));
         let mut also = self.addresses.clone();
         for ip in own.addresses.iter().map(IpAddr::to_canonical) {
@@ -282,7 +282,7 @@ mod tests {
 
     fn at(address: &str) -> Own {
         Own {
-            admin: 10266,
+            ports: vec![10266],
             addresses: vec![address.parse().unwrap()],
         }
     }

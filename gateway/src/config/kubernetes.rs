@@ -29,6 +29,8 @@ pub struct Kubernetes {
     pub kubeconfig: Option<PathBuf>,
     /// Labels of nodes at the edge, `KEY=VALUE`, or `KEY` for any value; a node with one of them is.
     pub edge_labels: Vec<Label>,
+    /// Label whose value is the pool of a node that no token has given one; empty for none. A kubelet can write labels of its own Node, but for those of `node-restriction.kubernetes.io/`.
+    pub pool_label: String,
     /// Networks in which addresses of Node objects are believed; empty is all. A kubelet can write any address into its own.
     #[serde(with = "HumanNetworks")]
     pub address_networks: Vec<IpNet>,
@@ -69,6 +71,8 @@ impl Default for Kubernetes {
                 label("openyurt.io/is-edge-worker", "true"),
                 label("superedge.io/node-edge", "enable"),
             ],
+            // Who comes from OpenYurt has labelled them already.
+            pool_label: "apps.openyurt.io/nodepool".to_owned(),
             address_networks: Vec::new(),
             pod_networks: Vec::new(),
             // As kubelet keeps them (authorization.webhook of its configuration).

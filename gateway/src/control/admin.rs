@@ -17,6 +17,7 @@ use crate::{
         drain::Readiness,
         expel::Roll,
         http::Problem,
+        pool::Reading,
         rotation::{self, Progress, TakeUp},
     },
     metrics::{self, Metrics},
@@ -33,7 +34,9 @@ use axum::{
 use causeway_certs::{LiveCa, NodeName};
 use causeway_tunnel::{target, unread::Pressure};
 use edges::{Detail, Row};
+use serde::Serialize;
 use std::{
+    collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     sync::Arc,
     time::Duration,
@@ -83,6 +86,7 @@ pub fn router(app: App) -> Router {
         .route("/metrics", get(scrape))
         .route("/api/v1/edges", get(all))
         .route("/api/v1/edges/{node}", get(one))
+        .route("/api/v1/pool", get(pool))
         .route("/api/v1/reload", post(reload))
         .route("/api/v1/refresh", post(refresh))
         .route("/api/v1/ca", get(rotation).post(take_up))
@@ -154,6 +158,10 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
         .map(|(_, edge)| edge.admitted.tunnel.round_trip());
     app.metrics.round_trips(round_trips.collect());
     app.metrics.unread(app.pressure.bytes());
+    if let Some(reading) = &app.roll.reading {
+        let stores = reading.pool().stores().iter();
+        app.metrics.pool(stores.map(|store| store.status()));
+    }
     scraped(app.metrics.encode())
 }
 
@@ -163,7 +171,32 @@ pub(crate) fn scraped(metrics: String) -> impl IntoResponse {
 }
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {
-    Json(edges::all(&app.registry, &app.nodes))
+    Json(edges::all(&app.registry, &app.nodes, &led(&app)))
+}
+
+/// Who leads each pool, where edges may read.
+fn led(app: &App) -> Option<BTreeMap<String, NodeName>> {
+    app.roll.reading.as_ref().map(Reading::led)
+}
+
+/// What edges may read, and who does for each pool.
+#[derive(Debug, Serialize)]
+struct Kept {
+    resources: Vec<causeway_pool::Status>,
+    leaders: BTreeMap<String, NodeName>,
+}
+
+async fn pool(State(app): State<App>) -> Result<Json<Kept>, Problem> {
+    let Some(reading) = &app.roll.reading else {
+        let detail = "edges read nothing here: the configuration has no readers";
+        let unknown = Problem::new(StatusCode::NOT_FOUND, "path_unknown", detail);
+        return Err(unknown);
+    };
+    let stores = reading.pool().stores().iter();
+    Ok(Json(Kept {
+        resources: stores.map(|store| store.status()).collect(),
+        leaders: reading.led(),
+    }))
 }
 
 /// Has the configuration read anew, and says what that did.
@@ -216,7 +249,7 @@ async fn take_up(State(app): State<App>, fields: HeaderMap) -> Result<Json<Progr
 
 async fn one(State(app): State<App>, Path(node): Path<String>) -> Result<Json<Detail>, Problem> {
     let node = NodeName::parse(&node).ok();
-    let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, &node));
+    let found = node.and_then(|node| edges::one(&app.registry, &app.nodes, (&node, &led(&app))));
     found.map(Json).ok_or_else(|| {
         let detail = "no node of this name is enrolled or connected here";
         Problem::new(StatusCode::NOT_FOUND, "node_unknown", detail)

@@ -2,8 +2,8 @@
 //!
 //! The ALPN in the `ClientHello` chooses the configuration: `rh2` requires a certificate, `h2` and `http/1.1`
 //! make it optional. TLS is finished within a bound, and the certificate checked, resumed or not. A tunnel
-//! moves to the core of its node, where its conversation begins; anything else is served by
-//! `control::enrol`. Handshakes are spread over the cores and never awaited in the loop; every task
+//! moves to the core of its node, where its conversation begins; an edge that asks by `h2` with its certificate is
+//! served by `control::pool`, where there is one, and anything else by `control::enrol`. Handshakes are spread over the cores and never awaited in the loop; every task
 //! belongs to [`Admission::run`], whose end ends them.
 
 mod conversation;
@@ -16,8 +16,10 @@ mod tests;
 use crate::{
     audit, config,
     control::{
+        expel::retired,
         http::{self, Peer},
         ledger::Ledger,
+        pool::{Reader, Reading, Unread},
     },
     core::{CoreId, Cores},
     metrics::Metrics,
@@ -25,12 +27,13 @@ use crate::{
     state::{Advertised, ListedPorts, Nodes, Registry, registry::Shown},
 };
 use axum::Router;
-use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused, Purpose, verify::Proven};
+use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused};
 use causeway_tunnel::{
     listener::{self, Bound, Listener},
     socket::{Counted, Detached, Socket},
     task::Tasks,
     unread::Pressure,
+    wire,
 };
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tls::Way;
@@ -87,6 +90,8 @@ pub struct Admission {
     pub listed: ListedPorts,
     /// Serves edges' own requests.
     pub enrol: Router,
+    /// Serves what edges read of the cluster, if they may.
+    pub reading: Option<Reading>,
     /// Edges that came before the cluster had named its nodes: a whole fleet comes again and again until then.
     pub(crate) early: Arc<Seldom>,
 }
@@ -116,6 +121,8 @@ enum Failed {
     Stopping,
     #[error("too many edges join at once")]
     Full,
+    #[error(transparent)]
+    Unread(#[from] Unread),
 }
 
 /// The words of rustls where it failed, of the system otherwise.
@@ -137,7 +144,8 @@ impl Failed {
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),
-            Self::Full => return ("full", true),
+            Self::Full | Self::Unread(Unread::Full) => return ("full", true),
+            Self::Unread(Unread::Unwelcome(_)) => return ("unwelcome", true),
             Self::Tls(error) => tls_error(error),
         };
         match error {
@@ -291,33 +299,8 @@ impl Desk {
         from: SocketAddr,
         round_trip: Duration,
     ) -> Result<(), Failed> {
-        let tls = self.admission.tls.load();
-        let given = tls.trust().is_given().then(|| {
-            let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
-            chain.iter().map(|one| one.clone().into_owned()).collect()
-        });
-        let (node, certificate) = match tls.check(&io) {
-            Ok(Proven {
-                identity: Identity::Edge(node),
-                serial,
-                issued_at,
-                not_after,
-                root,
-            }) => {
-                let shown = Shown {
-                    serial,
-                    // How a node joins anew is another system's affair, and so is when.
-                    issued_at: given.as_ref().map_or(issued_at, |_| u64::MAX),
-                    not_after,
-                    root,
-                    given,
-                };
-                (Ok(node), Some(shown))
-            }
-            Ok(other) => {
-                let (wanted, found) = (Purpose::Edge, other.identity.kind());
-                (Err(PeerRefused::Kind { wanted, found }), None)
-            }
+        let (node, certificate) = match self.admission.tls.load().edge(&io) {
+            Ok((node, shown)) => (Ok(node), Some(shown)),
             Err(refused) => (Err(refused), None),
         };
         let socket = io.get_mut().0.take().ok_or(Failed::Stopping)?;
@@ -337,6 +320,12 @@ impl Desk {
 
     async fn join(&self, io: Io, from: SocketAddr) -> Result<(), Failed> {
         let tls = self.admission.tls.load_full();
+        let reads = io.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2);
+        if let Some(reading) = self.admission.reading.as_ref().filter(|_| reads)
+            && let Ok((node, certificate)) = tls.edge(&io)
+        {
+            return self.read(reading, io, (node, certificate), from).await;
+        }
         let nobody = (None, 0, None, None);
         let (identity, issued, root, vouched) = match tls.check(&io) {
             Ok(proven) => (Some(proven.identity), proven.issued_at, proven.root, None),
@@ -355,13 +344,37 @@ impl Desk {
             root,
             vouched,
         };
-        http::serve(
-            Box::new(io),
-            self.admission.enrol.clone(),
-            peer,
-            self.stop.clone(),
-        )
-        .await;
+        let (io, router) = (Box::new(io), self.admission.enrol.clone());
+        http::serve(io, router, peer, http::SHORT, self.stop.clone()).await;
         Ok(())
+    }
+
+    /// Serves an edge that reads what its cluster has.
+    async fn read(
+        &self,
+        reading: &Reading,
+        io: Io,
+        (node, certificate): (NodeName, Shown),
+        from: SocketAddr,
+    ) -> Result<(), Failed> {
+        let admission = &self.admission;
+        // As long as nobody can tell it is not welcome, and comes again.
+        let bound = admission.settings.hello_timeout / 2;
+        admission.can_judge(&node, bound).await;
+        let reader = Reader {
+            io: Box::new(io),
+            peer: Peer {
+                address: Some(from.ip().to_canonical()),
+                identity: Some(Identity::Edge(node.clone())),
+                issued: certificate.issued_at,
+                root: certificate.root,
+                vouched: None,
+            },
+            certificate,
+            node: node.clone(),
+        };
+        let judged = |shown: &Shown| retired(admission.tls.load().believes(shown), &node, shown);
+        let until = (self.stop.clone(), admission.drain);
+        Ok(reading.serve(reader, judged, until).await?)
     }
 }

@@ -3,7 +3,7 @@
 //! The commands beside a gateway change the directory and then ask for this. An edge that comes in the same moment is
 //! judged before it is registered and again afterwards: it meets either the new table or this.
 
-use super::{admit::LiveTls, pins::Keeper};
+use super::{admit::LiveTls, pins::Keeper, pool::Reading};
 use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
 use causeway_certs::{NodeName, NodeRecord, Store, StoreError};
 use causeway_tunnel::{
@@ -55,6 +55,8 @@ pub struct Roll {
     pub tls: LiveTls,
     /// Who is here.
     pub registry: Registry,
+    /// Who reads here, if anybody may.
+    pub reading: Option<Reading>,
     /// Who ends the tunnels, even where whoever has asked for it goes away.
     pub tasks: Arc<Tasks>,
     /// Where that is done.
@@ -132,10 +134,13 @@ impl Roll {
         Ok(gone)
     }
 
-    /// Tunnels of those who are not welcome, and why. A tunnel from which another has taken over gets no new streams: it
+    /// Tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel from which another has taken over gets no new streams: it
     /// keeps what it has where its root was retired and its process has come by one that is trusted.
     fn leaving(&self) -> Vec<(NodeName, Edge, String)> {
         let (nodes, tls) = (self.nodes.reader(), self.tls.load());
+        if let Some(reading) = &self.reading {
+            reading.judge(|node, shown| retired(tls.believes(shown), node, shown));
+        }
         let process = |node: &NodeName, edge: &Edge| {
             let instance = edge.admitted.welcome.instance.clone();
             (node.clone(), instance)

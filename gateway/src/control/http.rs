@@ -2,7 +2,7 @@
 //!
 //! Everything that runs for a connection belongs to it: HTTP/2 streams are tasks of the connection's own
 //! branch, and dropping the connection ends them. A connection's life is bounded, so that nobody holds
-//! one for nothing.
+//! one for nothing, but for those that read what changes (`control::pool`).
 
 use axum::{
     Router,
@@ -25,15 +25,29 @@ use tracing::info_span;
 
 /// A head has to be there within this time.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
-/// A connection is asked to end after this time: a scraper that comes every minute keeps its own, and a
-/// stranger's is gone soon.
-const LIFE: Duration = Duration::from_mins(5);
-/// Requests at once on one HTTP/2 connection.
-const STREAMS: u32 = 16;
 /// Connections at once to one listener, at about 20 KiB each.
 const CONNECTIONS: usize = 256;
 /// What requests get to end when the listener stops.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// What one connection may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    /// It is asked to end after this time, if at all.
+    pub(crate) life: Option<Duration>,
+    /// Requests at once, by HTTP/2.
+    pub(crate) streams: u32,
+    /// What requests get to end when it is asked to.
+    pub(crate) grace: Duration,
+}
+
+/// Of those who ask for something and are done: a scraper that comes every minute keeps its own connection, and a
+/// stranger's is gone soon.
+pub(crate) const SHORT: Bounds = Bounds {
+    life: Some(Duration::from_mins(5)),
+    streams: 16,
+    grace: GRACE,
+};
 
 /// Who is at the other end of a connection; in the extensions of each of its requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,7 +94,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            serve(Box::new(socket), router, peer, stop).await;
+            serve(Box::new(socket), router, peer, SHORT, stop).await;
             drop(permit);
         });
     }
@@ -88,7 +102,13 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
 }
 
 /// Serves one connection until its peer, its time or `stop` ends it.
-pub async fn serve(io: AnyIo, router: Router, peer: Peer, stop: CancellationToken) {
+pub(crate) async fn serve(
+    io: AnyIo,
+    router: Router,
+    peer: Peer,
+    bounds: Bounds,
+    stop: CancellationToken,
+) {
     let streams = Streams(Arc::new(Tasks::default()));
     let mut builder = auto::Builder::new(streams);
     builder
@@ -98,7 +118,7 @@ pub async fn serve(io: AnyIo, router: Router, peer: Peer, stop: CancellationToke
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(STREAMS)
+        .max_concurrent_streams(bounds.streams)
         .keep_alive_interval(HEAD_WITHIN)
         .keep_alive_timeout(HEAD_WITHIN);
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
@@ -106,11 +126,18 @@ pub async fn serve(io: AnyIo, router: Router, peer: Peer, stop: CancellationToke
         router.clone().call(request)
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
+    let over = async {
+        match bounds.life {
+            // Whichever is first.
+            Some(life) => drop(timeout(life, stop.cancelled()).await),
+            None => stop.cancelled().await,
+        }
+    };
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
-        _ = timeout(LIFE, stop.cancelled()) => {
+        () = over => {
             connection.as_mut().graceful_shutdown();
-            timeout(GRACE, connection.as_mut()).await.unwrap_or(Ok(()))
+            timeout(bounds.grace, connection.as_mut()).await.unwrap_or(Ok(()))
         }
     };
     if let Err(error) = ended {

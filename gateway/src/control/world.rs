@@ -7,6 +7,7 @@ use super::{
     expel::Roll,
     ledger::Ledger,
     pins::Keeper,
+    pool::{Reading, leaders::Leaders},
 };
 use crate::{
     config,
@@ -68,6 +69,25 @@ fn shown(ca: &Ca) -> Leaf {
     ca.issue_gateway(&names, LIFE).unwrap()
 }
 
+/// How edges join.
+fn enrolment(
+    (ca, store): (&LiveCa, &Store),
+    (nodes, ledger): (&NodesWriter, &Ledger),
+    metrics: &Arc<Metrics>,
+) -> Enrolment {
+    Enrolment {
+        ca: ca.clone(),
+        store: store.clone(),
+        nodes: nodes.clone(),
+        ledger: ledger.clone(),
+        metrics: metrics.clone(),
+        lifetime: LIFE,
+        advertised: advertised(&["gw.example:10262"]),
+        vouched: true,
+        by_cluster: true,
+    }
+}
+
 fn advertised(all: &[&str]) -> Advertised {
     Advertised::new(Whereabouts {
         gateways: all.iter().map(ToString::to_string).collect(),
@@ -98,6 +118,8 @@ pub(super) struct World {
     pub(super) stop: CancellationToken,
     tls: LiveTls,
     leaf: Leaf,
+    /// What edges read here.
+    pub(super) reading: Option<Reading>,
     /// Dropping it ends the gateway at once.
     pub(super) tasks: Tasks,
     _dir: tempfile::TempDir,
@@ -117,7 +139,16 @@ impl World {
         Self::with(cores, false)
     }
 
+    /// Of a gateway at which edges read by these rules.
+    pub(super) fn read(readers: &config::Readers) -> Self {
+        Self::made(&Cores::here(), false, Some(readers))
+    }
+
     fn with(cores: &Cores, cluster: bool) -> Self {
+        Self::made(cores, cluster, None)
+    }
+
+    fn made(cores: &Cores, cluster: bool, readers: Option<&config::Readers>) -> Self {
         install_provider();
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
@@ -130,17 +161,8 @@ impl World {
         let tls = Tls::new(leaf.resolver(), Trust::of(&ca).unwrap(), &tickets).unwrap();
         let tls = Arc::new(ArcSwap::from_pointee(tls));
         let ledger = Ledger::new(&store, &nodes);
-        let enrolment = Enrolment {
-            ca: live.clone(),
-            store: store.clone(),
-            nodes: nodes.clone(),
-            ledger: ledger.clone(),
-            metrics: metrics.clone(),
-            lifetime: LIFE,
-            advertised: advertised(&["gw.example:10262"]),
-            vouched: true,
-            by_cluster: true,
-        };
+        let reading = readers.map(|rules| Reading::new(rules, &nodes.reader(), &metrics));
+        let enrolment = enrolment((&live, &store), (&nodes, &ledger), &metrics);
         let admission = Admission {
             instance: "gateway".into(),
             cores: cores.clone(),
@@ -157,12 +179,17 @@ impl World {
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),
             listed: ListedPorts::default(),
             enrol: enrol::router(enrolment),
+            reading: reading.clone(),
             early: Arc::default(),
         };
         let bound = Bound::tcp("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = bound.local_addr().unwrap();
         let (stop, tasks) = (CancellationToken::new(), Tasks::default());
         tasks.spawn(info_span!("gateway"), admission.run(bound, stop.clone()));
+        if let Some(reading) = &reading {
+            let leaders = Leaders::new(reading, &registry, &nodes);
+            tasks.spawn(info_span!("leaders"), leaders.run(stop.clone()));
+        }
         Self {
             ca,
             live,
@@ -175,6 +202,7 @@ impl World {
             stop,
             tls,
             leaf,
+            reading,
             tasks,
             _dir: dir,
         }
@@ -220,6 +248,7 @@ impl World {
             },
             tls: self.tls.clone(),
             registry: self.registry.clone(),
+            reading: self.reading.clone(),
             tasks: Arc::default(),
             runtime: Handle::current(),
         }

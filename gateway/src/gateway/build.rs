@@ -219,6 +219,7 @@ fn authority(
             keeper: base.keeper.clone(),
             tls: admission.tls.clone(),
             registry: admission.registry.clone(),
+            reading: admission.reading.clone(),
             tasks: Arc::default(),
             runtime: admission.cores.runtime(CoreId(0)).clone(),
         },

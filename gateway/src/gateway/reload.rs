@@ -236,6 +236,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("redirect", table(began) != table(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),
+        ("readers", began.readers != now.readers),
         ("dns.listen", answers(began) != answers(now)),
         ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),

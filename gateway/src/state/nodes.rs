@@ -48,6 +48,8 @@ pub struct Member {
     pub pod_networks: Vec<IpNet>,
     /// What it is labelled with.
     pub labels: BTreeMap<String, String>,
+    /// The pool that a label of it names.
+    pub pool: Option<String>,
 }
 
 /// Where a node is.
@@ -116,6 +118,10 @@ impl Table {
                 node.addresses.clone_from(&member.addresses);
                 node.pod_networks.clone_from(&member.pod_networks);
                 node.labels.clone_from(&member.labels);
+                // A token's word is its owner's, and a label the kubelet's.
+                if node.pool.is_none() {
+                    node.pool.clone_from(&member.pool);
+                }
             } else {
                 enter(&mut by_address, name, &member.addresses);
             }
@@ -432,6 +438,7 @@ mod tests {
             addresses: node.addresses,
             pod_networks: node.pod_networks,
             labels: [("site".to_owned(), "north".to_owned())].into(),
+            pool: Some("of-a-label".to_owned()),
         }
     }
 
@@ -440,6 +447,7 @@ mod tests {
         let writer = NodesWriter::default();
         let mut joined = node(&["192.168.0.1"], &[]);
         joined.joined_at = 7;
+        joined.pool = Some("of-a-token".to_owned());
         writer.put(name("edge-1"), joined);
         writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
         assert_eq!(writer.reader().places(), None, "not known yet");
@@ -461,6 +469,11 @@ mod tests {
         assert_eq!(at("10.244.1.7"), Named::Pod(name("edge-1")));
         assert_eq!(nodes.get(&name("edge-1")).unwrap().joined_at, 7);
         assert_eq!(nodes.get(&name("edge-1")).unwrap().labels["site"], "north");
+        let pool = |node| nodes.get(&name(node)).unwrap().pool.unwrap();
+        assert_eq!(
+            (&*pool("edge-1"), &*pool("edge-3")),
+            ("of-a-token", "of-a-label")
+        );
         assert_eq!(
             at("10.0.0.2"),
             Named::Node(name("edge-2")),

@@ -82,6 +82,23 @@ fn from_outside_a_node_is_reached_by_its_external_addresses_or_else_its_own() {
 }
 
 #[test]
+fn a_label_of_a_node_names_its_pool() {
+    let pool = |labels, rules: &Kubernetes| member(&object("n", &labels, &[], &[]), rules).pool;
+    let openyurt = json!({ "apps.openyurt.io/nodepool": "north" });
+    assert_eq!(pool(openyurt.clone(), &rules()).as_deref(), Some("north"));
+    assert_eq!(pool(json!({ "other": "north" }), &rules()), None);
+    assert_eq!(
+        pool(json!({ "apps.openyurt.io/nodepool": "" }), &rules()),
+        None
+    );
+    let none = Kubernetes {
+        pool_label: String::new(),
+        ..rules()
+    };
+    assert_eq!(pool(openyurt, &none), None);
+}
+
+#[test]
 fn what_lies_outside_of_the_networks_is_not_believed() {
     let addresses = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.96.0.1")];
     let pods = ["10.244.1.0/24", "10.0.0.0/8", "0.0.0.0/0", "nonsense"];

@@ -17,18 +17,19 @@ use super::process::must;
 
 /// Says to the inner program that it is that, and where its folder is.
 const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
-/// Which half of the tests it runs.
-const HALF: &str = "CAUSEWAY_KUBE_HALF";
+/// Which group of the tests it runs.
+const GROUP: &str = "CAUSEWAY_KUBE_GROUP";
 
 /// The folder of the tests, if this is the inner program.
 pub(crate) fn inside() -> Option<PathBuf> {
     env::var_os(INSIDE).map(PathBuf::from)
 }
 
-/// Which half of the tests the inner program runs, if not all.
-pub(crate) fn half() -> Option<usize> {
-    let half = env::var_os(HALF)?;
-    half.to_str()?.parse().ok()
+/// Which group of the tests the inner program runs.
+pub(crate) fn group() -> usize {
+    let group = env::var(GROUP).ok();
+    let group = group.and_then(|text| text.parse().ok());
+    group.expect("the outer program has said it")
 }
 
 /// The tests' own branch below each of the machine's cgroup hierarchies.
@@ -68,26 +69,38 @@ fn unshare() -> Command {
     command
 }
 
-/// Runs the inner program to its end, and removes what is left of it.
-pub(crate) fn run(assets: &Path) -> ExitCode {
-    ExitCode::from(run_to_end(assets, None))
-}
-
-/// The same with both halves beside each other. What the second one says comes behind.
-pub(crate) fn run_halves(assets: &Path) -> ExitCode {
-    let mut said = tempfile::tempfile().expect("a file for what is said");
-    let apart = said.try_clone().expect("the same file");
-    let (first, second) = thread::scope(|scope| {
-        let second = scope.spawn(|| run_to_end(assets, Some((1, Some(apart)))));
-        (run_to_end(assets, Some((0, None))), second.join().unwrap())
+/// Runs these groups of tests to their end beside each other, and removes what is left of them. What the first one says
+/// comes at once, and what others say behind it.
+pub(crate) fn run(assets: &Path, groups: &[usize]) -> ExitCode {
+    let Some((first, others)) = groups.split_first() else {
+        return ExitCode::SUCCESS;
+    };
+    let mut said: Vec<File> = others
+        .iter()
+        .map(|_| tempfile::tempfile().expect("a file for what is said"))
+        .collect();
+    let worst = thread::scope(|scope| {
+        let beside: Vec<_> = others
+            .iter()
+            .zip(&said)
+            .map(|(group, said)| {
+                let apart = said.try_clone().expect("the same file");
+                scope.spawn(|| run_to_end(assets, *group, Some(apart)))
+            })
+            .collect();
+        let first = run_to_end(assets, *first, None);
+        let codes = beside.into_iter().map(|one| one.join().unwrap());
+        codes.fold(first, u8::max)
     });
-    said.rewind().unwrap();
-    io::copy(&mut said, &mut io::stdout()).unwrap();
-    ExitCode::from(first.max(second))
+    for said in &mut said {
+        said.rewind().unwrap();
+        io::copy(said, &mut io::stdout()).unwrap();
+    }
+    ExitCode::from(worst)
 }
 
-/// Runs the inner program, or a half of it that may be made to speak into a file. Its exit code.
-fn run_to_end(assets: &Path, half: Option<(usize, Option<File>)>) -> u8 {
+/// Runs a group in the inner program, which may be made to speak into a file. Its exit code.
+fn run_to_end(assets: &Path, group: usize, said: Option<File>) -> u8 {
     let folder = tempfile::Builder::new()
         .prefix("causeway-kube-")
         .tempdir()
@@ -99,12 +112,10 @@ fn run_to_end(assets: &Path, half: Option<(usize, Option<File>)>) -> u8 {
         .arg(program)
         .args(env::args_os().skip(1))
         .env(INSIDE, folder.path())
-        .env("KUBEBUILDER_ASSETS", assets);
-    if let Some((half, said)) = half {
-        inner.env(HALF, half.to_string());
-        if let Some(said) = said {
-            inner.stdout(said);
-        }
+        .env("KUBEBUILDER_ASSETS", assets)
+        .env(GROUP, group.to_string());
+    if let Some(said) = said {
+        inner.stdout(said);
     }
     let ended = inner.status();
     for hierarchy in hierarchies() {

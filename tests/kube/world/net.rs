@@ -4,6 +4,7 @@
 //! out through the router's NAT. The cloud has no route to a node, and the routers forward nothing but answers.
 
 use std::{
+    ffi::OsStr,
     fs,
     net::{IpAddr, Ipv4Addr},
     path::Path,
@@ -115,6 +116,24 @@ impl Site {
         Program::new("nsenter").args([&format!("--net=/run/netns/{}", self.router), program])
     }
 
+    /// A program, to be run on the node, which has nothing of its own but the network.
+    pub(crate) fn at(&self, program: impl AsRef<OsStr>) -> Program {
+        let network = format!("--net={}", self.network());
+        Program::new("nsenter")
+            .args([network])
+            .args([program.as_ref()])
+    }
+
+    /// Lets nothing through to the cloud and back any more, of which the node itself sees nothing.
+    pub(crate) fn cut(&self) {
+        must(&format!("ip -n {} link set wan down", self.router));
+    }
+
+    /// Lets everything through again.
+    pub(crate) fn mend(&self) {
+        must(&format!("ip -n {} link set wan up", self.router));
+    }
+
     /// The node's own address.
     pub(crate) fn address(&self) -> IpAddr {
         IpAddr::V4(self.address)
@@ -123,6 +142,24 @@ impl Site {
     /// The file that stands for the node's network.
     pub(crate) fn network(&self) -> String {
         format!("/run/netns/{}", self.space)
+    }
+}
+
+/// Puts nodes into a network that they share, with an address each: what stands when all ways to the cloud are cut.
+pub(crate) fn neighbours(sites: &[(&Site, Ipv4Addr)]) {
+    must("ip netns add field");
+    must("ip -n field link add field type bridge");
+    must("ip -n field link set field up");
+    for (number, (site, address)) in sites.iter().enumerate() {
+        let space = &site.space;
+        must(&format!(
+            "ip -n field link add node{number} type veth peer name field netns {space}"
+        ));
+        must(&format!(
+            "ip -n field link set node{number} master field up"
+        ));
+        must(&format!("ip -n {space} addr add {address}/24 dev field"));
+        must(&format!("ip -n {space} link set field up"));
     }
 }
 

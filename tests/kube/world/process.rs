@@ -178,6 +178,11 @@ impl Process {
         self.child.id()
     }
 
+    /// Where its words are.
+    pub(crate) fn log(&self) -> &Path {
+        &self.log
+    }
+
     /// What it has said so far.
     pub(crate) fn said(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()

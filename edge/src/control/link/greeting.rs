@@ -10,7 +10,7 @@ use super::{
     reached::{Claim, Party},
     session::Io,
 };
-use crate::config::AtGateways;
+use crate::config::{self, AtGateways};
 use causeway_tunnel::{
     Ended, Refusal,
     hello::{Control, ControlError, Hello, ToEdge, ToGateway, Welcome},
@@ -171,6 +171,7 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         listed: true,
         takes_over: false,
         roots: Some(roots::told(&links.held)),
+        site: config.reader.as_ref().map(config::Reader::neighbours),
     }
 }
 

@@ -298,6 +298,11 @@ impl Session {
                 self.links.gateways.learn(gateways).await;
             }
             Ok(ToEdge::Ports(listed)) => (self.links.list)(listed, self.from),
+            Ok(ToEdge::Pool(members)) => {
+                if let Some(hear) = &self.links.members {
+                    hear(members);
+                }
+            }
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),
             Ok(ToEdge::Renew { within_ms }) => {
                 let within = Duration::from_millis(within_ms);

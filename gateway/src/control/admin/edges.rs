@@ -61,7 +61,25 @@ pub(super) struct Row {
     confirmed_labels: BTreeMap<String, String>,
     /// Why it is not welcome.
     revoked: Option<String>,
+    /// How it reads what its cluster has, if it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reading: Option<Role>,
 }
+
+/// How an edge reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Role {
+    /// Here, for its pool.
+    Leader,
+    /// At its pool's leader.
+    Follower,
+    /// Here, for itself.
+    Alone,
+}
+
+/// Who leads each pool, where edges may read.
+pub(super) type Led = Option<BTreeMap<String, NodeName>>;
 
 /// One node with its tunnels.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -92,7 +110,7 @@ struct TunnelRow {
 }
 
 /// All nodes, by name.
-pub(super) fn all(registry: &Registry, nodes: &Nodes) -> Vec<Row> {
+pub(super) fn all(registry: &Registry, nodes: &Nodes, led: &Led) -> Vec<Row> {
     let mut tunnels: BTreeMap<NodeName, Vec<Edge>> = BTreeMap::new();
     for name in nodes.names() {
         tunnels.insert(name, Vec::new());
@@ -107,13 +125,17 @@ pub(super) fn all(registry: &Registry, nodes: &Nodes) -> Vec<Row> {
         } else {
             None
         };
-        rows.push(row(node, &edges, last, nodes));
+        rows.push(row(node, (&edges, last), nodes, led));
     }
     rows
 }
 
 /// One node, if it is known.
-pub(super) fn one(registry: &Registry, nodes: &Nodes, node: &NodeName) -> Option<Detail> {
+pub(super) fn one(
+    registry: &Registry,
+    nodes: &Nodes,
+    (node, led): (&NodeName, &Led),
+) -> Option<Detail> {
     let (edges, last) = registry.of(node);
     if edges.is_empty() && nodes.get(node).is_none() {
         return None;
@@ -124,15 +146,15 @@ pub(super) fn one(registry: &Registry, nodes: &Nodes, node: &NodeName) -> Option
     Some(Detail {
         claimed_addresses: claimed.unwrap_or_default(),
         details: edges.iter().map(tunnel).collect(),
-        row: row(node.clone(), &edges, last, nodes),
+        row: row(node.clone(), (&edges, last), nodes, led),
     })
 }
 
 fn row(
     node: NodeName,
-    edges: &[Edge],
-    last: Option<(SystemTime, SocketAddr)>,
+    (edges, last): (&[Edge], Option<(SystemTime, SocketAddr)>),
     nodes: &Nodes,
+    led: &Led,
 ) -> Row {
     let known = nodes.get(&node).unwrap_or_default();
     let newest = edges.last().map(|edge| &edge.admitted);
@@ -140,7 +162,10 @@ fn row(
     let handles = || edges.iter().map(|edge| &edge.admitted.tunnel);
     let away = last.map(|(seen, _)| seen);
     let seen = newest.map_or(away, |_| Some(SystemTime::now()));
+    let reads = welcome.is_some_and(|welcome| welcome.site.is_some());
+    let led = led.as_ref().filter(|_| reads);
     Row {
+        reading: led.map(|led| role(&node, led, known.pool.as_deref())),
         state: if known.revoked.is_some() {
             Condition::Revoked
         } else {
@@ -174,6 +199,14 @@ fn row(
             .map(|welcome| welcome.labels.clone())
             .unwrap_or_default(),
         node,
+    }
+}
+
+fn role(node: &NodeName, led: &BTreeMap<String, NodeName>, pool: Option<&str>) -> Role {
+    match pool.and_then(|pool| led.get(pool)) {
+        Some(leader) if leader == node => Role::Leader,
+        Some(_) => Role::Follower,
+        None => Role::Alone,
     }
 }
 

@@ -103,6 +103,9 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
     };
     let (node, end) = match Box::pin(admission.hello(&mut link, node, (from, certificate))).await {
         Ok((mut conversation, node)) => {
+            if let Some(reading) = &admission.reading {
+                reading.stir();
+            }
             let end = conversation.talk(&mut link).await;
             let ended = link.close().await;
             let end = blame(end, ended);

@@ -4,7 +4,7 @@ use super::Io;
 use crate::state::registry::Shown;
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    ClusterTrust, PeerRefused, Purpose, Trust, Vouched,
+    ClusterTrust, Identity, NodeName, PeerRefused, Purpose, Trust, Vouched,
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
@@ -116,6 +116,28 @@ impl Tls {
             &self.trust,
             &verify::none_revoked,
         )
+    }
+
+    /// Which edge it is, and the certificate that it has shown.
+    pub(super) fn edge(&self, io: &Io) -> Result<(NodeName, Shown), PeerRefused> {
+        let proven = self.check(io)?;
+        let Identity::Edge(node) = proven.identity else {
+            let (wanted, found) = (Purpose::Edge, proven.identity.kind());
+            return Err(PeerRefused::Kind { wanted, found });
+        };
+        let given = self.trust.is_given().then(|| {
+            let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+            chain.iter().map(|one| one.clone().into_owned()).collect()
+        });
+        let shown = Shown {
+            serial: proven.serial,
+            // How a node joins anew is another system's affair, and so is when.
+            issued_at: given.as_ref().map_or(proven.issued_at, |_| u64::MAX),
+            not_after: proven.not_after,
+            root: proven.root,
+            given,
+        };
+        Ok((node, shown))
     }
 
     /// Which node it is that may join by the cluster's certificate which it shows, where such count.

@@ -3,7 +3,7 @@
 use super::Base;
 use crate::{
     config::{self, Config},
-    control::{admit::Admission, enrol, ledger::Ledger},
+    control::{admit::Admission, enrol, ledger::Ledger, pool::Reading},
     core::Cores,
     gateway::{BindError, identity::Identity},
     proxy::Shared,
@@ -54,6 +54,10 @@ pub(super) fn admission(
         advertised: advertised.clone(),
         listed: listed.clone(),
         enrol,
+        reading: config
+            .readers
+            .as_ref()
+            .map(|rules| Reading::new(rules, &shared.nodes, &shared.metrics)),
         early: Arc::default(),
     })
 }

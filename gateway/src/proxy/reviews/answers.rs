@@ -7,16 +7,16 @@
 
 use super::{Access, Account, Reviews, Unanswered};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::caller::jwt};
+use causeway_kept::Kept;
 use causeway_tunnel::task::Tasks;
 use futures_util::{FutureExt, future::BoxFuture};
-use moka::{Expiry, future::Cache};
 use sha2::{Digest, Sha256};
 use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     runtime::Handle,
@@ -51,7 +51,9 @@ pub struct Answers {
 #[derive(Clone, Debug)]
 struct Known {
     kind: &'static str,
-    cache: Cache<Key, Answer>,
+    kept: Kept<Answer>,
+    /// For how long.
+    lives: Lives,
     room: Arc<Semaphore>,
     heard: Arc<Heard>,
 }
@@ -79,13 +81,11 @@ impl Answers {
         });
         let known = |kind| Known {
             kind,
-            cache: Cache::builder()
-                .max_capacity(MOST)
-                .expire_after(Kept {
-                    allowed: kubernetes.review_allowed_for,
-                    refused: kubernetes.review_refused_for,
-                })
-                .build(),
+            kept: Kept::new(MOST),
+            lives: Lives {
+                allowed: kubernetes.review_allowed_for,
+                refused: kubernetes.review_refused_for,
+            },
             room: Arc::new(Semaphore::new(AT_ONCE)),
             heard: heard.clone(),
         };
@@ -163,28 +163,32 @@ impl Answers {
         key: Key,
         question: impl FnOnce() -> BoxFuture<'static, Answer>,
     ) -> Answer {
-        if let Some(answer) = known.cache.get(&key).await {
-            return answer;
+        if let Some(answer) = known.kept.get(&key).await {
+            return Answer::clone(&answer);
         }
         let (tell, told) = oneshot::channel();
         let (known, question, bound) = (known.clone(), question(), self.bound);
         let asking = async move {
-            let ask = known.ask(question, bound);
+            let ask = Box::pin(known.ask(question, bound));
             // Who has left waits for no answer.
-            let _ = tell.send(known.cache.get_with(key, ask).await);
+            let _ = tell.send(known.kept.get_with(&key, ask).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("review"), asking);
         match timeout(bound, told).await {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => unknown("the gateway is ending"),
+            Ok(Ok(Some(answer))) => Answer::clone(&answer),
+            Ok(Ok(None) | Err(_)) => unknown("the gateway is ending"),
             Err(_) => silent(bound),
         }
     }
 }
 
 impl Known {
-    async fn ask(&self, question: BoxFuture<'static, Answer>, bound: Duration) -> Answer {
+    async fn ask(
+        &self,
+        question: BoxFuture<'static, Answer>,
+        bound: Duration,
+    ) -> causeway_kept::Answer<Answer> {
         let asked = async {
             let _room = self.room.acquire().await;
             question.await
@@ -192,7 +196,11 @@ impl Known {
         let answer = timeout(bound, asked).await;
         let answer = answer.unwrap_or_else(|_| silent(bound));
         self.heard.note(self.kind, &answer);
-        answer
+        causeway_kept::Answer {
+            life: Some(self.lives.of(&answer)),
+            held: Arc::new(answer),
+            weight: 1,
+        }
     }
 }
 
@@ -248,15 +256,16 @@ fn is_over(end: u64) -> bool {
     now() >= Duration::from_secs(end)
 }
 
-/// How long an answer is kept.
-struct Kept {
+/// How long answers are kept.
+#[derive(Clone, Copy, Debug)]
+struct Lives {
     allowed: Duration,
     refused: Duration,
 }
 
-impl Expiry<Key, Answer> for Kept {
-    fn expire_after_create(&self, _: &Key, answer: &Answer, _: Instant) -> Option<Duration> {
-        Some(match answer {
+impl Lives {
+    fn of(self, answer: &Answer) -> Duration {
+        match answer {
             Answer::Theirs(_, Some(end)) => {
                 let left = Duration::from_secs(*end).saturating_sub(now());
                 left.min(self.allowed)
@@ -264,7 +273,7 @@ impl Expiry<Key, Answer> for Kept {
             Answer::Theirs(_, None) | Answer::Allowed => self.allowed,
             Answer::Refused => self.refused,
             Answer::Unknown(_) => UNKNOWN,
-        })
+        }
     }
 }
 

@@ -1,0 +1,234 @@
+//! Reading at the edge: what a node keeps of its cluster's objects, for its own programs and for its neighbours.
+//!
+//! Two listeners, and neither knows callers one by one: whoever reaches the first one reads, so it is on loopback; the second one
+//! speaks TLS with members of the node's pool and with nobody else. Who is a member, and who of them reads at the gateway,
+//! a gateway says; nothing of that is configured here.
+
+use super::Config;
+use causeway_config::{Faults, HumanAddress, HumanDuration, HumanSize, Listeners, host_port};
+use causeway_pool::Resource;
+use serde::{Deserialize, Serialize};
+use std::{net::SocketAddr, time::Duration};
+
+/// As many addresses of one node as its neighbours are told.
+const MOST_ADDRESSES: usize = 8;
+
+/// What is read of the cluster, kept on the disk, and served on this node while the cloud is away.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct Reader {
+    /// Address at which this node's programs read, over HTTP without TLS. It knows no callers, so it is on loopback.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+    /// What is read: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve it.
+    pub resources: Vec<String>,
+    /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub site: Option<Site>,
+    /// Most that is kept of each resource on the disk, compressed, in the data directory.
+    #[serde(with = "HumanSize")]
+    pub save: usize,
+    /// What has changed is on the disk after this long.
+    #[serde(with = "HumanDuration")]
+    pub save_every: Duration,
+    /// Most memory for answers that are kept as they were sent.
+    #[serde(with = "HumanSize")]
+    pub cache: usize,
+    /// Most memory for changes of each resource, by which a watch goes on where it was.
+    #[serde(with = "HumanSize")]
+    pub window: usize,
+}
+
+impl Default for Reader {
+    fn default() -> Self {
+        Self {
+            // Beside the admin listener and YurtHub's ports, of which it is none.
+            listen: SocketAddr::from(([127, 0, 0, 1], 10270)),
+            resources: Resource::defaults()
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
+            site: None,
+            // Tens of thousands of slices, compressed.
+            save: 64 << 20,
+            // A power cut costs this much, which the next list brings back; flash wears by each write.
+            save_every: Duration::from_secs(5),
+            cache: 16 << 20,
+            window: 4 << 20,
+        }
+    }
+}
+
+impl Reader {
+    /// Where neighbours read; nowhere without a site.
+    pub fn neighbours(&self) -> Vec<String> {
+        let site = self.site.as_ref();
+        site.map(|site| site.addresses.clone()).unwrap_or_default()
+    }
+}
+
+/// The listener of the site network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Site {
+    /// Address at which neighbours read, over TLS with the nodes' own certificates.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+    /// `host:port` by which neighbours reach it, told to them by the gateway.
+    pub addresses: Vec<String>,
+}
+
+impl Config {
+    /// What is wrong with the reader's keys.
+    pub(super) fn reading(&self, faults: &mut Faults) {
+        let Some(reader) = &self.reader else {
+            return;
+        };
+        let mut listeners = Listeners::default();
+        let all = [
+            (
+                "admin.listen",
+                "the admin listener",
+                Some(self.admin.listen),
+            ),
+            ("reader.listen", "the reader", Some(reader.listen)),
+            (
+                "reader.site.listen",
+                "the reader's site",
+                reader.site.as_ref().map(|site| site.listen),
+            ),
+        ];
+        for (path, name, listen) in all {
+            if let Some(listen) = listen {
+                listeners.add(path, name, listen, faults);
+            }
+        }
+        if !reader.listen.ip().to_canonical().is_loopback() {
+            let message = format!(
+                "{} is not loopback, and this endpoint knows no callers: anyone who reaches it reads; write 127.0.0.1:{}",
+                reader.listen,
+                reader.listen.port()
+            );
+            faults.add("reader.listen", message);
+        }
+        if reader.resources.is_empty() {
+            let message = "names nothing to read; name some, or remove the key for those that kube-proxy and CoreDNS read";
+            faults.add("reader.resources", message);
+        }
+        for (index, text) in reader.resources.iter().enumerate() {
+            if let Err(error) = text.parse::<Resource>() {
+                faults.add(format!("reader.resources[{index}]"), error.to_string());
+            }
+        }
+        let sizes = [
+            ("save", reader.save),
+            ("cache", reader.cache),
+            ("window", reader.window),
+        ];
+        faults.at_least_one("reader", &sizes);
+        faults.not_zero("reader", &[("save_every", reader.save_every)]);
+        if let Some(site) = &reader.site {
+            self.site(site, faults);
+        }
+    }
+
+    fn site(&self, site: &Site, faults: &mut Faults) {
+        let path = "reader.site.addresses";
+        if self.identity.is_some() {
+            let message = "neighbours know each other by certificates of Causeway's own CA, and this node's are another system's (identity); remove one of the two";
+            faults.add("reader.site", message);
+        }
+        if site.addresses.is_empty() {
+            let message = "names no address by which neighbours reach this node; write [HOST:PORT]";
+            faults.add(path, message);
+        }
+        if site.addresses.len() > MOST_ADDRESSES {
+            let message =
+                format!("must be at most {MOST_ADDRESSES}: neighbours try one after the other");
+            faults.add(path, message);
+        }
+        for (index, text) in site.addresses.iter().enumerate() {
+            if let Err(message) = host_port(text) {
+                faults.add(format!("{path}[{index}]"), message);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_config::Validate;
+    use serde_json::{Value, json};
+
+    fn faults(reader: &Value) -> Vec<String> {
+        let config = json!({ "reader": reader, "admin": { "listen": "127.0.0.1:10266" } });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate().into_iter();
+        faults
+            .map(|fault| format!("{}: {}", fault.path, fault.message))
+            .collect()
+    }
+
+    #[test]
+    fn what_is_read_by_default_is_what_kube_proxy_and_coredns_read() {
+        assert_eq!(faults(&json!({})), Vec::<String>::new());
+        let names = Reader::default().resources;
+        assert!(names.iter().any(|name| name == "v1/services"), "{names:?}");
+    }
+
+    #[test]
+    fn an_endpoint_off_loopback_and_listeners_in_each_others_way_are_faults() {
+        let site =
+            |listen: &str| json!({ "site": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
+        for (reader, part) in [
+            (
+                json!({ "listen": "10.0.0.5:10270" }),
+                "anyone who reaches it reads",
+            ),
+            (
+                json!({ "listen": "0.0.0.0:10270" }),
+                "anyone who reaches it reads",
+            ),
+            (
+                json!({ "listen": "127.0.0.1:10266" }),
+                "overlaps with the admin listener",
+            ),
+            (site("0.0.0.0:10270"), "overlaps with the reader"),
+            (json!({ "resources": [] }), "names nothing to read"),
+            (json!({ "resources": ["services"] }), "reader.resources[0]"),
+            (json!({ "window": 0 }), "reader.window"),
+            (
+                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": [] } }),
+                "no address",
+            ),
+            (
+                json!({ "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5"] } }),
+                "HOST:PORT",
+            ),
+        ] {
+            let faults = faults(&reader);
+            assert!(
+                faults.len() == 1 && faults[0].contains(part),
+                "{reader}: {faults:#?}"
+            );
+        }
+        assert_eq!(faults(&site("10.1.0.5:10271")), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_node_whose_certificate_another_system_makes_has_no_neighbours() {
+        let config = json!({
+            "identity": { "chain": "a", "key": "b", "ca": "c" },
+            "reader": { "site": { "listen": "10.1.0.5:10271", "addresses": ["10.1.0.5:10271"] } },
+        });
+        let config: Config = serde_json::from_value(config).unwrap();
+        let faults = config.validate();
+        assert!(
+            faults.iter().any(|fault| fault.path == "reader.site"),
+            "{faults:?}"
+        );
+    }
+}

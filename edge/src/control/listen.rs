@@ -1,0 +1,292 @@
+//! The edge's own listeners: connections of one kind for all small servers, each with a bound and an end.
+//!
+//! Whatever is accepted is boxed, so that HTTP is compiled once for the admin listener, the reader's endpoint and the site. A
+//! server of axum leaves its connections to themselves; here each ends with the token that it came with, whether it waits
+//! to read or to write.
+
+use axum::{
+    extract::Request,
+    http::{HeaderValue, StatusCode, header::HOST, uri::Authority},
+    middleware::Next,
+    response::{IntoResponse, Response},
+    serve::Listener,
+};
+use causeway_tunnel::{socket::AnyIo, target};
+use socket2::{SockRef, TcpKeepalive};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+};
+use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
+use tracing::warn;
+
+/// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
+const SILENT: Duration = Duration::from_secs(5);
+const PROBES: u32 = 2;
+/// Whoever takes nothing of what was sent for this long is gone, too.
+const UNTAKEN: Duration = Duration::from_secs(30);
+
+/// Notices peers that are gone.
+pub(super) fn watch_over(tcp: &TcpStream) {
+    let socket = SockRef::from(tcp);
+    let keepalive = TcpKeepalive::new()
+        .with_time(SILENT)
+        .with_interval(SILENT)
+        .with_retries(PROBES);
+    // Refused options cost time, not correctness.
+    let _ = socket.set_tcp_nodelay(true);
+    let _ = socket.set_tcp_keepalive(&keepalive);
+    let _ = socket.set_tcp_user_timeout(Some(UNTAKEN));
+}
+
+/// A listener whose connections are of the kind that all small servers and clients share.
+pub(super) enum Any {
+    /// Each as it comes.
+    All(TcpListener),
+    /// As many at once as there are places; each ends with `stop` at the latest.
+    Some {
+        listener: TcpListener,
+        places: Arc<Semaphore>,
+        stop: CancellationToken,
+        said: bool,
+    },
+    /// What somebody else has accepted, and shaken hands with.
+    Made(mpsc::Receiver<(AnyIo, SocketAddr)>, SocketAddr),
+}
+
+impl Any {
+    /// At most so many at once, until `stop`.
+    pub(super) fn at_most(most: usize, listener: TcpListener, stop: CancellationToken) -> Self {
+        Self::Some {
+            listener,
+            places: Arc::new(Semaphore::new(most)),
+            stop,
+            said: false,
+        }
+    }
+}
+
+impl Listener for Any {
+    type Io = AnyIo;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (AnyIo, SocketAddr) {
+        match self {
+            Self::All(listener) => {
+                let (tcp, from) = Listener::accept(listener).await;
+                (Box::new(tcp), from)
+            }
+            Self::Some {
+                listener,
+                places,
+                stop,
+                said,
+            } => loop {
+                let (tcp, from) = Listener::accept(listener).await;
+                watch_over(&tcp);
+                // Nobody waits for a place without a word: a client that is closed tries again.
+                let Ok(place) = places.clone().try_acquire_owned() else {
+                    if !std::mem::replace(said, true) {
+                        warn!(
+                            "the reader's endpoint has as many connections as it takes; further ones are closed"
+                        );
+                    }
+                    continue;
+                };
+                let kept = Kept::new(Box::new(tcp), place, stop.child_token());
+                return (Box::new(kept), from);
+            },
+            Self::Made(made, _) => match made.recv().await {
+                Some(accepted) => accepted,
+                // Whoever accepts is gone, and so is whoever polls this before long.
+                None => std::future::pending().await,
+            },
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        match self {
+            Self::All(listener) | Self::Some { listener, .. } => listener.local_addr(),
+            Self::Made(_, address) => Ok(*address),
+        }
+    }
+}
+
+/// A connection that has a place, and ends with its token.
+pub(super) struct Kept {
+    io: AnyIo,
+    over: Pin<Box<WaitForCancellationFutureOwned>>,
+    _gone: DropGuard,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Kept {
+    /// Ends with `token`, which is cancelled when this is dropped.
+    pub(super) fn new(io: AnyIo, place: OwnedSemaphorePermit, token: CancellationToken) -> Self {
+        Self {
+            io,
+            over: Box::pin(token.clone().cancelled_owned()),
+            _gone: token.drop_guard(),
+            _place: place,
+        }
+    }
+
+    /// Whether it goes on.
+    fn goes_on(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        match self.over.as_mut().poll(context) {
+            Poll::Ready(()) => Err(io::ErrorKind::ConnectionAborted.into()),
+            Poll::Pending => Ok(()),
+        }
+    }
+}
+
+impl AsyncRead for Kept {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Kept {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.goes_on(context)?;
+        Pin::new(&mut self.io).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+/// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its
+/// own (DNS rebinding).
+pub(super) async fn guard(own: Arc<Own>, request: Request, next: Next) -> Response {
+    let authority = request.uri().authority().map(Authority::as_str);
+    let host = request.headers().get(HOST).map(HeaderValue::to_str);
+    let host = host.map(Result::unwrap_or_default);
+    // HTTP/1.0 without a Host comes from probes, never from a browser.
+    if authority.or(host).is_none_or(|host| own.is(host)) {
+        return next.run(request).await;
+    }
+    let said = "the Host is neither localhost nor this node nor this listener's address\n";
+    (StatusCode::MISDIRECTED_REQUEST, said).into_response()
+}
+
+/// The names by which a listener is asked.
+pub(super) struct Own {
+    /// Where it listens.
+    pub(super) address: Option<IpAddr>,
+    /// The node: callers that come through the road know it by that.
+    pub(super) node: String,
+}
+
+impl Own {
+    fn is(&self, host: &str) -> bool {
+        let Ok((host, _)) = target::split(host) else {
+            return false;
+        };
+        match host.parse::<IpAddr>() {
+            // Rebinding needs a name; on a wildcard any address may be this machine's.
+            Ok(ip) => {
+                let ip = ip.to_canonical();
+                ip.is_loopback()
+                    || self
+                        .address
+                        .is_some_and(|own| own == ip || own.is_unspecified())
+            }
+            Err(_) => {
+                host.eq_ignore_ascii_case("localhost") || host.eq_ignore_ascii_case(&self.node)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    fn own(address: &str) -> Own {
+        Own {
+            address: address.parse().ok(),
+            node: "edge-1".into(),
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_not_this_machines_is_refused() {
+        let own_address = own("10.0.0.5");
+        for host in [
+            "localhost:10266",
+            "127.0.0.1",
+            "[::1]:10266",
+            "10.0.0.5:10266",
+            "Edge-1:10266",
+        ] {
+            assert!(own_address.is(host), "{host}");
+        }
+        for host in [
+            "evil.example",
+            "evil.example:10266",
+            "10.0.0.6",
+            "localhost.evil",
+            "edge-2",
+            "",
+        ] {
+            assert!(!own_address.is(host), "{host}");
+        }
+        assert!(own("0.0.0.0").is("10.0.0.6"));
+    }
+
+    #[tokio::test]
+    async fn a_connection_ends_with_its_token_and_gives_its_place_back() {
+        let places = Arc::new(Semaphore::new(1));
+        let place = || places.clone().try_acquire_owned();
+        let (near, mut far) = duplex(64);
+        let token = CancellationToken::new();
+        let mut kept = Kept::new(Box::new(near), place().unwrap(), token.clone());
+        far.write_all(b"x").await.unwrap();
+        assert_eq!(kept.read_u8().await.unwrap(), b'x');
+        assert!(place().is_err());
+        let (read, ()) = tokio::join!(kept.read_u8(), async { token.cancel() });
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        drop(kept);
+        assert!(place().is_ok());
+    }
+}

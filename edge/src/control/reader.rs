@@ -1,0 +1,212 @@
+//! Reading at the edge: what the cluster has of some resources, kept here and served on, with the cloud or without.
+//!
+//! 1. what was read before is there at the start (`keep`), and the endpoint serves it (`endpoint`);
+//! 2. a gateway tells with whom this node reads, and who leads (`told`);
+//! 3. who is read from follows from that and from who answers (`source`, `choose`): a gateway, the leader, or another neighbour;
+//! 4. each store is kept filled from there (`hold`), and served to neighbours (`site`) as to this node's own programs;
+//! 5. `report` says how it goes.
+//!
+//! Nothing here waits for a tunnel or is in a stream's way, and without `reader` in the configuration none of it runs.
+
+mod choose;
+mod endpoint;
+mod gateway;
+mod hold;
+mod keep;
+mod line;
+mod neighbour;
+mod report;
+mod site;
+mod source;
+mod told;
+
+use super::{held::Held, link::Links};
+use crate::{config, state};
+use causeway_pool::{Limits, Pool, Resource};
+use causeway_tunnel::{backoff::Backoff, hello::Members, task::Tasks};
+use choose::{At, Chooser};
+use futures_util::future::{BoxFuture, select_all};
+use gateway::Gateway;
+use keep::Keep;
+use report::Report;
+use site::Tls;
+use std::{io, sync::Arc};
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+};
+use tokio_util::sync::CancellationToken;
+use told::Told;
+use tracing::{Span, info, info_span};
+
+/// What hears with whom this node reads.
+pub(crate) type HearMembers = Arc<dyn Fn(Members) + Send + Sync>;
+
+/// What a node reads with, before it does.
+pub(crate) struct Reading {
+    config: config::Reader,
+    pool: Arc<Pool>,
+    told: Told,
+    keep: Keep,
+    tls: Tls,
+    endpoint: TcpListener,
+    site: Option<TcpListener>,
+}
+
+/// What is to be done when a node that reads ends.
+pub(crate) struct Last(Keep);
+
+/// What it runs with, and until when.
+pub(crate) struct With<'a> {
+    pub(crate) links: Arc<Links>,
+    pub(crate) state: &'a state::Reader,
+    pub(crate) tasks: &'a Arc<Tasks>,
+    /// Ends its listeners, with whatever is open there.
+    pub(crate) done: CancellationToken,
+}
+
+impl Reading {
+    /// Of what `config` names, by these listeners.
+    ///
+    /// # Errors
+    /// If the runtime cannot take the listeners.
+    pub(crate) fn new(
+        (config, data_dir): (&config::Reader, &std::path::Path),
+        held: &Held,
+        (endpoint, site): (std::net::TcpListener, Option<std::net::TcpListener>),
+    ) -> io::Result<Self> {
+        let mut resources: Vec<Resource> = Vec::new();
+        // What does not read is a fault of the configuration.
+        for resource in config.resources.iter().filter_map(|text| text.parse().ok()) {
+            if !resources.contains(&resource) {
+                resources.push(resource);
+            }
+        }
+        let bytes = |size: usize| u64::try_from(size).unwrap_or(u64::MAX);
+        let limits = Limits {
+            cache: bytes(config.cache),
+            window: config.window,
+        };
+        let pool = Pool::new(&resources, &limits);
+        let told = Told::load(held.store());
+        let saved = (data_dir.join("pool"), bytes(config.save));
+        let known = (told.clone(), held.store().clone());
+        Ok(Self {
+            keep: Keep::new(pool.clone(), saved, known),
+            tls: Tls::new(held.clone(), told.clone()),
+            endpoint: TcpListener::from_std(endpoint)?,
+            site: site.map(TcpListener::from_std).transpose()?,
+            config: config.clone(),
+            pool,
+            told,
+        })
+    }
+
+    /// What hears with whom this node reads.
+    pub(crate) fn hears(&self) -> HearMembers {
+        let told = self.told.clone();
+        Arc::new(move |members| told.hear(members))
+    }
+
+    /// Reads and serves, in tasks, until what it runs with ends.
+    pub(crate) fn begin(self, with: With<'_>) -> Last {
+        let last = Last(self.keep.clone());
+        let With {
+            links,
+            state,
+            tasks,
+            done,
+        } = with;
+        let gateway = Arc::new(Gateway::new(links.clone(), tasks.clone()));
+        let (at, chosen) = watch::channel(At::nobody());
+        let (tell, fallen) = mpsc::channel(16);
+        let report = Report {
+            own: links.node.clone(),
+            pool: self.pool.clone(),
+            told: self.told.clone(),
+            at: chosen.clone(),
+            gateway: Arc::downgrade(&gateway),
+        };
+        state.reads(report.clone().status());
+        let chooser = Chooser {
+            own: links.node.clone(),
+            pool: self.pool.clone(),
+            told: self.told.clone(),
+            tls: self.tls.clone(),
+            tasks: tasks.clone(),
+            gateway,
+            standing: state.standing(),
+            at,
+            fallen,
+            metrics: links.metrics.clone(),
+        };
+        let bounds = &links.config.backoff;
+        let backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
+        let stores = self.pool.stores().iter().cloned();
+        let holds = stores.map(|store| -> BoxFuture<'static, ()> {
+            Box::pin(hold::run(store, chosen.clone(), tell.clone(), backoff))
+        });
+        let mut parts: Vec<BoxFuture<'static, ()>> = holds.collect();
+        parts.push(Box::pin(hold::release(self.pool.clone(), chosen.clone())));
+        parts.push(Box::pin(chooser.run()));
+        parts.push(Box::pin(report.run()));
+        let spawn = (tasks.clone(), links.node.clone(), chosen.clone());
+        tasks.spawn(
+            info_span!("reader"),
+            Box::pin(self.run(parts, spawn, done)) as BoxFuture<'static, ()>,
+        );
+        last
+    }
+
+    async fn run(
+        self,
+        parts: Vec<BoxFuture<'static, ()>>,
+        (tasks, node, at): (Arc<Tasks>, String, watch::Receiver<Arc<At>>),
+        done: CancellationToken,
+    ) {
+        let Self {
+            config,
+            pool,
+            keep,
+            tls,
+            endpoint,
+            site,
+            ..
+        } = self;
+        // Nobody is answered before what is known is there.
+        keep.load().await;
+        if let Ok(address) = endpoint.local_addr() {
+            info!(%address, resources = ?config.resources, "programs on this node can read");
+        }
+        let router = endpoint::serving(pool.clone(), None);
+        let mut parts = parts;
+        if let Some(site) = site {
+            let router = endpoint::serving(pool, Some(at.clone()));
+            parts.push(Box::pin(site::run(site, router, (tls, at), done.clone())));
+        }
+        parts.push(Box::pin(endpoint::run(endpoint, (router, node), done)));
+        parts.push(Box::pin(keep.run(config.save_every)));
+        for part in parts {
+            tasks.spawn(Span::current(), part);
+        }
+    }
+}
+
+impl Last {
+    /// Leaves on the disk what is known.
+    pub(crate) async fn end(self) {
+        self.0.end().await;
+    }
+}
+
+/// Waits until one of these stores is another, or has lost or found its source.
+async fn any(changes: &mut [watch::Receiver<u64>]) {
+    if changes.is_empty() {
+        return std::future::pending().await;
+    }
+    // A store is there as long as whoever waits for it.
+    let _ = select_all(changes.iter_mut().map(|one| Box::pin(one.changed()))).await;
+}
+
+#[cfg(test)]
+mod tests;

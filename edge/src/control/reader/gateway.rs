@@ -1,0 +1,241 @@
+//! A gateway to read from: one HTTP/2 connection, dialled like a tunnel, for lists and watches of all resources.
+//!
+//! It is dialled when something is asked and none is there, with the identity of that moment; what is asked meanwhile waits
+//! for the same one. With another identity, or at another gateway, the next question has a connection of its own, and watches
+//! that are open keep theirs until they end by themselves. How long to wait after a failure is what it is for tunnels.
+
+use super::line::{answered, asking, said};
+use crate::control::{
+    dial::{Dialled, Dialler},
+    link::Links,
+    trouble::Trouble,
+};
+use bytes::Bytes;
+use causeway_certs::{Leaf, verify::control_client};
+use causeway_pool::{Answer, Source};
+use causeway_tunnel::{backoff::Backoff, socket::AnyIo, task::Tasks, wire};
+use futures_util::future::BoxFuture;
+use http::{
+    HeaderMap,
+    header::{ACCEPT_ENCODING, HeaderValue},
+};
+use http_body_util::Full;
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustls::ClientConfig;
+use std::{
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    sync::Mutex as Turn,
+    time::{Instant, sleep_until, timeout},
+};
+use tracing::{debug, info, info_span};
+
+/// A gateway is asked whether it is there this often, and is gone when it does not say so within this time.
+const PING: Duration = Duration::from_secs(5);
+const PONG: Duration = Duration::from_secs(10);
+/// A gateway has what it serves in memory; a watch of a version that it does not know yet waits 3 s for it.
+const ANSWER: Duration = Duration::from_secs(15);
+/// Between two gateways that do not serve what is asked.
+const MOVES: Duration = Duration::from_secs(30);
+
+/// Whichever gateway answers.
+pub(super) struct Gateway {
+    links: Arc<Links>,
+    tasks: Arc<Tasks>,
+    line: Mutex<Line>,
+    /// Held by whoever dials.
+    turn: Turn<()>,
+}
+
+/// The connection, and what is known for the next one.
+struct Line {
+    open: Option<Open>,
+    backoff: Backoff,
+    /// Nothing is dialled before.
+    after: Option<Instant>,
+    /// Gateways that did not serve this node, the last one last.
+    refused: Vec<String>,
+    /// When it last went to another.
+    moved: Option<Instant>,
+}
+
+#[derive(Clone)]
+struct Open {
+    sender: SendRequest<Full<Bytes>>,
+    gateway: String,
+    /// As whom it was dialled.
+    shown: Leaf,
+}
+
+impl Gateway {
+    pub(super) fn new(links: Arc<Links>, tasks: Arc<Tasks>) -> Self {
+        let bounds = &links.config.backoff;
+        let line = Line {
+            open: None,
+            backoff: Backoff::new(bounds.silent_max, bounds.refused_max),
+            after: None,
+            refused: Vec::new(),
+            moved: None,
+        };
+        Self {
+            links,
+            tasks,
+            line: Mutex::new(line),
+            turn: Turn::default(),
+        }
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where it reads now.
+    pub(super) fn at(&self) -> Option<String> {
+        self.line().open.as_ref().map(|open| open.gateway.clone())
+    }
+
+    /// Dials another gateway next, if there is one: this one does not serve what is asked. Where none does that is no reason to
+    /// go round without end.
+    pub(super) fn elsewhere(&self) {
+        let mut line = self.line();
+        if line.moved.is_some_and(|moved| moved.elapsed() < MOVES) {
+            return;
+        }
+        if let Some(open) = line.open.take() {
+            line.moved = Some(Instant::now());
+            line.refused.retain(|gateway| *gateway != open.gateway);
+            line.refused.push(open.gateway);
+        }
+    }
+
+    /// Needs no connection for now.
+    pub(super) fn rest(&self) {
+        self.line().open = None;
+    }
+
+    /// The connection that is open, as this node is now.
+    fn opened(&self) -> Option<Open> {
+        let own = self.links.held.identity().leaf;
+        let mut line = self.line();
+        let open = line.open.take();
+        line.open = open.filter(|open| open.shown == own && !open.sender.is_closed());
+        line.open.clone()
+    }
+
+    /// The connection that is open, or the next.
+    async fn open(&self) -> Result<Open, String> {
+        if let Some(open) = self.opened() {
+            return Ok(open);
+        }
+        let _turn = self.turn.lock().await;
+        // Whoever had the turn before may have dialled.
+        if let Some(open) = self.opened() {
+            return Ok(open);
+        }
+        let (after, refused) = {
+            let line = self.line();
+            (line.after, line.refused.clone())
+        };
+        if let Some(after) = after {
+            sleep_until(after).await;
+        }
+        let dialled = self.dial(&refused).await;
+        let mut line = self.line();
+        match dialled {
+            Ok(open) => {
+                line.backoff.reset();
+                line.after = None;
+                info!(gateway = open.gateway, "reading at a gateway");
+                Ok(line.open.insert(open).clone())
+            }
+            Err(trouble) => {
+                let delay = trouble.delay(&mut line.backoff, rand::random());
+                line.after = Some(Instant::now() + delay);
+                Err(trouble.what().to_owned())
+            }
+        }
+    }
+
+    async fn dial(&self, refused: &[String]) -> Result<Open, Trouble> {
+        let identity = self.links.held.identity();
+        let tls = control_client(&identity);
+        let tls = tls.map_err(|error| Trouble::unwelcome(error.to_string()))?;
+        let dialler = Dialler::new(http2_only(&tls), &self.links.config);
+        let mut gateways = self.links.gateways.all();
+        // Those that refused come last, the latest of them at the very end.
+        gateways.sort_by_key(|gateway| refused.iter().position(|one| one == gateway));
+        let Dialled { io, place, .. } = dialler.dial(&gateways, None).await?;
+        // Before there was reading, gateways spoke HTTP/1.1 and HTTP/2 here, and TLS has agreed on one of them.
+        if io.get_ref().1.alpn_protocol() != Some(wire::ALPN_H2) {
+            return Err(Trouble::refused(format!(
+                "{place} does not speak HTTP/2 to edges"
+            )));
+        }
+        let io: AnyIo = Box::new(io);
+        let handshake = http2::Builder::new(On(self.tasks.clone()))
+            .timer(TokioTimer::new())
+            .keep_alive_interval(PING)
+            .keep_alive_timeout(PONG)
+            .keep_alive_while_idle(true)
+            .handshake(TokioIo::new(io))
+            .await;
+        let silent = |error: hyper::Error| Trouble::silent(said(&error));
+        let (sender, connection) = handshake.map_err(silent)?;
+        let gateway = place.gateway.clone();
+        self.tasks.spawn(info_span!("reading", %place), async move {
+            let ended = connection.await;
+            debug!(?ended, "the connection ended");
+        });
+        Ok(Open {
+            sender,
+            gateway,
+            shown: identity.leaf,
+        })
+    }
+
+    async fn ask(&self, path_and_query: &str) -> Result<Answer, String> {
+        let mut open = self.open().await?;
+        let fields = [(ACCEPT_ENCODING, HeaderValue::from_static("gzip"))];
+        let uri = format!("https://{}{path_and_query}", open.gateway);
+        let request = asking(&uri, HeaderMap::from_iter(fields))?;
+        let late = "it did not answer in time";
+        let answer = match timeout(ANSWER, open.sender.send_request(request)).await {
+            Ok(answer) => answer.map(answered).map_err(|error| said(&error)),
+            Err(_) => Err(late.to_owned()),
+        };
+        if answer.is_err() {
+            let mut line = self.line();
+            let same = |now: &Open| now.gateway == open.gateway;
+            // Whatever else is open there goes on, if it can.
+            line.open = line.open.take().filter(|now| !same(now));
+        }
+        answer.map_err(|why| format!("the gateway {}: {why}", open.gateway))
+    }
+}
+
+impl Source for Gateway {
+    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<Answer, String>> {
+        Box::pin(async move { self.ask(&path_and_query).await })
+    }
+}
+
+/// The same trust and identity for HTTP/2.
+fn http2_only(config: &ClientConfig) -> Arc<ClientConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols = vec![wire::ALPN_H2.to_vec()];
+    Arc::new(config)
+}
+
+/// Runs what an HTTP/2 connection needs as tasks that have an owner.
+#[derive(Clone)]
+struct On(Arc<Tasks>);
+
+impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for On {
+    fn execute(&self, future: F) {
+        self.0.spawn(info_span!("reading"), future);
+    }
+}

@@ -1,0 +1,115 @@
+//! Reading, as a part of an edge: its listeners are taken with the admin listener's, it begins with the tunnels, and when these
+//! are gone it leaves on the disk what it knows.
+
+use super::{Error, reload::Parts};
+use crate::{
+    config::Config,
+    control::{
+        held::Held,
+        link::Links,
+        reader::{Last, Reading, With},
+    },
+    state::Reader,
+};
+use causeway_tunnel::listener;
+use std::{
+    io,
+    net::{SocketAddr, TcpListener},
+    sync::Arc,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Where this node's programs, and its neighbours, read.
+pub(super) struct Listeners {
+    pub(super) endpoint: TcpListener,
+    pub(super) site: Option<TcpListener>,
+}
+
+impl Listeners {
+    /// Takes what is configured, if anything is.
+    pub(super) fn bind(config: &Config) -> Result<Option<Self>, Error> {
+        let Some(reader) = &config.reader else {
+            return Ok(None);
+        };
+        let site = reader.site.as_ref();
+        Ok(Some(Self {
+            endpoint: bind(reader.listen, "reader.listen")?,
+            site: site
+                .map(|site| bind(site.listen, "reader.site.listen"))
+                .transpose()?,
+        }))
+    }
+
+    /// Where the endpoint listens.
+    pub(super) fn endpoint(&self) -> Option<SocketAddr> {
+        self.endpoint.local_addr().ok()
+    }
+
+    /// Where the site's listener does.
+    pub(super) fn site(&self) -> Option<SocketAddr> {
+        self.site.as_ref()?.local_addr().ok()
+    }
+}
+
+/// The ports of listeners that know no callers: what is listed opens none of them by a range.
+pub(super) fn own_ports(admin: SocketAddr, reading: Option<&Listeners>) -> Vec<u16> {
+    let endpoint = reading.and_then(Listeners::endpoint);
+    let all = [Some(admin), endpoint].into_iter().flatten();
+    all.map(|address| address.port()).collect()
+}
+
+/// What this node reads with, if it is to.
+pub(super) fn of(
+    config: &Config,
+    held: &Held,
+    listeners: Option<Listeners>,
+) -> Result<Option<Reading>, Error> {
+    let (Some(reader), Some(listeners)) = (&config.reader, listeners) else {
+        return Ok(None);
+    };
+    let fault = fault(reader.listen, "reader.listen");
+    let Listeners { endpoint, site } = listeners;
+    let reading = Reading::new((reader, &config.data_dir), held, (endpoint, site));
+    reading.map(Some).map_err(fault)
+}
+
+/// Begins to read.
+pub(super) fn begin(
+    reading: Option<Reading>,
+    (links, parts): (&Arc<Links>, &Parts),
+    (state, done): (&Reader, &CancellationToken),
+) -> Option<Last> {
+    let with = With {
+        links: links.clone(),
+        state,
+        tasks: &parts.tasks,
+        done: done.clone(),
+    };
+    Some(reading?.begin(with))
+}
+
+/// Leaves on the disk what is known.
+pub(super) async fn end(last: Option<Last>) {
+    if let Some(last) = last {
+        last.end().await;
+    }
+}
+
+/// Takes an address.
+pub(super) fn bind(address: SocketAddr, key: &'static str) -> Result<TcpListener, Error> {
+    let fault = fault(address, key);
+    match listener::Bound::tcp(address) {
+        Ok(listener::Bound::Tcp(listener)) => Ok(listener),
+        Ok(listener::Bound::Unix(..)) => Err(fault(io::ErrorKind::Unsupported.into())),
+        Err(source) => Err(fault(source)),
+    }
+}
+
+/// Why an address cannot be had.
+pub(super) fn fault(address: SocketAddr, key: &'static str) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Bind {
+        address,
+        key,
+        source,
+    }
+}

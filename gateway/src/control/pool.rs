@@ -1,0 +1,264 @@
+//! What edges read of the cluster: connections at the tunnel port that ask instead of answering.
+//!
+//! 1. An edge dials as for joining, by `h2`, and shows its certificate; `control::admit` finishes TLS and brings it here.
+//! 2. It is judged as a tunnel's edge is, and its pool says by which rule of `readers.allow` it reads.
+//! 3. Each request is answered by `causeway_pool`. There is no bound on the connection's life: watches are long.
+//! 4. It ends when the node is not welcome any more, when another rule is for it, when it has opened too many others,
+//!    and when the gateway drains. Watches then end in order, as the API's own do, and lists get a moment.
+//!
+//! `leaders` says in each pool which edge reads here for all of its neighbours.
+
+pub mod leaders;
+
+#[cfg(test)]
+mod tests;
+
+use super::{
+    expel::unwelcome,
+    http::{self, Bounds, Peer},
+};
+use crate::{
+    config::{self, Right},
+    metrics::Metrics,
+    state::{Nodes, Readings, readings::Entered, registry::Shown},
+};
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::Request,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use causeway_certs::NodeName;
+use causeway_pool::{Grant, Pool};
+use causeway_tunnel::socket::AnyIo;
+use futures_util::future::BoxFuture;
+use http_body::Frame;
+use serde_json::json;
+use std::{
+    convert::Infallible,
+    fmt,
+    future::pending,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::{
+    sync::{Notify, Semaphore},
+    time::sleep,
+};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+
+/// Connections of one node: its reader has one, and further ones while it dials anew.
+const PER_NODE: usize = 4;
+/// Connections in all, which are none of those that joining has.
+const CONNECTIONS: usize = 1024;
+/// How a reading connection is served. An edge passes on what each client on its node watches: some tens at once.
+const BOUNDS: Bounds = Bounds {
+    life: None,
+    streams: 64,
+    grace: Duration::from_secs(2),
+};
+/// Within this time all are sent elsewhere when the gateway drains: a fleet that reads anew at once is a storm.
+const SPREAD: Duration = Duration::from_secs(3);
+
+/// What edges may read here, and who does. A cheap clone.
+#[derive(Clone)]
+pub struct Reading {
+    rules: Arc<config::Readers>,
+    pool: Arc<Pool>,
+    nodes: Nodes,
+    readings: Readings,
+    permits: Arc<Semaphore>,
+    metrics: Arc<Metrics>,
+    /// Who leads each pool has to be looked at.
+    stirred: Arc<Notify>,
+    led: leaders::Led,
+}
+
+/// An edge that reads.
+pub(super) struct Reader {
+    pub(super) io: AnyIo,
+    pub(super) node: NodeName,
+    pub(super) certificate: Shown,
+    pub(super) peer: Peer,
+}
+
+/// Why an edge does not read here.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Unread {
+    #[error("too many edges read at once")]
+    Full,
+    #[error("{0}")]
+    Unwelcome(String),
+}
+
+impl Reading {
+    /// What these rules let be read, with nothing in it yet.
+    pub fn new(rules: &config::Readers, nodes: &Nodes, metrics: &Arc<Metrics>) -> Self {
+        Self {
+            pool: Pool::new(&rules.resources(), &rules.limits()),
+            rules: Arc::new(rules.clone()),
+            nodes: nodes.clone(),
+            readings: Readings::default(),
+            permits: Arc::new(Semaphore::new(CONNECTIONS)),
+            metrics: metrics.clone(),
+            stirred: Arc::default(),
+            led: leaders::Led::default(),
+        }
+    }
+
+    /// What is kept.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Who leads each pool.
+    pub(super) fn led(&self) -> std::collections::BTreeMap<String, NodeName> {
+        self.led.all()
+    }
+
+    /// Says that an edge came.
+    pub(super) fn stir(&self) {
+        self.stirred.notify_one();
+    }
+
+    /// Ends connections of those who are not welcome, or whose rule is another now. `also` says what else ends one.
+    pub(super) fn judge(&self, also: impl Fn(&NodeName, &Shown) -> Option<String>) {
+        self.readings.end(|node, reading| {
+            unwelcome(&self.nodes, node, &reading.certificate)
+                .or_else(|| also(node, &reading.certificate))
+                .or_else(|| {
+                    let other = self.right(node) != reading.right;
+                    other.then(|| "what it may read has changed".to_owned())
+                })
+        });
+    }
+
+    /// By which rule a node reads.
+    fn right(&self, node: &NodeName) -> Right {
+        self.nodes
+            .with(node, |known| self.rules.right(known.pool.as_deref()))
+    }
+
+    /// Serves one connection until it ends, or is asked to. `judged` says why its certificate is good no more.
+    pub(super) async fn serve(
+        &self,
+        reader: Reader,
+        judged: impl Fn(&Shown) -> Option<String>,
+        (stop, drain): (CancellationToken, Duration),
+    ) -> Result<(), Unread> {
+        let _permit = self.permits.try_acquire().map_err(|_| Unread::Full)?;
+        let (node, certificate) = (&reader.node, reader.certificate);
+        let right = self.right(node);
+        let shown = (certificate.clone(), right);
+        let entered = self.readings.enter(node, shown, PER_NODE);
+        // Whoever was judged before this one had entered is judged here.
+        let why = unwelcome(&self.nodes, node, &certificate).or_else(|| judged(&certificate));
+        if let Some(why) = why {
+            return Err(Unread::Unwelcome(why));
+        }
+        let _open = self.metrics.reader();
+        tracing::debug!(%node, ?right, "{node} reads here");
+        let router = self.router(right, &entered);
+        let serving = http::serve(reader.io, router, reader.peer, BOUNDS, entered.end.clone());
+        let leaving = async {
+            stop.cancelled().await;
+            sleep(SPREAD.min(drain / 4).mul_f64(rand::random())).await;
+            entered.end.cancel();
+            pending::<Infallible>().await
+        };
+        tokio::select! {
+            () = serving => Ok(()),
+            never = leaving => match never {},
+        }
+    }
+
+    /// Answers whoever reads by this rule.
+    fn router(&self, right: Right, entered: &Entered) -> Router {
+        let desk = Arc::new(Desk {
+            pool: self.pool.clone(),
+            nothing: right == Right::Nothing,
+            grant: self.rules.grant(right),
+            end: entered.end.clone(),
+        });
+        Router::new().fallback(move |request: Request| desk.clone().answer(request))
+    }
+}
+
+impl fmt::Debug for Reading {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (rules, readings) = (&self.rules, &self.readings);
+        f.debug_struct("Reading")
+            .field("rules", rules)
+            .field("readings", readings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the requests of one connection share.
+struct Desk {
+    pool: Arc<Pool>,
+    /// No rule is for this edge.
+    nothing: bool,
+    grant: Option<Grant>,
+    end: CancellationToken,
+}
+
+impl Desk {
+    fn answer(self: Arc<Self>, request: Request) -> BoxFuture<'static, Response> {
+        Box::pin(async move {
+            if self.nothing {
+                return forbidden();
+            }
+            let (head, _) = request.into_parts();
+            let answer = self.pool.answer(&head, self.grant.as_ref()).await;
+            answer.map(|body| {
+                if !body.is_watch() {
+                    return Body::new(body);
+                }
+                Body::new(Watch {
+                    body: Box::pin(body),
+                    end: Box::pin(self.end.clone().cancelled_owned()),
+                })
+            })
+        })
+    }
+}
+
+/// What an edge is told that no rule is for.
+fn forbidden() -> Response {
+    let message = "the gateway lets this node read nothing of the cluster: no rule of its readers.allow is for the node's pool";
+    let status = json!({
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": "Failure",
+        "message": message,
+        "reason": "Forbidden",
+        "code": StatusCode::FORBIDDEN.as_u16(),
+    });
+    (StatusCode::FORBIDDEN, Json(status)).into_response()
+}
+
+/// A watch that ends, in order, when its connection is to.
+struct Watch {
+    body: Pin<Box<causeway_pool::Body>>,
+    end: Pin<Box<WaitForCancellationFutureOwned>>,
+}
+
+impl http_body::Body for Watch {
+    type Data = bytes::Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Infallible>>> {
+        if self.end.as_mut().poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        self.body.as_mut().poll_frame(context)
+    }
+}

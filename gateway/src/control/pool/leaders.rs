@@ -1,0 +1,412 @@
+//! Who reads at the gateway for each pool, and where its neighbours are.
+//!
+//! Every second, and when an edge comes or a node is another:
+//! 1. edges with a reader are gathered by their confirmed pools;
+//! 2. each pool has a leader, by [`name`]: whoever leads goes on while it is connected, else the one with the fewest streams
+//!    of those that have been here for a while;
+//! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
+//!    next; the others hear together who came or went, for a site that comes back comes one by one.
+//!
+//! Who was here and lost its way to the cloud is a neighbour still: it reads at one of the others. It leads nobody.
+//!
+//! Who leads is advice: an edge that finds its leader silent reads at the gateway itself.
+
+use super::Reading;
+use crate::state::{Edge, Nodes, NodesWriter, Registry, TunnelId, advertised::Told};
+use causeway_certs::NodeName;
+use causeway_config::host_port;
+use causeway_tunnel::{
+    Tunnel,
+    hello::{MemberAt, Members, ToEdge},
+    wire::MAX_MESSAGE,
+};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    convert::Infallible,
+    sync::Arc,
+    time::Duration,
+};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+/// How often is looked.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long is waited after each look: a fleet that comes is looked at together.
+const PAUSE: Duration = Duration::from_millis(100);
+/// An edge that has been here for so long is likely to stay.
+const STEADY: Duration = Duration::from_secs(10);
+/// Neighbours that came or went are told this often.
+const GATHER: Duration = Duration::from_secs(3);
+/// Addresses of one edge that are passed on: one of each family on each of two networks.
+const MOST_ADDRESSES: usize = 4;
+/// Longest of them: a name of DNS and a port.
+const LONGEST: usize = 260;
+/// What a line needs beside names and addresses, for each member and in all.
+const AROUND: usize = 32;
+
+/// The leader of each pool, for whoever shows it.
+pub type Led = Told<BTreeMap<String, NodeName>>;
+
+/// An edge that may lead.
+#[derive(Debug)]
+struct Candidate<'a> {
+    node: &'a NodeName,
+    /// How long it has been connected.
+    lasts: Duration,
+    streams: usize,
+}
+
+/// Who leads a pool of these.
+fn name<'a>(current: Option<&NodeName>, candidates: &[Candidate<'a>]) -> Option<&'a NodeName> {
+    let leads = |one: &&Candidate<'_>| Some(one.node) == current;
+    let fewest = |steady: Duration| {
+        let fit = candidates.iter().filter(move |one| one.lasts >= steady);
+        fit.min_by_key(|one| (one.streams, one.node))
+    };
+    let named = candidates.iter().find(leads);
+    let named = named.or_else(|| fewest(STEADY));
+    named.or_else(|| fewest(Duration::ZERO)).map(|one| one.node)
+}
+
+/// A node with a reader, as it is connected here.
+struct Here {
+    node: NodeName,
+    pool: Option<String>,
+    /// Where it serves its neighbours.
+    at: Vec<String>,
+    instance: String,
+    /// Those to be told.
+    tunnels: Vec<Edge>,
+}
+
+impl Here {
+    fn handles(&self) -> impl Iterator<Item = &Tunnel> {
+        self.tunnels.iter().map(|edge| &edge.admitted.tunnel)
+    }
+
+    /// Neighbours are to know of it.
+    fn serves(&self) -> bool {
+        !self.at.is_empty() && self.handles().any(|tunnel| !tunnel.is_draining())
+    }
+
+    fn leads(&self) -> bool {
+        !self.at.is_empty() && self.handles().any(Tunnel::is_open)
+    }
+}
+
+/// What a pool was told, and when.
+struct Said {
+    members: Arc<Members>,
+    at: Instant,
+}
+
+/// Names leaders and tells edges.
+pub(crate) struct Leaders {
+    reading: Reading,
+    registry: Registry,
+    nodes: NodesWriter,
+    /// Since when each process is here.
+    since: HashMap<NodeName, (String, Instant)>,
+    /// By pool.
+    said: HashMap<Option<String>, Said>,
+    /// What each tunnel was told.
+    told: HashMap<TunnelId, Arc<Members>>,
+    /// Where each node that has been here serves its neighbours.
+    met: BTreeMap<NodeName, Vec<String>>,
+}
+
+impl Leaders {
+    pub(crate) fn new(reading: &Reading, registry: &Registry, nodes: &NodesWriter) -> Self {
+        Self {
+            reading: reading.clone(),
+            registry: registry.clone(),
+            nodes: nodes.clone(),
+            since: HashMap::new(),
+            said: HashMap::new(),
+            told: HashMap::new(),
+            met: BTreeMap::new(),
+        }
+    }
+
+    /// Goes on until `stop`: edges that are asked to go elsewhere have nobody to follow here.
+    pub(crate) async fn run(self, stop: CancellationToken) {
+        stop.run_until_cancelled(self.keep()).await;
+    }
+
+    async fn keep(mut self) -> Infallible {
+        let mut nodes = self.nodes.changes();
+        let stirred = self.reading.stirred.clone();
+        loop {
+            // Each is only a reason to look sooner.
+            let sooner = async {
+                tokio::select! {
+                    changed = nodes.changed() => changed.is_ok(),
+                    () = stirred.notified() => false,
+                }
+            };
+            if timeout(LOOK, sooner).await.unwrap_or(false) {
+                self.reading.judge(|_, _| None);
+            }
+            self.look(Instant::now());
+            sleep(PAUSE).await;
+        }
+    }
+
+    fn look(&mut self, now: Instant) {
+        let all = gather(&self.registry, &self.nodes.reader());
+        self.age(&all, now);
+        let away = self.away(&all);
+        let mut pools: BTreeMap<Option<&str>, Vec<&Here>> = BTreeMap::new();
+        for here in &all {
+            pools.entry(here.pool.as_deref()).or_default().push(here);
+        }
+        let before = self.reading.led.all();
+        let mut led = BTreeMap::new();
+        let mut said = HashMap::new();
+        for (pool, own) in pools {
+            let leader = pool.and_then(|pool| self.leader(before.get(pool), &own, now));
+            if let (Some(pool), Some(leader)) = (pool, leader) {
+                led.insert(pool.to_owned(), leader.clone());
+            }
+            let absent = away
+                .get(&pool.map(str::to_owned))
+                .map_or(&[][..], Vec::as_slice);
+            let pool = pool.map(str::to_owned);
+            let next = Arc::new(members(pool.clone(), leader, (&own, absent)));
+            let saying = self.saying(&next, now);
+            for here in own {
+                let leads = Some(&here.node) == leader;
+                self.tell(here, if leads { &next } else { &saying.members });
+            }
+            said.insert(pool, saying);
+        }
+        self.said = said;
+        self.reading.metrics.leaders(led.len());
+        if led != before {
+            tracing::debug!(?led, "who leads each pool");
+            self.reading.led.replace(led);
+        }
+    }
+
+    /// Notes since when each process is here, and forgets who is not.
+    fn age(&mut self, all: &[Here], now: Instant) {
+        let mut since = HashMap::with_capacity(all.len());
+        for here in all {
+            let known = self.since.remove(&here.node);
+            let same = known.filter(|(instance, _)| *instance == here.instance);
+            let fresh = || (here.instance.clone(), now);
+            since.insert(here.node.clone(), same.unwrap_or_else(fresh));
+        }
+        self.since = since;
+        let ids = all.iter().flat_map(|here| &here.tunnels);
+        let ids: HashSet<TunnelId> = ids.map(|edge| edge.id).collect();
+        self.told.retain(|id, _| ids.contains(id));
+    }
+
+    fn leader<'a>(
+        &self,
+        current: Option<&NodeName>,
+        own: &[&'a Here],
+        now: Instant,
+    ) -> Option<&'a NodeName> {
+        let able = own.iter().filter(|here| here.leads());
+        let candidates: Vec<_> = able
+            .map(|here| Candidate {
+                node: &here.node,
+                lasts: self
+                    .since
+                    .get(&here.node)
+                    .map_or(Duration::ZERO, |(_, since)| now - *since),
+                streams: here.handles().map(|tunnel| tunnel.load().streams()).sum(),
+            })
+            .collect();
+        name(current, &candidates)
+    }
+
+    /// What a pool is told from now on: this, or what it was told last where that will do for a while.
+    fn saying(&mut self, next: &Arc<Members>, now: Instant) -> Said {
+        let fresh = || Said {
+            members: next.clone(),
+            at: now,
+        };
+        let Some(before) = self.said.remove(&next.pool) else {
+            return fresh();
+        };
+        let same_leader = before.members.leader == next.leader;
+        let early = now.saturating_duration_since(before.at) < GATHER;
+        if before.members == *next || (same_leader && early) {
+            return before;
+        }
+        fresh()
+    }
+
+    /// Nodes that have been here, are not now, and are still welcome, by their pools.
+    fn away(&mut self, all: &[Here]) -> BTreeMap<Option<String>, Vec<MemberAt>> {
+        let nodes = self.nodes.reader();
+        self.met
+            .retain(|node, _| nodes.get(node).is_some() && nodes.revoked(node).is_none());
+        for here in all {
+            self.met.insert(here.node.clone(), here.at.clone());
+        }
+        let here: HashSet<_> = all.iter().map(|here| &here.node).collect();
+        let mut away: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for (node, at) in self
+            .met
+            .iter()
+            .filter(|(node, at)| !here.contains(node) && !at.is_empty())
+        {
+            let pool = nodes.with(node, |known| known.pool.clone());
+            let member = MemberAt {
+                node: node.to_string(),
+                at: at.clone(),
+            };
+            away.entry(pool).or_default().push(member);
+        }
+        away
+    }
+
+    /// Tells each of its tunnels, unless it was told.
+    fn tell(&mut self, here: &Here, members: &Arc<Members>) {
+        for edge in &here.tunnels {
+            let told = self.told.get(&edge.id);
+            if told.is_some_and(|told| told == members) {
+                continue;
+            }
+            let line = ToEdge::Pool(with_itself(members, here));
+            // One that has no room for a line now is told at the next look.
+            if edge.admitted.control.try_send(Box::new(line)).is_ok() {
+                self.told.insert(edge.id, members.clone());
+            }
+        }
+    }
+}
+
+/// All nodes with a reader, in the order of their names.
+fn gather(registry: &Registry, nodes: &Nodes) -> Vec<Here> {
+    let mut all: BTreeMap<NodeName, Vec<Edge>> = BTreeMap::new();
+    for (node, edge) in registry.all() {
+        if !edge.is_taken_over() && edge.admitted.welcome.site.is_some() {
+            all.entry(node).or_default().push(edge);
+        }
+    }
+    let here = |(node, tunnels): (NodeName, Vec<Edge>)| {
+        let welcome = &tunnels.last()?.admitted.welcome;
+        let known = nodes.get(&node)?;
+        let site = welcome.site.iter().flatten();
+        // What an edge says of itself is told to others.
+        let site = site.filter(|at| at.len() <= LONGEST && host_port(at).is_ok());
+        let site = site.cloned();
+        Some(Here {
+            at: site.take(MOST_ADDRESSES).collect(),
+            instance: welcome.instance.clone(),
+            pool: known.pool,
+            tunnels,
+            node,
+        })
+    };
+    all.into_iter().filter_map(here).collect()
+}
+
+/// What a pool is told: the leader first, so that it is among them however many there are, the others by name, and then those
+/// who are away.
+fn members(
+    pool: Option<String>,
+    leader: Option<&NodeName>,
+    (own, absent): (&[&Here], &[MemberAt]),
+) -> Members {
+    if pool.is_none() {
+        return Members::default();
+    }
+    let leads = |here: &&&Here| Some(&here.node) == leader;
+    let serving = || own.iter().filter(|here| here.serves());
+    let others = serving().filter(|here| !leads(here));
+    let ordered = serving().filter(leads).chain(others);
+    let mut room = room();
+    let ordered = ordered.map(|here| at(here)).chain(absent.iter().cloned());
+    let fitting = ordered.take_while(|member| {
+        let size = size(member);
+        let fits = size <= room;
+        room = room.saturating_sub(size);
+        fits
+    });
+    Members {
+        members: fitting.take(Members::MOST).collect(),
+        leader: leader.map(ToString::to_string),
+        pool,
+    }
+}
+
+/// The same with the edge itself among them, if it is a member.
+fn with_itself(members: &Members, here: &Here) -> Members {
+    let mut own = members.clone();
+    let known = own.members.iter().any(|one| one.node == here.node.as_str());
+    if members.pool.is_none() || known || !here.serves() {
+        return own;
+    }
+    let member = at(here);
+    let mut left = room();
+    for one in &own.members {
+        left = left.saturating_sub(size(one));
+    }
+    while own.members.len() >= Members::MOST || left < size(&member) {
+        match own.members.pop() {
+            Some(last) => left += size(&last),
+            None => return own,
+        }
+    }
+    own.members.push(member);
+    own
+}
+
+fn at(here: &Here) -> MemberAt {
+    MemberAt {
+        node: here.node.to_string(),
+        at: here.at.clone(),
+    }
+}
+
+/// What a member takes of a line, at most.
+fn size(member: &MemberAt) -> usize {
+    let at = member.at.iter().map(|at| at.len() + AROUND);
+    member.node.len() + AROUND + at.sum::<usize>()
+}
+
+/// What there is for members in a line: the rest is for the names of pool and leader.
+fn room() -> usize {
+    MAX_MESSAGE - MAX_MESSAGE / 8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(text: &str) -> NodeName {
+        NodeName::parse(text).unwrap()
+    }
+
+    #[test]
+    fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
+        let nodes = ["a", "b", "c"].map(node);
+        let seconds = Duration::from_secs;
+        // Of each: how long it is here, and its streams.
+        for (current, candidates, expected) in [
+            (None, vec![], None),
+            (None, vec![(0, 0, 0)], Some(0)),
+            (None, vec![(0, 1, 0), (1, 30, 5)], Some(1)),
+            (None, vec![(0, 30, 7), (1, 30, 5), (2, 2, 0)], Some(1)),
+            (None, vec![(0, 2, 3), (1, 3, 3)], Some(0)),
+            (Some(2), vec![(0, 30, 0), (2, 1, 9)], Some(2)),
+            (Some(2), vec![(0, 30, 4), (1, 10, 0)], Some(1)),
+        ] {
+            let of = |(which, lasts, streams): &(usize, u64, usize)| Candidate {
+                node: &nodes[*which],
+                lasts: seconds(*lasts),
+                streams: *streams,
+            };
+            let all: Vec<_> = candidates.iter().map(of).collect();
+            let current = current.map(|which: usize| &nodes[which]);
+            let expected = expected.map(|which: usize| &nodes[which]);
+            assert_eq!(name(current, &all), expected, "{candidates:?}");
+        }
+    }
+}

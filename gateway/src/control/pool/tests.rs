@@ -1,0 +1,302 @@
+//! Edges that read, over real connections to a tunnel port.
+
+use super::*;
+use crate::{
+    config::{Allow, Readers},
+    control::world::{FakeEdge, LONG, World, name, welcome},
+    state::Node,
+};
+use axum::body::Bytes;
+use causeway_certs::{EdgeIdentity, verify};
+use causeway_pool::{Answer, Source, follow};
+use causeway_tunnel::{
+    hello::{MemberAt, Members, ToEdge, Welcome},
+    task::Tasks,
+    wire,
+};
+use futures_util::{StreamExt, stream};
+use http_body_util::{BodyExt, Empty};
+use hyper::{Request as Asked, body::Incoming, client::conn::http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::Value;
+use tokio::time::timeout;
+use tracing::info_span;
+
+const SERVICES: &str = "/api/v1/services";
+
+/// A cluster of one object of each resource, in which nothing happens.
+struct Still;
+
+impl Source for Still {
+    fn get(&self, asked: String) -> BoxFuture<'_, Result<Answer, String>> {
+        let kind = if asked.starts_with(SERVICES) {
+            "ServiceList"
+        } else if asked.contains("endpointslices") {
+            "EndpointSliceList"
+        } else {
+            "EndpointsList"
+        };
+        let object = json!({ "metadata": { "name": "one", "namespace": "shop", "uid": "u", "resourceVersion": "5" } });
+        let list =
+            json!({ "kind": kind, "metadata": { "resourceVersion": "7" }, "items": [object] });
+        let body = if asked.contains("watch=true") {
+            stream::pending().boxed()
+        } else {
+            stream::iter([Ok(Bytes::from(list.to_string()))]).boxed()
+        };
+        Box::pin(async move {
+            Ok(Answer {
+                status: StatusCode::OK,
+                headers: axum::http::HeaderMap::new(),
+                body,
+            })
+        })
+    }
+}
+
+/// A gateway that has read this cluster.
+async fn world(rules: &Readers) -> World {
+    let world = World::read(rules);
+    for store in world.reading.as_ref().unwrap().pool().stores() {
+        let store = store.clone();
+        world.tasks.spawn(info_span!("cluster"), async move {
+            follow(&store, &Still).await;
+        });
+    }
+    world
+        .until(|world| {
+            let pool = world.reading.as_ref().unwrap().pool();
+            pool.stores().iter().all(|store| store.status().synced)
+        })
+        .await;
+    world
+}
+
+/// One reading connection.
+struct Client {
+    send: http2::SendRequest<Empty<Bytes>>,
+    _driver: Tasks,
+}
+
+impl Client {
+    /// By HTTP/2, with or without a certificate.
+    async fn dial(world: &World, identity: Option<&EdgeIdentity>) -> Self {
+        let config = match identity {
+            Some(identity) => verify::control_client(identity),
+            None => verify::join_client(world.ca.fingerprint()),
+        };
+        let mut config = rustls::ClientConfig::clone(&config.unwrap());
+        config.alpn_protocols = vec![wire::ALPN_H2.to_vec()];
+        let io = world.tls(Arc::new(config)).await.unwrap();
+        let io = TokioIo::new(io);
+        let connected = http2::handshake(TokioExecutor::new(), io).await;
+        let (send, connection) = connected.unwrap();
+        let driver = Tasks::default();
+        driver.spawn(info_span!("reader"), async move {
+            let _ = connection.await;
+        });
+        Self {
+            send,
+            _driver: driver,
+        }
+    }
+
+    async fn ask(&mut self, path: &str) -> hyper::Result<Response<Incoming>> {
+        let asked = Asked::get(format!("https://gw{path}"));
+        let asked = asked.body(Empty::new()).unwrap();
+        timeout(LONG, self.send.send_request(asked)).await.unwrap()
+    }
+
+    async fn get(&mut self, path: &str) -> (u16, Value) {
+        let answer = self.ask(path).await.unwrap();
+        let code = answer.status().as_u16();
+        let body = answer.into_body().collect().await.unwrap().to_bytes();
+        (code, serde_json::from_slice(&body).unwrap_or_default())
+    }
+
+    async fn watch(&mut self) -> Incoming {
+        let path = format!("{SERVICES}?watch=true&resourceVersion=7");
+        let answer = self.ask(&path).await.unwrap();
+        assert_eq!(answer.status(), 200);
+        answer.into_body()
+    }
+}
+
+/// Waits until a watch has ended in order.
+async fn over(mut watch: Incoming) {
+    let ended = async { while watch.frame().await.transpose().unwrap().is_some() {} };
+    timeout(LONG, ended).await.unwrap();
+}
+
+fn is_open(watch: &mut Incoming) -> bool {
+    let mut context = Context::from_waker(std::task::Waker::noop());
+    http_body::Body::poll_frame(Pin::new(watch), &mut context).is_pending()
+}
+
+#[tokio::test]
+async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever() {
+    let world = world(&Readers::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let (code, list) = reader.get(SERVICES).await;
+    assert_eq!((code, &list["kind"]), (200, &json!("ServiceList")));
+    assert_eq!(list["items"][0]["metadata"]["name"], "one");
+    assert!(world.counted("pool_readers 1"));
+    let (code, _) = Client::dial(&world, None).await.get(SERVICES).await;
+    assert_eq!(code, 404);
+    let stranger = crate::control::world::identity(&world.ca, "edge-9");
+    let mut stranger = Client::dial(&world, Some(&stranger)).await;
+    assert!(stranger.ask(SERVICES).await.is_err());
+    assert!(world.counted(r#"handshakes_failed_total{listener="tunnel",why="unwelcome"} 1"#));
+    let off = World::start();
+    let identity = off.enrolled("edge-1");
+    let mut joining = Client::dial(&off, Some(&identity)).await;
+    assert_eq!(joining.get(SERVICES).await.0, 404);
+}
+
+#[tokio::test]
+async fn a_fifth_connection_of_a_node_ends_its_oldest() {
+    let world = world(&Readers::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut all = Vec::new();
+    for _ in 0..5 {
+        let mut reader = Client::dial(&world, Some(&identity)).await;
+        let watch = reader.watch().await;
+        all.push((reader, watch));
+    }
+    let (_oldest, watch) = all.remove(0);
+    over(watch).await;
+    world.until(|world| world.counted("pool_readers 4")).await;
+    assert!(all.iter_mut().all(|(_, watch)| is_open(watch)));
+}
+
+#[tokio::test]
+async fn what_a_node_watches_ends_when_it_is_revoked_and_it_does_not_read_again() {
+    let world = world(&Readers::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world.nodes.revoke([name("edge-1")].into());
+    over(watch).await;
+    world.until(|world| world.counted("pool_readers 0")).await;
+    let mut again = Client::dial(&world, Some(&identity)).await;
+    assert!(again.ask(SERVICES).await.is_err());
+}
+
+#[tokio::test]
+async fn what_a_node_watches_ends_when_its_root_is_retired_though_nothing_else_is_new_of_it() {
+    let world = world(&Readers::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world
+        .live
+        .swap(crate::control::world::new_ca("test.example"));
+    world.take_up();
+    // The disk knows of no node, which is a reason too; what it says does not count here.
+    let roll = world.roll();
+    let (reading, tls) = (roll.reading.unwrap(), roll.tls.load_full());
+    reading.judge(|node, shown| super::super::expel::retired(tls.believes(shown), node, shown));
+    over(watch).await;
+}
+
+#[tokio::test]
+async fn a_drain_ends_watches_in_order() {
+    let world = world(&Readers::default()).await;
+    let identity = world.enrolled("edge-1");
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    let watch = reader.watch().await;
+    world.stop.cancel();
+    over(watch).await;
+}
+
+#[tokio::test]
+async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
+    let texts = |all: &[&str]| Some(all.iter().map(ToString::to_string).collect());
+    let rules = Readers {
+        allow: Some(vec![Allow {
+            pools: texts(&["north-*"]),
+            resources: texts(&["v1/services"]),
+            namespaces: None,
+        }]),
+        ..Readers::default()
+    };
+    let world = world(&rules).await;
+    let of = |pool: &str| Node {
+        pool: Some(pool.to_owned()),
+        ..Node::default()
+    };
+    let identity = world.enrolled("edge-1");
+    let mut nobody = Client::dial(&world, Some(&identity)).await;
+    let (code, status) = nobody.get(SERVICES).await;
+    assert_eq!((code, &status["reason"]), (403, &json!("Forbidden")));
+    let message = status["message"].as_str().unwrap();
+    assert!(message.contains("readers.allow"), "{message}");
+    world.nodes.put(name("edge-1"), of("north-1"));
+    let mut reader = Client::dial(&world, Some(&identity)).await;
+    assert_eq!(reader.get(SERVICES).await.0, 200);
+    assert_eq!(reader.get("/api/v1/endpoints").await.0, 403);
+    let watch = reader.watch().await;
+    world.nodes.put(name("edge-1"), of("south"));
+    over(watch).await;
+}
+
+/// A tunnel of an edge that serves its neighbours, and what it is told first.
+async fn member(world: &World, node: &str, at: &str) -> (FakeEdge, Members) {
+    let identity = crate::control::world::identity(&world.ca, node);
+    let welcome = Welcome {
+        site: Some(vec![at.to_owned(), "nonsense".to_owned()]),
+        ..welcome(node, 0)
+    };
+    let (mut edge, heard) = world.says(&identity, welcome).await;
+    assert_eq!(heard, ToEdge::Registered);
+    let told = told(&mut edge).await;
+    (edge, told)
+}
+
+async fn told(edge: &mut FakeEdge) -> Members {
+    match edge.hear().await {
+        ToEdge::Pool(members) => members,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it() {
+    let world = World::read(&Readers::default());
+    for node in ["edge-1", "edge-2"] {
+        let of_north = Node {
+            pool: Some("north".to_owned()),
+            ..Node::default()
+        };
+        world.nodes.put(name(node), of_north);
+    }
+    world.nodes.put(name("edge-3"), Node::default());
+    let at = |nth: u8| MemberAt {
+        node: format!("edge-{nth}"),
+        at: vec![format!("10.0.0.{nth}:10271")],
+    };
+    let expected = |leader: &str, members: &[u8]| Members {
+        pool: Some("north".to_owned()),
+        leader: Some(leader.to_owned()),
+        members: members.iter().map(|nth| at(*nth)).collect(),
+    };
+    let (mut first, said) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    assert_eq!(said, expected("edge-1", &[1]));
+    let (mut second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(said, expected("edge-1", &[1, 2]));
+    let (_alone, said) = member(&world, "edge-3", "10.0.0.3:10271").await;
+    assert_eq!(said, Members::default());
+    // It hears of its neighbour with others that may have come as well.
+    assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
+    assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2]));
+    world.until(|world| world.counted("pool_leaders 1")).await;
+    drop(first);
+    // Whoever lost its way to the cloud reads at the other, which is to let it in.
+    let said = told(&mut second).await;
+    assert_eq!(said, expected("edge-2", &[2, 1]));
+    world.nodes.put(name("edge-1"), Node::default());
+    assert_eq!(told(&mut second).await, expected("edge-2", &[2]));
+    let led = world.reading.as_ref().unwrap().led.all();
+    assert_eq!(led["north"], name("edge-2"));
+}

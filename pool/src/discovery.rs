@@ -1,0 +1,92 @@
+//! What there is to read, for clients that ask first: `/api`, `/apis` and below (`APIVersions`, `APIGroupList`, `APIGroup`,
+//! `APIResourceList` of `meta/v1`).
+
+use crate::{query::Place, store::Store};
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, sync::Arc};
+
+/// The answer to a path of discovery; `None`: nothing of it is served.
+pub(crate) fn answer(place: &Place<'_>, stores: &[&Arc<Store>]) -> Option<Value> {
+    match place {
+        Place::Core => Some(core(stores)),
+        Place::Groups => {
+            let groups = groups(stores);
+            let groups: Vec<_> = groups
+                .iter()
+                .map(|(name, versions)| group(name, versions))
+                .collect();
+            Some(json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups }))
+        }
+        Place::Group(name) => {
+            let groups = groups(stores);
+            let versions = groups.get(name)?;
+            let mut group = group(name, versions);
+            group["kind"] = "APIGroup".into();
+            group["apiVersion"] = "v1".into();
+            Some(group)
+        }
+        Place::Resources { group, version } => resources(group, version, stores),
+        _ => None,
+    }
+}
+
+fn core(stores: &[&Arc<Store>]) -> Value {
+    let core = stores.iter().map(|store| store.resource());
+    let core = core.filter(|resource| resource.group.is_empty());
+    let mut versions: Vec<_> = core.map(|resource| &resource.version).collect();
+    versions.sort();
+    versions.dedup();
+    json!({ "kind": "APIVersions", "versions": versions, "serverAddressByClientCIDRs": [] })
+}
+
+/// The versions of each group but the core one.
+fn groups<'a>(stores: &[&'a Arc<Store>]) -> BTreeMap<&'a str, Vec<&'a str>> {
+    let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for resource in stores.iter().map(|store| store.resource()) {
+        if !resource.group.is_empty() {
+            let versions = groups.entry(&*resource.group).or_default();
+            if !versions.contains(&&*resource.version) {
+                versions.push(&*resource.version);
+            }
+        }
+    }
+    groups
+}
+
+fn group(name: &str, versions: &[&str]) -> Value {
+    let versions: Vec<_> = versions
+        .iter()
+        .map(|version| json!({ "groupVersion": format!("{name}/{version}"), "version": version }))
+        .collect();
+    json!({ "name": name, "versions": versions, "preferredVersion": versions.first() })
+}
+
+fn resources(group: &str, version: &str, stores: &[&Arc<Store>]) -> Option<Value> {
+    let of_group = stores.iter().filter(|store| {
+        let resource = store.resource();
+        resource.group == group && resource.version == version
+    });
+    let resources: Vec<_> = of_group
+        .filter_map(|store| {
+            let (resource, kind) = (store.resource(), store.kind()?);
+            Some(json!({
+                "name": resource.plural,
+                "singularName": kind.kind.to_lowercase(),
+                "namespaced": kind.namespaced,
+                "kind": kind.kind,
+                "verbs": ["get", "list", "watch"],
+                "shortNames": resource.short_names(),
+            }))
+        })
+        .collect();
+    let name = stores.iter().map(|store| store.resource());
+    let name = name
+        .clone()
+        .find(|resource| resource.group == group && resource.version == version)?;
+    Some(json!({
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": name.api_version(),
+        "resources": resources,
+    }))
+}

@@ -1,0 +1,252 @@
+//! Objects as readers want them: JSON or protobuf, whole, as metadata alone, or as a table.
+
+use crate::{
+    accept::{Form, Format, Shape},
+    delta::Delta,
+    failure::Failure,
+    object::Object,
+    protobuf, table,
+};
+use bytes::Bytes;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// How one reader wants objects of one kind.
+#[derive(Clone, Debug)]
+pub(crate) struct Encoding {
+    pub(crate) form: Form,
+    /// What a table's rows have of their objects.
+    pub(crate) include: table::Include,
+    pub(crate) api_version: String,
+    pub(crate) kind: String,
+}
+
+/// A list, or a part of one.
+#[derive(Debug)]
+pub(crate) struct Page {
+    pub(crate) version: u64,
+    pub(crate) objects: Vec<Arc<Object>>,
+    /// Where the next part begins, and how many objects are in all that follow.
+    pub(crate) more: Option<(String, u64)>,
+}
+
+/// An event's type on the wire.
+pub(crate) const ADDED: &str = "ADDED";
+pub(crate) const MODIFIED: &str = "MODIFIED";
+pub(crate) const DELETED: &str = "DELETED";
+const BOOKMARK: &str = "BOOKMARK";
+const ERROR: &str = "ERROR";
+
+impl Encoding {
+    /// A word for this encoding, different from all others.
+    pub(crate) fn word(&self) -> String {
+        format!(
+            "{:?}{:?}{:?}",
+            self.form.format, self.form.shape, self.include
+        )
+    }
+
+    /// Whether nothing is to be encoded.
+    fn is_plain(&self) -> bool {
+        self.form == Form::JSON
+    }
+
+    /// Whether an event is costly to encode, and the same for all who want it so. A table has ages.
+    pub(crate) fn is_shared(&self) -> bool {
+        !self.is_plain() && self.form.shape != Shape::Table
+    }
+
+    /// The same in JSON, for an object that is not as its schema says: nothing of it may be lost.
+    fn in_json(&self) -> Self {
+        let mut json = self.clone();
+        json.form.format = Format::Json;
+        json
+    }
+
+    /// One object as an answer, and the form that it has.
+    pub(crate) fn object(&self, object: &Object) -> (Bytes, Form) {
+        match (self.form.format, self.form.shape) {
+            (Format::Json, Shape::Whole) => (object.json.clone(), self.form),
+            (Format::Json, _) => (Bytes::from(self.shaped(object).to_string()), self.form),
+            (Format::Protobuf, _) => match protobuf::object(&self.shaped(object)) {
+                Some(bytes) => (bytes.into(), self.form),
+                None => self.in_json().object(object),
+            },
+        }
+    }
+
+    /// The object in the shape that is wanted.
+    fn shaped(&self, object: &Object) -> Value {
+        let value = object.value();
+        match self.form.shape {
+            Shape::Whole => value,
+            Shape::Metadata => metadata(&value),
+            Shape::Table => {
+                let meta = (&*object.version.to_string(), None, None);
+                let mut row = [&value].into_iter();
+                table::table(&self.api_version, &self.kind, &mut row, self.include, meta)
+            }
+        }
+    }
+
+    /// A list, and the form that it has.
+    pub(crate) fn list(&self, page: &Page) -> (Bytes, Form) {
+        let more = page.more.as_ref();
+        let value = match (self.form.format, self.form.shape) {
+            (Format::Json, Shape::Whole) => return (self.list_json(page), self.form),
+            (Format::Protobuf, _) => {
+                return match self.list_protobuf(page) {
+                    Some(bytes) => (bytes, self.form),
+                    None => self.in_json().list(page),
+                };
+            }
+            (Format::Json, Shape::Metadata) => {
+                let items = page.objects.iter().map(|object| metadata(&object.value()));
+                json!({
+                    "kind": "PartialObjectMetadataList",
+                    "apiVersion": "meta.k8s.io/v1",
+                    "metadata": list_meta(page),
+                    "items": items.collect::<Vec<_>>(),
+                })
+            }
+            (Format::Json, Shape::Table) => {
+                let values: Vec<_> = page.objects.iter().map(|object| object.value()).collect();
+                let version = page.version.to_string();
+                let next = more.map(|more| more.0.as_str());
+                let meta = (&*version, next, more.map(|more| more.1));
+                let mut rows = values.iter();
+                table::table(&self.api_version, &self.kind, &mut rows, self.include, meta)
+            }
+        };
+        (Bytes::from(value.to_string()), self.form)
+    }
+
+    /// Byte for byte what the cloud gave.
+    fn list_json(&self, page: &Page) -> Bytes {
+        let length: usize = page
+            .objects
+            .iter()
+            .map(|object| object.json.len() + 1)
+            .sum();
+        let mut list = String::with_capacity(length + 256).into_bytes();
+        let (kind, version) = (&self.kind, &self.api_version);
+        let head = format!(
+            "{{\"kind\":\"{kind}List\",\"apiVersion\":\"{version}\",\"metadata\":{},\"items\":[",
+            list_meta(page)
+        );
+        list.extend_from_slice(head.as_bytes());
+        for (at, object) in page.objects.iter().enumerate() {
+            if at > 0 {
+                list.push(b',');
+            }
+            list.extend_from_slice(&object.json);
+        }
+        list.extend_from_slice(b"]}\n");
+        list.into()
+    }
+
+    /// `None`: an object is not as its schema says.
+    fn list_protobuf(&self, page: &Page) -> Option<Bytes> {
+        let (version, kind) = match self.form.shape {
+            Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
+            _ => (&*self.api_version, &*self.kind),
+        };
+        let bare = |object: &Arc<Object>| protobuf::bare(version, kind, &object.value());
+        let items: Option<Vec<_>> = page.objects.iter().map(bare).collect();
+        let items = items?;
+        let newest = page.version.to_string();
+        let more = page.more.as_ref();
+        let meta = protobuf::ListMeta {
+            version: &newest,
+            next: more.map(|more| more.0.as_str()),
+            remaining: more.map(|more| more.1),
+        };
+        let mut items = items.iter().map(Vec::as_slice);
+        let list = protobuf::list(version, &format!("{kind}List"), &meta, &mut items);
+        // Without the room that was left: what is kept is counted by its bytes.
+        Some(list.into_boxed_slice().into())
+    }
+
+    /// One event of a watch, as a frame of its stream. Of tables only the first says its `columns`.
+    pub(crate) fn event(&self, word: &'static str, object: &Object, columns: bool) -> Bytes {
+        if self.is_plain() {
+            return frame(word, &object.json);
+        }
+        let mut value = self.shaped(object);
+        if self.form.shape == Shape::Table && !columns {
+            value["columnDefinitions"] = Value::Null;
+        }
+        self.framed(word, &value)
+    }
+
+    /// A change of an object, for who takes that in place of it.
+    pub(crate) fn change(&self, before: Option<&Object>, object: &Object) -> Bytes {
+        let delta = before.filter(|_| self.is_plain());
+        let delta = delta.and_then(|before| Delta::between(before, object));
+        match delta.and_then(|delta| serde_json::to_string(&delta).ok()) {
+            Some(delta) => format!("{{\"type\":\"{MODIFIED}\",\"delta\":{delta}}}\n").into(),
+            None => self.event(MODIFIED, object, true),
+        }
+    }
+
+    fn framed(&self, word: &'static str, value: &Value) -> Bytes {
+        match self.form.format {
+            Format::Json => frame(word, value.to_string().as_bytes()),
+            Format::Protobuf => match protobuf::object(value) {
+                Some(envelope) => protobuf::frame(word, &envelope).into_boxed_slice().into(),
+                None => self.error(&Failure::no_protobuf()),
+            },
+        }
+    }
+
+    /// That nothing has happened up to this version; at the end of what a watch begins with, that this is all.
+    pub(crate) fn bookmark(&self, version: u64, is_end: bool) -> Bytes {
+        let mut meta = json!({ "resourceVersion": version.to_string() });
+        if is_end {
+            meta["annotations"] = json!({ "k8s.io/initial-events-end": "true" });
+        }
+        let (api_version, kind) = match self.form.shape {
+            Shape::Whole => (&*self.api_version, &*self.kind),
+            Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
+            Shape::Table => ("meta.k8s.io/v1", "Table"),
+        };
+        let value = json!({ "kind": kind, "apiVersion": api_version, "metadata": meta });
+        self.framed(BOOKMARK, &value)
+    }
+
+    /// That the watch cannot go on.
+    pub(crate) fn error(&self, failure: &Failure) -> Bytes {
+        match self.form.format {
+            Format::Json => frame(ERROR, failure.value().to_string().as_bytes()),
+            Format::Protobuf => protobuf::frame(ERROR, &protobuf::status(&failure.value())).into(),
+        }
+    }
+}
+
+fn frame(word: &str, object: &[u8]) -> Bytes {
+    let mut frame = Vec::with_capacity(object.len() + 40);
+    frame.extend_from_slice(b"{\"type\":\"");
+    frame.extend_from_slice(word.as_bytes());
+    frame.extend_from_slice(b"\",\"object\":");
+    frame.extend_from_slice(object);
+    frame.extend_from_slice(b"}\n");
+    frame.into()
+}
+
+fn list_meta(page: &Page) -> Value {
+    let mut meta = json!({ "resourceVersion": page.version.to_string() });
+    if let Some((next, remaining)) = &page.more {
+        meta["continue"] = next.as_str().into();
+        meta["remainingItemCount"] = (*remaining).into();
+    }
+    meta
+}
+
+/// `PartialObjectMetadata` of an object.
+fn metadata(value: &Value) -> Value {
+    json!({
+        "kind": "PartialObjectMetadata",
+        "apiVersion": "meta.k8s.io/v1",
+        "metadata": value["metadata"],
+    })
+}

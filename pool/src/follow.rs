@@ -1,0 +1,409 @@
+//! Filling a store from somewhere else: a list where one is needed, then watch after watch.
+//!
+//! A store that knows something goes on from there, whoever it is told by: versions are the cloud's at each level. It never
+//! goes back by itself: a source that knows less is no source, unless it is in touch with the cloud and stays so for half a
+//! minute; then the cloud itself has gone back.
+
+use crate::{
+    delta::Delta,
+    object::{Named, Object},
+    store::Store,
+};
+use bytes::{Bytes, BytesMut};
+use flate2::read::GzDecoder;
+use futures_util::{
+    future::BoxFuture,
+    stream::{BoxStream, StreamExt},
+};
+use http::{
+    HeaderMap, StatusCode,
+    header::{AGE, CONTENT_ENCODING, RETRY_AFTER},
+};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::{io::Read, time::Duration};
+use tokio::time::{Instant, timeout};
+
+/// Objects in one part of a list.
+const PAGE: usize = 500;
+/// The largest part of a list, and the largest event, in bytes.
+const MOST: usize = 64 << 20;
+/// All parts of a list together: a source that goes on and on fills no memory.
+const ALL: usize = 512 << 20;
+/// How long a source may tell its reader to stay away.
+const AWAY: Duration = Duration::from_mins(5);
+/// How long a list may take to come.
+const LIST: Duration = Duration::from_mins(1);
+/// How long a source may take to begin a watch: one of ours waits 3 s for a version that it does not know yet.
+const BEGIN: Duration = Duration::from_secs(20);
+/// A source that is in touch and has known less for this long is right.
+const BEHIND: Duration = Duration::from_secs(30);
+/// A watch that ends sooner than this without a word is one that failed.
+const SHORT: Duration = Duration::from_secs(1);
+
+/// Where a store is filled from.
+pub trait Source: Send + Sync {
+    /// `GET` of a path with its query; why there is no answer, in words.
+    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<Answer, String>>;
+
+    /// Whether it is another [`Pool`](crate::Pool), which ends watches when it is out of touch itself.
+    fn is_pool(&self) -> bool {
+        true
+    }
+}
+
+/// What a source answers.
+pub struct Answer {
+    /// The status.
+    pub status: StatusCode,
+    /// Its fields.
+    pub headers: HeaderMap,
+    /// The bytes as they come.
+    pub body: BoxStream<'static, Result<Bytes, String>>,
+}
+
+/// Why a store is followed no longer.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// The source is away or broke off, in words.
+    Broken(String),
+    /// The source answers with this status: its words, and when it says to come again.
+    Refused(StatusCode, String, Option<Duration>),
+    /// The source knows less than the store, or has been out of touch itself.
+    Stale(String),
+}
+
+/// How a watch went.
+enum Watched {
+    /// Its time is up.
+    Over,
+    /// What is known is too old to go on from.
+    Expired,
+}
+
+/// Fills the store from the source until that fails. The store counts as lost from then on.
+pub async fn follow(store: &Store, source: &dyn Source) -> Ended {
+    let ended = match Box::pin(run(store, source)).await {
+        Ok(never) => match never {},
+        Err(ended) => ended,
+    };
+    store.lose();
+    ended
+}
+
+async fn run(store: &Store, source: &dyn Source) -> Result<std::convert::Infallible, Ended> {
+    let mut known = store.version() > 0;
+    loop {
+        if !known {
+            list(store, source).await?;
+        }
+        let begun = Instant::now();
+        known = match watch(store, source).await? {
+            Watched::Expired => false,
+            Watched::Over if begun.elapsed() > SHORT => true,
+            Watched::Over => return Err(broken("the watch ended at once")),
+        };
+    }
+}
+
+fn broken(why: impl Into<String>) -> Ended {
+    Ended::Broken(why.into())
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Listed<'a> {
+    kind: String,
+    metadata: ListMeta,
+    #[serde(borrow, default)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ListMeta {
+    resource_version: String,
+    r#continue: String,
+}
+
+async fn list(store: &Store, source: &dyn Source) -> Result<(), Ended> {
+    let path = store.resource().path();
+    let version = store.version();
+    // A pool that knows less waits, and says so; the cloud's own newest is right whatever it is.
+    let held = source.is_pool() && version > 0 && !is_right(store);
+    let api_version = store.resource().api_version();
+    let (mut objects, mut from, mut read) = (Vec::new(), String::new(), 0);
+    loop {
+        let query = if !from.is_empty() {
+            format!("?limit={PAGE}&continue={from}")
+        } else if held {
+            format!("?limit={PAGE}&resourceVersion={version}&resourceVersionMatch=NotOlderThan")
+        } else {
+            format!("?limit={PAGE}")
+        };
+        let asked = source.get(format!("{path}{query}"));
+        let (bytes, age) = timeout(LIST, whole(store, asked))
+            .await
+            .map_err(|_| broken("a list did not come within a minute"))??;
+        read += bytes.len();
+        if read > ALL {
+            return Err(broken(format!("a list is larger than {ALL} bytes")));
+        }
+        let malformed =
+            |why: &dyn std::fmt::Display| broken(format!("a list does not read: {why}"));
+        let page: Listed<'_> = serde_json::from_slice(&bytes).map_err(|error| malformed(&error))?;
+        let kind = page
+            .kind
+            .strip_suffix("List")
+            .ok_or_else(|| malformed(&page.kind))?;
+        let named = Named {
+            kind,
+            api_version: &api_version,
+        };
+        for item in page.items.into_iter().flatten() {
+            objects.push(Object::read(item, named).map_err(|error| malformed(&error))?);
+        }
+        from = page.metadata.r#continue;
+        if from.is_empty() {
+            let version: u64 = page.metadata.resource_version.parse().unwrap_or_default();
+            if version == 0 {
+                return Err(malformed(&"it has no resourceVersion"));
+            }
+            if old(store, age) {
+                return Err(Ended::Stale(
+                    "it is out of touch with the cloud itself".to_owned(),
+                ));
+            }
+            store.learn(kind);
+            store.replace(version, objects);
+            store.found(age);
+            return Ok(());
+        }
+    }
+}
+
+/// Whether a source that knows less than the store is to be believed by now.
+fn is_right(store: &Store) -> bool {
+    store.is_behind().is_some_and(|lasts| lasts > BEHIND)
+}
+
+/// Whether a view of this age is of no use to a store that has one.
+fn old(store: &Store, age: Option<Duration>) -> bool {
+    age.is_some() && store.version() > 0
+}
+
+/// A whole answer, and how old its view is.
+async fn whole(
+    store: &Store,
+    asked: BoxFuture<'_, Result<Answer, String>>,
+) -> Result<(Vec<u8>, Option<Duration>), Ended> {
+    let mut answer = asked.await.map_err(Ended::Broken)?;
+    let bytes = drained(&mut answer).await?;
+    if !answer.status.is_success() {
+        return Err(refused(store, &answer, &bytes));
+    }
+    Ok((bytes, age(&answer.headers)))
+}
+
+async fn drained(answer: &mut Answer) -> Result<Vec<u8>, Ended> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = answer.body.next().await {
+        bytes.extend_from_slice(&chunk.map_err(Ended::Broken)?);
+        if bytes.len() > MOST {
+            return Err(broken(format!("an answer is larger than {MOST} bytes")));
+        }
+    }
+    if answer
+        .headers
+        .get(CONTENT_ENCODING)
+        .is_none_or(|coding| coding != "gzip")
+    {
+        return Ok(bytes);
+    }
+    let mut plain = Vec::new();
+    let read = GzDecoder::new(&*bytes)
+        .take(MOST as u64 + 1)
+        .read_to_end(&mut plain);
+    match read {
+        Ok(length) if length <= MOST => Ok(plain),
+        Ok(_) => Err(broken(format!("an answer is larger than {MOST} bytes"))),
+        Err(error) => Err(broken(format!("an answer does not unpack: {error}"))),
+    }
+}
+
+fn age(headers: &HeaderMap) -> Option<Duration> {
+    let seconds = headers.get(AGE)?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Said {
+    message: String,
+    code: u16,
+    details: Details,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Details {
+    causes: Vec<Cause>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Cause {
+    reason: String,
+}
+
+/// What a failure means, by its status and its words.
+fn refused(store: &Store, answer: &Answer, bytes: &[u8]) -> Ended {
+    let said: Said = serde_json::from_slice(bytes).unwrap_or_default();
+    let message = if said.message.is_empty() {
+        answer.status.to_string()
+    } else {
+        said.message
+    };
+    if is_behind(&said.details) && age(&answer.headers).is_none() {
+        store.behind();
+        return Ended::Stale(message);
+    }
+    let retry = answer.headers.get(RETRY_AFTER);
+    let retry = retry
+        .and_then(|text| text.to_str().ok()?.parse().ok())
+        .map(|seconds| Duration::from_secs(seconds).min(AWAY));
+    Ended::Refused(answer.status, message, retry)
+}
+
+fn is_behind(details: &Details) -> bool {
+    details
+        .causes
+        .iter()
+        .any(|cause| cause.reason == "ResourceVersionTooLarge")
+}
+
+async fn watch(store: &Store, source: &dyn Source) -> Result<Watched, Ended> {
+    if is_right(store) {
+        return Ok(Watched::Expired);
+    }
+    let (path, version) = (store.resource().path(), store.version());
+    let fresh = if source.is_pool() {
+        "&fresh=true&delta=lz4"
+    } else {
+        ""
+    };
+    // Watches that began together do not end together.
+    let seconds = rand::random_range(240..480);
+    let asked = source.get(format!(
+        "{path}?watch=true&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={seconds}{fresh}"
+    ));
+    let answer = timeout(BEGIN, asked).await;
+    let mut answer = answer
+        .map_err(|_| broken("a watch did not begin within 20 s"))?
+        .map_err(Ended::Broken)?;
+    if answer.status == StatusCode::GONE {
+        return Ok(Watched::Expired);
+    }
+    if !answer.status.is_success() {
+        let bytes = timeout(BEGIN, drained(&mut answer)).await;
+        let bytes = bytes.map_err(|_| broken("an answer did not come within 20 s"))??;
+        return Err(refused(store, &answer, &bytes));
+    }
+    let age = age(&answer.headers);
+    if old(store, age) {
+        return Err(Ended::Stale(
+            "it is out of touch with the cloud itself".to_owned(),
+        ));
+    }
+    store.found(age);
+    let within = Duration::from_secs(seconds) + BEGIN;
+    match timeout(within, events(store, &mut answer)).await {
+        Ok(watched) => watched,
+        Err(_) => Err(broken("a watch went on beyond its time")),
+    }
+}
+
+async fn events(store: &Store, answer: &mut Answer) -> Result<Watched, Ended> {
+    let mut unread = BytesMut::new();
+    let mut seen = 0;
+    while let Some(chunk) = answer.body.next().await {
+        unread.extend_from_slice(&chunk.map_err(Ended::Broken)?);
+        while let Some(end) = unread
+            .get(seen..)
+            .and_then(|new| new.iter().position(|byte| *byte == b'\n'))
+        {
+            let line = unread.split_to(seen + end + 1);
+            seen = 0;
+            if let Some(watched) = event(store, &line)? {
+                return Ok(watched);
+            }
+        }
+        seen = unread.len();
+        if seen > MOST {
+            return Err(broken(format!("an event is larger than {MOST} bytes")));
+        }
+    }
+    Ok(Watched::Over)
+}
+
+#[derive(Deserialize)]
+struct Happened<'a> {
+    r#type: String,
+    #[serde(borrow, default)]
+    object: Option<&'a RawValue>,
+    /// In place of the object.
+    #[serde(borrow, default)]
+    delta: Option<Delta<'a>>,
+}
+
+#[derive(Deserialize)]
+struct Marked {
+    metadata: ListMeta,
+}
+
+fn event(store: &Store, line: &[u8]) -> Result<Option<Watched>, Ended> {
+    let malformed = |why: &dyn std::fmt::Display| broken(format!("an event does not read: {why}"));
+    let happened: Happened<'_> = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
+    let api_version = store.resource().api_version();
+    let read = |raw: &RawValue| {
+        let named = Named {
+            kind: "",
+            api_version: &api_version,
+        };
+        Object::read(raw, named).map_err(|error| malformed(&error))
+    };
+    if let Some(delta) = &happened.delta {
+        let before = store.get(&delta.key());
+        // A change of what is not here as it is there: only a list helps.
+        let Some(json) = before.and_then(|before| delta.onto(&before)) else {
+            return Ok(Some(Watched::Expired));
+        };
+        let raw: &RawValue = serde_json::from_slice(&json).map_err(|error| malformed(&error))?;
+        store.apply(read(raw)?, false);
+        return Ok(None);
+    }
+    let object = happened
+        .object
+        .ok_or_else(|| malformed(&"it is of nothing"))?;
+    match &*happened.r#type {
+        kind @ ("ADDED" | "MODIFIED" | "DELETED") => store.apply(read(object)?, kind == "DELETED"),
+        "BOOKMARK" => {
+            let marked: Marked =
+                serde_json::from_str(object.get()).map_err(|error| malformed(&error))?;
+            let version = marked.metadata.resource_version;
+            store.pass(version.parse().unwrap_or_default());
+        }
+        "ERROR" => {
+            let said: Said = serde_json::from_str(object.get()).unwrap_or_default();
+            if said.code == StatusCode::GONE.as_u16() {
+                return Ok(Some(Watched::Expired));
+            }
+            return Err(broken(format!("the watch says: {}", said.message)));
+        }
+        other => return Err(malformed(&other)),
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests;

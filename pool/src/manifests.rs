@@ -1,0 +1,240 @@
+//! Objects that nobody gives a version: what manifests say, where there is no API server.
+//!
+//! Versions are milliseconds of the Unix epoch, so they grow over restarts; what is as it was keeps its own.
+
+use crate::{
+    object::{Named, Object, ObjectError},
+    serve::Pool,
+    store::Store,
+};
+use serde_json::{Value, value::to_raw_value};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// Objects that have been read, and that a pool can be told to hold.
+#[derive(Debug)]
+pub struct Manifests {
+    pool: Arc<Pool>,
+    /// By the store's place: the kind that they say, and all of them.
+    of: BTreeMap<usize, (String, Vec<Value>)>,
+}
+
+/// Why an object cannot be held.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// It does not say what it is.
+    #[error("an object without apiVersion and kind")]
+    Unnamed,
+    /// Nobody may read its kind.
+    #[error(
+        "{kind} of {api_version} is none of readers.resources; add its resource there, or take the object away"
+    )]
+    NotRead {
+        /// What it says it is.
+        kind: String,
+        /// In which version.
+        api_version: String,
+    },
+    /// It is not what it says.
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+    /// There are two of one name.
+    #[error("{0:?} is there twice")]
+    Twice(String),
+}
+
+impl Manifests {
+    /// Nothing, for this pool.
+    pub fn new(pool: Arc<Pool>) -> Self {
+        // A resource that no object is of is empty, and not unknown.
+        let known = pool.stores().iter().enumerate();
+        let of = known.filter_map(|(at, store)| Some((at, (store.kind()?.kind, Vec::new()))));
+        let of = of.collect();
+        Self { pool, of }
+    }
+
+    /// Adds an object, or all of a `List`.
+    ///
+    /// # Errors
+    /// If it is none that can be held.
+    pub fn add(&mut self, mut value: Value) -> Result<(), ManifestError> {
+        let text = |field: &str| value.get(field).and_then(Value::as_str).map(str::to_owned);
+        let (kind, api_version) = text("kind")
+            .zip(text("apiVersion"))
+            .ok_or(ManifestError::Unnamed)?;
+        if let Some(Value::Array(items)) = value.get_mut("items").map(Value::take) {
+            return items.into_iter().try_for_each(|item| self.add(item));
+        }
+        let mut stores = self.pool.stores().iter();
+        let at = stores.position(|store| is_of(store, &kind, &api_version));
+        let Some(at) = at else {
+            return Err(ManifestError::NotRead { kind, api_version });
+        };
+        // Whatever is wrong with it is said before anything is held.
+        let named = Named {
+            kind: &kind,
+            api_version: &api_version,
+        };
+        let object = versioned(&value, 1, named)?;
+        let (_, known) = self
+            .of
+            .entry(at)
+            .or_insert_with(|| (kind.clone(), Vec::new()));
+        let same = |known: &Value| {
+            ["name", "namespace"]
+                .iter()
+                .all(|field| known["metadata"][field] == value["metadata"][field])
+        };
+        if known.iter().any(same) {
+            return Err(ManifestError::Twice(object.key.1.to_string()));
+        }
+        known.push(value);
+        Ok(())
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.of.values().map(|(_, objects)| objects.len()).sum()
+    }
+
+    /// Has the pool hold these, and no others.
+    pub fn hold(self) {
+        for (at, (kind, objects)) in self.of {
+            if let Some(store) = self.pool.stores().get(at) {
+                hold(store, &kind, &objects);
+            }
+        }
+    }
+}
+
+/// Whether objects of this kind are a store's.
+fn is_of(store: &Store, kind: &str, api_version: &str) -> bool {
+    let resource = store.resource();
+    let plural = || {
+        let lower = kind.to_lowercase();
+        ["s", "es"]
+            .iter()
+            .any(|end| format!("{lower}{end}") == resource.plural)
+            || lower == resource.plural
+    };
+    resource.api_version() == api_version
+        && store.kind().map_or_else(plural, |known| known.kind == kind)
+}
+
+fn hold(store: &Store, kind: &str, objects: &[Value]) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = now.map_or(1, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
+    let mut version = now.max(store.version() + 1);
+    let api_version = store.resource().api_version();
+    let named = Named {
+        kind,
+        api_version: &api_version,
+    };
+    let mut read = Vec::with_capacity(objects.len());
+    // They were read once already.
+    for value in objects {
+        let Ok(object) = versioned(value, version, named) else {
+            continue;
+        };
+        let known = store
+            .get(&object.key)
+            .filter(|known| known.at(version) == object);
+        if let Some(known) = known {
+            read.push(Object::clone(&known));
+        } else {
+            read.push(object);
+            version += 1;
+        }
+    }
+    store.learn(kind);
+    store.replace(version, read);
+    store.found(None);
+}
+
+/// As an API server would hold it.
+fn versioned(value: &Value, version: u64, named: Named<'_>) -> Result<Object, ObjectError> {
+    let mut value = value.clone();
+    if let Some(meta) = value.get_mut("metadata").and_then(Value::as_object_mut) {
+        meta.insert("resourceVersion".to_owned(), version.to_string().into());
+    }
+    let raw = to_raw_value(&value)?;
+    Object::read(&raw, named)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{resource::Resource, serve::Limits};
+    use serde_json::json;
+
+    fn pool() -> Arc<Pool> {
+        let services: Resource = "v1/services".parse().unwrap();
+        let widgets: Resource = "a.io/v1/widgets".parse().unwrap();
+        Pool::new(
+            &[services, widgets],
+            &Limits {
+                cache: 1 << 20,
+                window: 1 << 20,
+            },
+        )
+    }
+
+    fn service(name: &str, port: u16) -> Value {
+        json!({ "kind": "Service", "apiVersion": "v1", "metadata": { "name": name, "namespace": "n" }, "spec": { "ports": [{ "port": port }] } })
+    }
+
+    fn held(pool: &Arc<Pool>, objects: Vec<Value>) {
+        let mut manifests = Manifests::new(pool.clone());
+        for object in objects {
+            manifests.add(object).unwrap();
+        }
+        manifests.hold();
+    }
+
+    #[test]
+    fn what_is_as_it_was_keeps_its_version_and_versions_grow() {
+        let pool = pool();
+        held(&pool, vec![service("a", 1), service("b", 1)]);
+        let store = pool.stores()[0].clone();
+        let (first, version) = (store.snapshot().unwrap(), store.version());
+        let list = json!({ "kind": "List", "apiVersion": "v1", "items": [service("a", 2), service("b", 1)] });
+        held(&pool, vec![list]);
+        let second = store.snapshot().unwrap();
+        assert!(second.objects[0].version > version);
+        assert_eq!(first.objects[1], second.objects[1]);
+        assert_eq!(store.status().lost, None);
+        held(&pool, vec![]);
+        assert_eq!(store.snapshot().unwrap().objects, []);
+        assert!(!pool.stores()[1].status().synced);
+        held(
+            &pool,
+            vec![json!({ "kind": "Widget", "apiVersion": "a.io/v1", "metadata": { "name": "w" } })],
+        );
+        assert!(pool.stores()[1].status().synced);
+    }
+
+    #[test]
+    fn what_cannot_be_held_says_why() {
+        let mut manifests = Manifests::new(pool());
+        manifests.add(service("a", 1)).unwrap();
+        for (value, says) in [
+            (json!({ "kind": "Service" }), "apiVersion"),
+            (
+                json!({ "kind": "Secret", "apiVersion": "v1", "metadata": { "name": "a" } }),
+                "Secret of v1 is none of readers.resources",
+            ),
+            (
+                json!({ "kind": "Service", "apiVersion": "v1", "metadata": {} }),
+                "metadata.name",
+            ),
+            (service("a", 2), "\"a\" is there twice"),
+        ] {
+            let error = manifests.add(value).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        assert_eq!(manifests.count(), 1);
+    }
+}

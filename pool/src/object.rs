@@ -1,0 +1,210 @@
+//! One object: its JSON as the cloud gave it, and what is asked of it again and again.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, value::RawValue};
+use std::borrow::Cow;
+
+/// Namespace and name; the first is empty for what is in none.
+pub(crate) type Key = (Box<str>, Box<str>);
+
+/// An object of Kubernetes' API. It is never changed: a change is another object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    pub(crate) key: Key,
+    pub(crate) version: u64,
+    pub(crate) labels: Box<[(Box<str>, Box<str>)]>,
+    /// All of it, kind and API version included.
+    pub(crate) json: Bytes,
+}
+
+/// Why a text is no object.
+#[derive(Debug, thiserror::Error)]
+pub enum ObjectError {
+    /// It is not JSON, or not an object.
+    #[error("malformed: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// It has no name.
+    #[error("an object without metadata.name")]
+    Nameless,
+    /// Its version is none.
+    #[error("{name}: metadata.resourceVersion {version:?} is no number")]
+    Version {
+        /// The object's name.
+        name: String,
+        /// What stands there.
+        version: String,
+    },
+}
+
+#[derive(Deserialize)]
+struct Seen<'a> {
+    #[serde(default, borrow)]
+    kind: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    metadata: Meta<'a>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Meta<'a> {
+    #[serde(default, borrow)]
+    namespace: Option<Cow<'a, str>>,
+    #[serde(default, borrow)]
+    name: Option<Cow<'a, str>>,
+    #[serde(default, borrow)]
+    resource_version: Option<Cow<'a, str>>,
+    #[serde(default)]
+    labels: Option<Map<String, Value>>,
+}
+
+/// What names the kind of an object that a list leaves unnamed.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Named<'a> {
+    pub(crate) kind: &'a str,
+    pub(crate) api_version: &'a str,
+}
+
+impl Object {
+    /// Reads an object; one that does not say its kind, as in lists, gets this one.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub(crate) fn read(raw: &RawValue, named: Named<'_>) -> Result<Self, ObjectError> {
+        let text = raw.get();
+        let seen: Seen<'_> = serde_json::from_str(text)?;
+        let json = if seen.kind.is_some() {
+            Bytes::copy_from_slice(text.as_bytes())
+        } else {
+            // What is behind the opening brace follows what names the kind.
+            let mut json = serde_json::to_vec(&named)?;
+            json.pop();
+            let rest = text.trim_start().get(1..).unwrap_or_default();
+            if !rest.trim_start().starts_with('}') {
+                json.push(b',');
+            }
+            json.extend_from_slice(rest.as_bytes());
+            Bytes::from(json)
+        };
+        let meta = seen.metadata;
+        let name = meta.name.filter(|name| !name.is_empty());
+        let name = name.ok_or(ObjectError::Nameless)?;
+        let version = meta.resource_version.unwrap_or_default();
+        let number = version.parse().map_err(|_| ObjectError::Version {
+            name: name.to_string(),
+            version: version.to_string(),
+        })?;
+        let labels = meta.labels.into_iter().flatten();
+        let labels = labels.filter_map(|(key, value)| match value {
+            Value::String(value) => Some((key.into(), value.into())),
+            _ => None,
+        });
+        Ok(Self {
+            key: (meta.namespace.unwrap_or_default().into(), name.into()),
+            version: number,
+            labels: labels.collect(),
+            json,
+        })
+    }
+
+    /// The same object at another version.
+    pub(crate) fn at(&self, version: u64) -> Self {
+        let mut value = self.value();
+        if let Some(meta) = value.get_mut("metadata") {
+            meta["resourceVersion"] = Value::String(version.to_string());
+        }
+        Self {
+            key: self.key.clone(),
+            version,
+            labels: self.labels.clone(),
+            json: Bytes::from(value.to_string()),
+        }
+    }
+
+    /// All of it, read.
+    pub(crate) fn value(&self) -> Value {
+        // It was read once already.
+        serde_json::from_slice(&self.json).unwrap_or_default()
+    }
+
+    /// What it weighs in memory, in bytes, about.
+    pub(crate) fn weight(&self) -> usize {
+        let labels: usize = self
+            .labels
+            .iter()
+            .map(|(key, value)| key.len() + value.len() + 32)
+            .sum();
+        self.json.len() + labels + self.key.0.len() + self.key.1.len() + 160
+    }
+
+    pub(crate) fn label(&self, key: &str) -> Option<&str> {
+        let mut labels = self.labels.iter();
+        labels
+            .find(|(name, _)| &**name == key)
+            .map(|(_, value)| &**value)
+    }
+
+    /// Its JSON.
+    pub fn json(&self) -> &Bytes {
+        &self.json
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) const NAMED: Named<'static> = Named {
+        kind: "Service",
+        api_version: "v1",
+    };
+
+    pub(crate) fn read(text: &str) -> Result<Object, ObjectError> {
+        Object::read(serde_json::from_str(text).unwrap(), NAMED)
+    }
+
+    #[test]
+    fn an_object_of_a_list_gets_the_kind_that_the_list_leaves_out() {
+        let object = read(
+            r#"{"metadata":{"name":"a","namespace":"n","resourceVersion":"7","labels":{"k":"v"}},"spec":{}}"#,
+        );
+        let object = object.unwrap();
+        assert_eq!(object.version, 7);
+        assert_eq!((&*object.key.0, &*object.key.1), ("n", "a"));
+        assert_eq!(object.label("k"), Some("v"));
+        let value = object.value();
+        assert_eq!(
+            (&value["kind"], &value["apiVersion"]),
+            (&"Service".into(), &"v1".into())
+        );
+        assert_eq!(value["metadata"]["name"], "a");
+        let said = r#"{"kind":"Other","metadata":{"name":"a","resourceVersion":"7"}}"#;
+        assert_eq!(read(said).unwrap().json, said.as_bytes());
+    }
+
+    #[test]
+    fn at_another_version_it_is_the_same_otherwise() {
+        let object =
+            read(r#"{"metadata":{"name":"a","resourceVersion":"7"},"spec":{"x":1}}"#).unwrap();
+        let later = object.at(9);
+        assert_eq!(later.value()["metadata"]["resourceVersion"], "9");
+        assert_eq!((later.version, &later.value()["spec"]["x"]), (9, &1.into()));
+    }
+
+    #[test]
+    fn what_is_no_object_is_said_to_be_none() {
+        for (text, says) in [
+            (r#"{"metadata":{"resourceVersion":"7"}}"#, "metadata.name"),
+            (
+                r#"{"metadata":{"name":"a","resourceVersion":"x"}}"#,
+                "\"x\"",
+            ),
+            (r#"{"metadata":{"name":"a"}}"#, "resourceVersion"),
+            ("{}", "metadata"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+    }
+}

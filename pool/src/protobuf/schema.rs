@@ -1,0 +1,357 @@
+//! The fields of each kind that has a protobuf encoding here: JSON name, number and type.
+//!
+//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery v0.36.3, each message by the order of
+//! its numbers, which is the order in which Kubernetes writes them. Numbers never change there, fields are only
+//! added: a field that is missing here is missing for who reads protobuf, so each kind has a test with every field.
+
+mod meta;
+
+use Kind::{Bytes, Flag, Int, IntOrText, Many, Map, Message, Quantity, Text, Time};
+use meta::{CONDITION, OBJECT_META, OBJECT_REFERENCE, STATUS};
+
+/// A field of a message: its name in JSON, its number, what it holds.
+pub(super) struct Field(pub(super) &'static str, pub(super) u32, pub(super) Kind);
+
+/// What a field holds.
+pub(super) enum Kind {
+    Text,
+    Int,
+    Flag,
+    /// Base64 in JSON.
+    Bytes,
+    /// RFC 3339 in JSON, a message of seconds and nanoseconds in protobuf.
+    Time,
+    /// A message with the text of an amount in it.
+    Quantity,
+    /// Either of both in JSON; a message that says which in protobuf.
+    IntOrText,
+    /// JSON as it stands, as the bytes of a message.
+    Json,
+    Message(&'static [Field]),
+    Many(&'static Kind),
+    Map(&'static Kind),
+}
+
+/// The fields of a kind, None if it has no schema here.
+pub(super) fn fields(api_version: &str, kind: &str) -> Option<&'static [Field]> {
+    KINDS
+        .iter()
+        .find(|known| known.0 == api_version && known.1 == kind)
+        .map(|known| known.2)
+}
+
+/// apiVersion, kind and fields.
+const KINDS: &[(&str, &str, &[Field])] = &[
+    ("discovery.k8s.io/v1", "EndpointSlice", ENDPOINT_SLICE),
+    ("v1", "Endpoints", ENDPOINTS),
+    ("v1", "Service", SERVICE),
+    ("v1", "Namespace", NAMESPACE),
+    ("v1", "Node", NODE),
+    ("v1", "ConfigMap", CONFIG_MAP),
+    ("networking.k8s.io/v1", "ServiceCIDR", SERVICE_CIDR),
+    ("meta.k8s.io/v1", "PartialObjectMetadata", &[METADATA]),
+    ("v1", "Status", STATUS),
+];
+
+const TEXTS: Kind = Many(&Text);
+const LABELS: Kind = Map(&Text);
+const AMOUNTS: Kind = Map(&Quantity);
+const METADATA: Field = Field("metadata", 1, Message(OBJECT_META));
+const CONDITIONS: Kind = Many(&Message(CONDITION));
+
+const ENDPOINT_SLICE: &[Field] = &[
+    METADATA,
+    Field("endpoints", 2, Many(&Message(ENDPOINT))),
+    Field("ports", 3, Many(&Message(ENDPOINT_SLICE_PORT))),
+    Field("addressType", 4, Text),
+];
+
+const ENDPOINT: &[Field] = &[
+    Field("addresses", 1, TEXTS),
+    Field(
+        "conditions",
+        2,
+        Message(&[
+            Field("ready", 1, Flag),
+            Field("serving", 2, Flag),
+            Field("terminating", 3, Flag),
+        ]),
+    ),
+    Field("hostname", 3, Text),
+    Field("targetRef", 4, Message(OBJECT_REFERENCE)),
+    Field("deprecatedTopology", 5, LABELS),
+    Field("nodeName", 6, Text),
+    Field("zone", 7, Text),
+    Field(
+        "hints",
+        8,
+        Message(&[
+            Field("forZones", 1, Many(&Message(&[Field("name", 1, Text)]))),
+            Field("forNodes", 2, Many(&Message(&[Field("name", 1, Text)]))),
+        ]),
+    ),
+];
+
+/// Not the port of Endpoints: the numbers differ.
+const ENDPOINT_SLICE_PORT: &[Field] = &[
+    Field("name", 1, Text),
+    Field("protocol", 2, Text),
+    Field("port", 3, Int),
+    Field("appProtocol", 4, Text),
+];
+
+const ENDPOINTS: &[Field] = &[
+    METADATA,
+    Field(
+        "subsets",
+        2,
+        Many(&Message(&[
+            Field("addresses", 1, Many(&Message(ENDPOINT_ADDRESS))),
+            Field("notReadyAddresses", 2, Many(&Message(ENDPOINT_ADDRESS))),
+            Field("ports", 3, Many(&Message(ENDPOINT_PORT))),
+        ])),
+    ),
+];
+
+const ENDPOINT_ADDRESS: &[Field] = &[
+    Field("ip", 1, Text),
+    Field("targetRef", 2, Message(OBJECT_REFERENCE)),
+    Field("hostname", 3, Text),
+    Field("nodeName", 4, Text),
+];
+
+const ENDPOINT_PORT: &[Field] = &[
+    Field("name", 1, Text),
+    Field("port", 2, Int),
+    Field("protocol", 3, Text),
+    Field("appProtocol", 4, Text),
+];
+
+const SERVICE: &[Field] = &[
+    METADATA,
+    Field("spec", 2, Message(SERVICE_SPEC)),
+    Field(
+        "status",
+        3,
+        Message(&[
+            Field(
+                "loadBalancer",
+                1,
+                Message(&[Field("ingress", 1, Many(&Message(INGRESS)))]),
+            ),
+            Field("conditions", 2, CONDITIONS),
+        ]),
+    ),
+];
+
+const SERVICE_SPEC: &[Field] = &[
+    Field("ports", 1, Many(&Message(SERVICE_PORT))),
+    Field("selector", 2, LABELS),
+    Field("clusterIP", 3, Text),
+    Field("type", 4, Text),
+    Field("externalIPs", 5, TEXTS),
+    Field("sessionAffinity", 7, Text),
+    Field("loadBalancerIP", 8, Text),
+    Field("loadBalancerSourceRanges", 9, TEXTS),
+    Field("externalName", 10, Text),
+    Field("externalTrafficPolicy", 11, Text),
+    Field("healthCheckNodePort", 12, Int),
+    Field("publishNotReadyAddresses", 13, Flag),
+    Field(
+        "sessionAffinityConfig",
+        14,
+        Message(&[Field(
+            "clientIP",
+            1,
+            Message(&[Field("timeoutSeconds", 1, Int)]),
+        )]),
+    ),
+    Field("ipFamilyPolicy", 17, Text),
+    Field("clusterIPs", 18, TEXTS),
+    Field("ipFamilies", 19, TEXTS),
+    Field("allocateLoadBalancerNodePorts", 20, Flag),
+    Field("loadBalancerClass", 21, Text),
+    Field("internalTrafficPolicy", 22, Text),
+    Field("trafficDistribution", 23, Text),
+];
+
+const SERVICE_PORT: &[Field] = &[
+    Field("name", 1, Text),
+    Field("protocol", 2, Text),
+    Field("port", 3, Int),
+    Field("targetPort", 4, IntOrText),
+    Field("nodePort", 5, Int),
+    Field("appProtocol", 6, Text),
+];
+
+const INGRESS: &[Field] = &[
+    Field("ip", 1, Text),
+    Field("hostname", 2, Text),
+    Field("ipMode", 3, Text),
+    Field(
+        "ports",
+        4,
+        Many(&Message(&[
+            Field("port", 1, Int),
+            Field("protocol", 2, Text),
+            Field("error", 3, Text),
+        ])),
+    ),
+];
+
+const NAMESPACE: &[Field] = &[
+    METADATA,
+    Field("spec", 2, Message(&[Field("finalizers", 1, TEXTS)])),
+    Field(
+        "status",
+        3,
+        Message(&[
+            Field("phase", 1, Text),
+            // This condition's fields have the numbers of any other's.
+            Field("conditions", 2, CONDITIONS),
+        ]),
+    ),
+];
+
+const NODE: &[Field] = &[
+    METADATA,
+    Field("spec", 2, Message(NODE_SPEC)),
+    Field("status", 3, Message(NODE_STATUS)),
+];
+
+const NODE_SPEC: &[Field] = &[
+    Field("podCIDR", 1, Text),
+    Field("externalID", 2, Text),
+    Field("providerID", 3, Text),
+    Field("unschedulable", 4, Flag),
+    Field(
+        "taints",
+        5,
+        Many(&Message(&[
+            Field("key", 1, Text),
+            Field("value", 2, Text),
+            Field("effect", 3, Text),
+            Field("timeAdded", 4, Time),
+        ])),
+    ),
+    Field("configSource", 6, Message(NODE_CONFIG_SOURCE)),
+    Field("podCIDRs", 7, TEXTS),
+];
+
+const NODE_CONFIG_SOURCE: &[Field] = &[Field(
+    "configMap",
+    2,
+    Message(&[
+        Field("namespace", 1, Text),
+        Field("name", 2, Text),
+        Field("uid", 3, Text),
+        Field("resourceVersion", 4, Text),
+        Field("kubeletConfigKey", 5, Text),
+    ]),
+)];
+
+const NODE_STATUS: &[Field] = &[
+    Field("capacity", 1, AMOUNTS),
+    Field("allocatable", 2, AMOUNTS),
+    Field("phase", 3, Text),
+    Field("conditions", 4, Many(&Message(NODE_CONDITION))),
+    Field(
+        "addresses",
+        5,
+        Many(&Message(&[
+            Field("type", 1, Text),
+            Field("address", 2, Text),
+        ])),
+    ),
+    Field(
+        "daemonEndpoints",
+        6,
+        // The one name in all of these that begins with a capital.
+        Message(&[Field(
+            "kubeletEndpoint",
+            1,
+            Message(&[Field("Port", 1, Int)]),
+        )]),
+    ),
+    Field("nodeInfo", 7, Message(NODE_SYSTEM_INFO)),
+    Field(
+        "images",
+        8,
+        Many(&Message(&[
+            Field("names", 1, TEXTS),
+            Field("sizeBytes", 2, Int),
+        ])),
+    ),
+    Field("volumesInUse", 9, TEXTS),
+    Field(
+        "volumesAttached",
+        10,
+        Many(&Message(&[
+            Field("name", 1, Text),
+            Field("devicePath", 2, Text),
+        ])),
+    ),
+    Field("config", 11, Message(NODE_CONFIG)),
+    Field("runtimeHandlers", 12, Many(&Message(RUNTIME_HANDLER))),
+    Field(
+        "features",
+        13,
+        Message(&[Field("supplementalGroupsPolicy", 1, Flag)]),
+    ),
+    Field("declaredFeatures", 14, TEXTS),
+];
+
+const NODE_CONDITION: &[Field] = &[
+    Field("type", 1, Text),
+    Field("status", 2, Text),
+    Field("lastHeartbeatTime", 3, Time),
+    Field("lastTransitionTime", 4, Time),
+    Field("reason", 5, Text),
+    Field("message", 6, Text),
+];
+
+const NODE_SYSTEM_INFO: &[Field] = &[
+    Field("machineID", 1, Text),
+    Field("systemUUID", 2, Text),
+    Field("bootID", 3, Text),
+    Field("kernelVersion", 4, Text),
+    Field("osImage", 5, Text),
+    Field("containerRuntimeVersion", 6, Text),
+    Field("kubeletVersion", 7, Text),
+    Field("kubeProxyVersion", 8, Text),
+    Field("operatingSystem", 9, Text),
+    Field("architecture", 10, Text),
+    Field("swap", 11, Message(&[Field("capacity", 1, Int)])),
+];
+
+const NODE_CONFIG: &[Field] = &[
+    Field("assigned", 1, Message(NODE_CONFIG_SOURCE)),
+    Field("active", 2, Message(NODE_CONFIG_SOURCE)),
+    Field("lastKnownGood", 3, Message(NODE_CONFIG_SOURCE)),
+    Field("error", 4, Text),
+];
+
+const RUNTIME_HANDLER: &[Field] = &[
+    Field("name", 1, Text),
+    Field(
+        "features",
+        2,
+        Message(&[
+            Field("recursiveReadOnlyMounts", 1, Flag),
+            Field("userNamespaces", 2, Flag),
+        ]),
+    ),
+];
+
+const CONFIG_MAP: &[Field] = &[
+    METADATA,
+    Field("data", 2, LABELS),
+    Field("binaryData", 3, Map(&Bytes)),
+    Field("immutable", 4, Flag),
+];
+
+const SERVICE_CIDR: &[Field] = &[
+    METADATA,
+    Field("spec", 2, Message(&[Field("cidrs", 1, TEXTS)])),
+    Field("status", 3, Message(&[Field("conditions", 1, CONDITIONS)])),
+];

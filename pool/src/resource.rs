@@ -1,0 +1,197 @@
+//! Which resource: group, version and plural name.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::{fmt, str::FromStr};
+
+/// A resource of Kubernetes' API, written as in `discovery.k8s.io/v1/endpointslices`, and as in `v1/services` where its group is the
+/// core one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Resource {
+    /// The API group; empty: the core group.
+    pub group: String,
+    /// The version within the group.
+    pub version: String,
+    /// The name in paths, in the plural.
+    pub plural: String,
+}
+
+/// What is wrong with the name of a resource.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} names no resource; write GROUP/VERSION/PLURAL as in discovery.k8s.io/v1/endpointslices, or VERSION/PLURAL as in v1/services"
+)]
+pub struct ResourceError(String);
+
+/// Objects of a resource, as Kubernetes calls them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Kind {
+    /// `EndpointSlice`.
+    pub(crate) kind: String,
+    /// Whether its objects are in namespaces.
+    pub(crate) namespaced: bool,
+}
+
+/// What is known of resources before anything is read: kind, whether in namespaces, short names.
+const KNOWN: [(&str, &str, bool, &[&str]); 8] = [
+    (
+        "discovery.k8s.io/v1/endpointslices",
+        "EndpointSlice",
+        true,
+        &[],
+    ),
+    ("v1/endpoints", "Endpoints", true, &["ep"]),
+    ("v1/services", "Service", true, &["svc"]),
+    ("v1/namespaces", "Namespace", false, &["ns"]),
+    ("v1/nodes", "Node", false, &["no"]),
+    ("v1/configmaps", "ConfigMap", true, &["cm"]),
+    ("v1/pods", "Pod", true, &["po"]),
+    (
+        "networking.k8s.io/v1/servicecidrs",
+        "ServiceCIDR",
+        false,
+        &[],
+    ),
+];
+
+impl Resource {
+    /// What is read where nothing else is asked for: `EndpointSlice`s, Endpoints and Services.
+    pub fn defaults() -> Vec<Self> {
+        let known = KNOWN.iter().take(3);
+        known.filter_map(|known| known.0.parse().ok()).collect()
+    }
+
+    /// The path of all its objects, as in `/apis/discovery.k8s.io/v1/endpointslices`.
+    pub fn path(&self) -> String {
+        if self.group.is_empty() {
+            return format!("/api/{}/{}", self.version, self.plural);
+        }
+        format!("/apis/{}/{}/{}", self.group, self.version, self.plural)
+    }
+
+    /// `discovery.k8s.io/v1`, or `v1`.
+    pub(crate) fn api_version(&self) -> String {
+        if self.group.is_empty() {
+            return self.version.clone();
+        }
+        format!("{}/{}", self.group, self.version)
+    }
+
+    /// `endpointslices.discovery.k8s.io`, as Kubernetes names it in messages.
+    pub(crate) fn qualified(&self) -> String {
+        if self.group.is_empty() {
+            return self.plural.clone();
+        }
+        format!("{}.{}", self.plural, self.group)
+    }
+
+    /// Its kind, where that is known beforehand.
+    pub(crate) fn kind(&self) -> Option<Kind> {
+        self.known().map(|known| Kind {
+            kind: known.1.to_owned(),
+            namespaced: known.2,
+        })
+    }
+
+    pub(crate) fn short_names(&self) -> &'static [&'static str] {
+        self.known().map_or(&[], |known| known.3)
+    }
+
+    fn known(
+        &self,
+    ) -> Option<&'static (&'static str, &'static str, bool, &'static [&'static str])> {
+        let name = self.to_string();
+        KNOWN.iter().find(|known| known.0 == name)
+    }
+}
+
+impl FromStr for Resource {
+    type Err = ResourceError;
+
+    fn from_str(text: &str) -> Result<Self, ResourceError> {
+        let parts: Vec<_> = text.split('/').collect();
+        let (group, version, plural) = match parts[..] {
+            // OpenYurt writes the core group as an empty one: `/v1/services`.
+            [group, version, plural] => (group, version, plural),
+            [version, plural] => ("", version, plural),
+            _ => return Err(ResourceError(text.to_owned())),
+        };
+        let lower = |text: &str, more: &str| {
+            let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || more.contains(c);
+            text.chars().all(fits)
+        };
+        let is_version = version.starts_with('v') && version.len() > 1 && lower(version, "");
+        let is_plural = !plural.is_empty() && lower(plural, "-.");
+        if !is_version || !is_plural || !lower(group, "-.") {
+            return Err(ResourceError(text.to_owned()));
+        }
+        Ok(Self {
+            group: group.to_owned(),
+            version: version.to_owned(),
+            plural: plural.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for Resource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.group.is_empty() {
+            write!(f, "{}/", self.group)?;
+        }
+        write!(f, "{}/{}", self.version, self.plural)
+    }
+}
+
+impl Serialize for Resource {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Resource {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resource_is_written_as_it_is_read_and_has_its_path() {
+        for (text, path) in [
+            (
+                "discovery.k8s.io/v1/endpointslices",
+                "/apis/discovery.k8s.io/v1/endpointslices",
+            ),
+            ("v1/services", "/api/v1/services"),
+        ] {
+            let resource: Resource = text.parse().unwrap();
+            assert_eq!(
+                (resource.to_string().as_str(), resource.path().as_str()),
+                (text, path)
+            );
+        }
+        let resource: Resource = "/v1/services".parse().unwrap();
+        assert_eq!(resource.to_string(), "v1/services");
+        assert_eq!(Resource::defaults().len(), 3);
+        assert!(Resource::defaults().iter().all(|one| one.kind().is_some()));
+    }
+
+    #[test]
+    fn what_names_none_is_said_to() {
+        for text in [
+            "services",
+            "v1/",
+            "/services",
+            "a/b/c/d",
+            "V1/services",
+            "v1/a b",
+            "v1/../x",
+        ] {
+            let error = text.parse::<Resource>().unwrap_err();
+            assert!(error.to_string().contains("GROUP/VERSION/PLURAL"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! Selectors by label and by field, as lists and watches carry them (`LabelSelector` as text, `fields.Selector`).
+
+use crate::{object::Object, resource::Resource};
+use serde_json::Value;
+use std::borrow::Cow;
+
+/// Which objects are meant. Empty: all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Selector {
+    namespace: Option<Box<str>>,
+    labels: Vec<Requirement>,
+    fields: Vec<Field>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Requirement {
+    key: Box<str>,
+    /// In their order; `None`: that it is there at all.
+    values: Option<Vec<Box<str>>>,
+    /// The opposite is meant.
+    not: bool,
+}
+
+/// The path of a field, its text, and whether the opposite is meant.
+type Field = (Vec<Box<str>>, Box<str>, bool);
+
+/// Fields by which objects are selected besides name and namespace.
+const FIELDS: [(&str, &str); 4] = [
+    ("v1/services", "spec.clusterIP"),
+    ("v1/services", "spec.type"),
+    ("v1/nodes", "spec.unschedulable"),
+    ("v1/namespaces", "status.phase"),
+];
+
+/// Requirements of one kind in a selector: each is looked at for each object, and a query is long enough for tens of thousands.
+const MOST: usize = 128;
+
+impl Selector {
+    /// All of these together; what is wrong is said in words.
+    pub(crate) fn parse(
+        resource: &Resource,
+        namespace: Option<&str>,
+        labels: &str,
+        fields: &str,
+    ) -> Result<Self, String> {
+        Ok(Self {
+            namespace: namespace.map(Into::into),
+            labels: parse_labels(labels)?,
+            fields: parse_fields(resource, fields)?,
+        })
+    }
+
+    pub(crate) fn matches(&self, object: &Object) -> bool {
+        let namespace = self.namespace.as_deref();
+        namespace.is_none_or(|namespace| namespace == &*object.key.0)
+            && self.labels.iter().all(|one| one.matches(object))
+            && self.has_fields(object)
+    }
+
+    fn has_fields(&self, object: &Object) -> bool {
+        // What is cheap comes first, and the object is read once, if at all.
+        let known = |path: &[Box<str>]| match path {
+            [meta, own] if **meta == *"metadata" && **own == *"name" => Some(&*object.key.1),
+            [meta, own] if **meta == *"metadata" && **own == *"namespace" => Some(&*object.key.0),
+            _ => None,
+        };
+        let mut cheap = self.fields.iter();
+        if !cheap
+            .all(|(path, value, not)| known(path).is_none_or(|known| (*known == **value) != *not))
+        {
+            return false;
+        }
+        let mut others = self
+            .fields
+            .iter()
+            .filter(|field| known(&field.0).is_none())
+            .peekable();
+        if others.peek().is_none() {
+            return true;
+        }
+        let json = object.value();
+        others.all(|(path, value, not)| (field(&json, path) == **value) != *not)
+    }
+}
+
+/// A field's text; what is not there is empty, as it is to a selector of Kubernetes.
+fn field<'a>(object: &'a Value, path: &[Box<str>]) -> Cow<'a, str> {
+    let found = path
+        .iter()
+        .try_fold(object, |value, part| value.get(&**part));
+    match found {
+        Some(Value::String(text)) => text.into(),
+        Some(other) => other.to_string().into(),
+        None if path.last().is_some_and(|last| &**last == "unschedulable") => "false".into(),
+        None => "".into(),
+    }
+}
+
+impl Requirement {
+    fn matches(&self, object: &Object) -> bool {
+        let label = object.label(&self.key);
+        let found = match (&self.values, label) {
+            (None, label) => label.is_some(),
+            (Some(values), Some(label)) => {
+                let found = values.binary_search_by(|value| (**value).cmp(label));
+                found.is_ok()
+            }
+            (Some(_), None) => false,
+        };
+        found != self.not
+    }
+}
+
+fn parse_fields(resource: &Resource, text: &str) -> Result<Vec<Field>, String> {
+    let terms = text.split(',').filter(|term| !term.is_empty());
+    let fields: Result<Vec<_>, String> = terms
+        .map(|term| {
+            let (path, value, not) = if let Some((path, value)) = term.split_once("!=") {
+                (path, value, true)
+            } else if let Some((path, value)) = term.split_once("==") {
+                (path, value, false)
+            } else if let Some((path, value)) = term.split_once('=') {
+                (path, value, false)
+            } else {
+                return Err(format!(
+                    "invalid field selector {term:?}: write PATH=VALUE or PATH!=VALUE"
+                ));
+            };
+            let own = FIELDS.contains(&(resource.to_string().as_str(), path));
+            if !own && !["metadata.name", "metadata.namespace"].contains(&path) {
+                return Err(format!(
+                    "{path:?} is not a known field selector of {resource}"
+                ));
+            }
+            Ok((path.split('.').map(Into::into).collect(), value.into(), not))
+        })
+        .collect();
+    few(fields?)
+}
+
+/// Each once, in one order, so that who asks the same shares the answer.
+fn few<T: Ord>(mut all: Vec<T>) -> Result<Vec<T>, String> {
+    all.sort_unstable();
+    all.dedup();
+    if all.len() > MOST {
+        return Err(format!("a selector has {MOST} requirements at most"));
+    }
+    Ok(all)
+}
+
+/// `a=b,c!=d,e in (f,g),h notin (i),j,!k`.
+fn parse_labels(text: &str) -> Result<Vec<Requirement>, String> {
+    let labels: Result<Vec<_>, _> = terms(text).map(|term| parse_label(term.trim())).collect();
+    few(labels?)
+}
+
+/// The parts between commas that are in no parentheses.
+fn terms(text: &str) -> impl Iterator<Item = &str> {
+    let mut depth = 0_usize;
+    text.split(move |c| {
+        match c {
+            '(' => depth += 1,
+            ')' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        c == ',' && depth == 0
+    })
+    .filter(|term| !term.trim().is_empty())
+}
+
+fn parse_label(term: &str) -> Result<Requirement, String> {
+    let malformed = || format!("unable to parse requirement {term:?} of the label selector");
+    let requirement = |key: &str, values: Option<Vec<Box<str>>>, not| {
+        let key = key.trim();
+        let fits = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
+        if key.is_empty() || !key.chars().all(fits) {
+            return Err(malformed());
+        }
+        Ok(Requirement {
+            key: key.into(),
+            values,
+            not,
+        })
+    };
+    let one = |value: &str| {
+        let value = value.trim();
+        let fits = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        value
+            .chars()
+            .all(fits)
+            .then(|| vec![Box::from(value)])
+            .ok_or_else(malformed)
+    };
+    if let Some(inner) = term.strip_suffix(')') {
+        let (left, values) = inner.split_once('(').ok_or_else(malformed)?;
+        let left = left.trim();
+        let (key, not) = if let Some(key) = left.strip_suffix(" notin") {
+            (key, true)
+        } else {
+            (left.strip_suffix(" in").ok_or_else(malformed)?, false)
+        };
+        let values: Result<Vec<_>, _> = values.split(',').map(one).collect();
+        let mut values = values?.concat();
+        values.sort_unstable();
+        values.dedup();
+        return requirement(key, Some(values), not);
+    }
+    if let Some((key, value)) = term.split_once("!=") {
+        return requirement(key, Some(one(value)?), true);
+    }
+    if let Some((key, value)) = term.split_once("==").or_else(|| term.split_once('=')) {
+        return requirement(key, Some(one(value)?), false);
+    }
+    match term.strip_prefix('!') {
+        Some(key) => requirement(key, None, true),
+        None => requirement(term, None, false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::object::tests::read;
+
+    fn service() -> Resource {
+        "v1/services".parse().unwrap()
+    }
+
+    fn matches(labels: &str, fields: &str) -> Result<bool, String> {
+        let object = read(
+            r#"{"metadata":{"name":"a","namespace":"n","resourceVersion":"1","labels":{"app":"web","tier":""}},"spec":{"type":"ClusterIP"}}"#,
+        );
+        let selector = Selector::parse(&service(), None, labels, fields)?;
+        Ok(selector.matches(&object.unwrap()))
+    }
+
+    #[test]
+    fn labels_select_as_kubernetes_has_them_select() {
+        for (text, expected) in [
+            ("", true),
+            ("app=web", true),
+            ("app==web,tier=", true),
+            ("app!=web", false),
+            ("other!=web", true),
+            ("app in (api, web)", true),
+            ("app notin (api,web)", false),
+            ("other notin (a)", true),
+            ("other in (a)", false),
+            ("app,!other", true),
+            ("!app", false),
+            (
+                "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name",
+                true,
+            ),
+        ] {
+            assert_eq!(matches(text, ""), Ok(expected), "{text}");
+        }
+        for text in ["app in web", "=x", "a b", "app in (a", "!", "a=b c"] {
+            assert!(matches(text, "").is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn fields_select_by_name_namespace_and_what_a_resource_has() {
+        for (text, expected) in [
+            ("metadata.name=a", true),
+            ("metadata.name!=a", false),
+            ("metadata.namespace==n,spec.type=ClusterIP", true),
+            ("spec.clusterIP=", true),
+            ("spec.clusterIP=None", false),
+        ] {
+            assert_eq!(matches("", text), Ok(expected), "{text}");
+        }
+        assert!(
+            matches("", "spec.replicas=1")
+                .unwrap_err()
+                .contains("spec.replicas")
+        );
+        assert!(matches("", "metadata.name").is_err());
+    }
+
+    #[test]
+    fn a_selector_is_bounded_and_says_the_same_in_any_order() {
+        let many: Vec<_> = (0..5000).map(|number| format!("!k{number}")).collect();
+        assert!(matches(&many.join(","), "").unwrap_err().contains("128"));
+        let many: Vec<_> = (0..5000)
+            .map(|number| format!("spec.type!=k{number}"))
+            .collect();
+        assert!(matches("", &many.join(",")).unwrap_err().contains("128"));
+        // Values are as many as there are, and the same one again is no other.
+        let many: Vec<_> = (0..5000).map(|number| format!("v{number}")).collect();
+        assert_eq!(
+            matches(&format!("app in (web,{})", many.join(",")), ""),
+            Ok(true)
+        );
+        assert_eq!(
+            matches(&"app,".repeat(5000), &"spec.type=ClusterIP,".repeat(3000)),
+            Ok(true)
+        );
+        let of = |labels| Selector::parse(&service(), None, labels, "").unwrap();
+        assert_eq!(of("a in (x,y),b"), of("b,a in (y,x),b"));
+    }
+
+    #[test]
+    fn a_namespace_leaves_out_the_others() {
+        let object =
+            read(r#"{"metadata":{"name":"a","namespace":"n","resourceVersion":"1"}}"#).unwrap();
+        let of = |namespace| Selector::parse(&service(), Some(namespace), "", "").unwrap();
+        assert!(of("n").matches(&object) && !of("m").matches(&object));
+    }
+}

@@ -1,0 +1,136 @@
+//! What a store tells: states at a version, and the events after one.
+
+use super::{History, State, Store, Told, Unknown};
+use crate::object::{Key, Object};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Weak},
+};
+use tokio::time::Instant;
+
+impl Store {
+    /// All as it is now, for a watch that begins with it.
+    pub(crate) fn state(&self) -> Result<Weak<State>, Unknown> {
+        let mut inner = self.inner();
+        if inner.version == 0 {
+            return Err(Unknown::Empty);
+        }
+        inner.prune();
+        let newest = inner.states.back();
+        let same = |state: &State| {
+            (state.version, state.history, state.next)
+                == (inner.version, inner.history, inner.window.next())
+        };
+        if let Some((_, state)) = newest.filter(|(_, state)| same(state)) {
+            return Ok(Arc::downgrade(state));
+        }
+        let state = Arc::new(State {
+            version: inner.version,
+            history: inner.history,
+            next: inner.window.next(),
+            objects: inner.objects.values().cloned().collect(),
+        });
+        let told = Arc::downgrade(&state);
+        inner.states.push_back((Instant::now(), state));
+        Ok(told)
+    }
+
+    /// All as it was at a version; as it is now without one.
+    pub(crate) fn at(&self, version: Option<u64>) -> Result<State, Unknown> {
+        let inner = self.inner();
+        if inner.version == 0 {
+            return Err(Unknown::Empty);
+        }
+        let version = version.unwrap_or(inner.version);
+        if version > inner.version {
+            return Err(Unknown::Future(inner.version));
+        }
+        let mut then = BTreeMap::new();
+        if version < inner.version {
+            if !inner.window.reaches(version) {
+                return Err(Unknown::Expired);
+            }
+            then = inner.window.rewind(version);
+        }
+        let (history, next) = (inner.history, inner.window.after(version));
+        let now: Vec<_> = inner.objects.values().cloned().collect();
+        // Who fills the store, and all others who read it, wait for no more than this.
+        drop(inner);
+        let objects = if then.is_empty() {
+            now
+        } else {
+            back(now, then)
+        };
+        Ok(State {
+            version,
+            history,
+            next,
+            objects,
+        })
+    }
+
+    pub(crate) fn get(&self, key: &Key) -> Option<Arc<Object>> {
+        self.inner().objects.get(key).cloned()
+    }
+
+    /// Which history it is now, and the number of the first event after a version that a reader knows. One that `follows` is read
+    /// from in turn, and is told only what is known to have happened.
+    pub(crate) fn after(&self, version: u64, follows: bool) -> Result<(History, u64), Unknown> {
+        let inner = self.inner();
+        match inner.version {
+            0 => Err(Unknown::Empty),
+            newest if version > newest => Err(Unknown::Future(newest)),
+            _ if !inner.window.reaches(version) => Err(Unknown::Expired),
+            _ if follows && inner.window.guesses(version) => Err(Unknown::Expired),
+            _ => Ok((inner.history, inner.window.after(version))),
+        }
+    }
+
+    /// Which history it is, the newest version, and the number of the first event after it.
+    pub(crate) fn position(&self) -> (History, u64, u64) {
+        let inner = self.inner();
+        (inner.history, inner.version, inner.window.next())
+    }
+
+    /// Events from this number on, `most` of them, for a reader that `follows` or one that does not.
+    pub(crate) fn events(
+        &self,
+        history: History,
+        from: u64,
+        (most, follows): (usize, bool),
+    ) -> Told {
+        let inner = self.inner();
+        let window = &inner.window;
+        let is_same = history.number == inner.history.number
+            && (!follows || history.outages == inner.history.outages);
+        if !is_same || from < window.first() {
+            return Told::Missed;
+        }
+        let events: Vec<_> = (from..)
+            .map_while(|number| window.get(number))
+            .take(most)
+            .cloned()
+            .collect();
+        let next = from + events.len() as u64;
+        Told::Events(events, next)
+    }
+}
+
+/// Objects as they were, from how they are now and how those were that have changed; both are in the order of their keys.
+fn back(now: Vec<Arc<Object>>, mut then: BTreeMap<Key, Option<Arc<Object>>>) -> Vec<Arc<Object>> {
+    let mut objects = Vec::with_capacity(now.len() + then.len());
+    for object in now {
+        while let Some(entry) = then.first_entry().filter(|entry| *entry.key() < object.key) {
+            objects.extend(entry.remove());
+        }
+        match then
+            .first_entry()
+            .filter(|entry| *entry.key() == object.key)
+        {
+            Some(entry) => objects.extend(entry.remove()),
+            None => objects.push(object),
+        }
+    }
+    objects.extend(then.into_values().flatten());
+    objects
+}

@@ -1,0 +1,331 @@
+//! A watch: what is there (where that is asked for), then each event, until its time is up.
+//!
+//! A reader is told by nobody: its connection asks for the next bytes when it has room for them, and gets what has happened
+//! until then. So a slow one holds no queue; one that is too slow finds its events gone, is told 410, and lists again.
+
+use crate::{
+    cache::Encoded,
+    encode::{ADDED, DELETED, Encoding, MODIFIED},
+    failure::Failure,
+    list,
+    object::Object,
+    query::Options,
+    selector::Selector,
+    store::{History, State, Store, Told, Unknown, Watching},
+    window::Event,
+};
+use bytes::{Bytes, BytesMut};
+use futures_util::stream::{self, BoxStream, StreamExt};
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+
+/// A watch that names no end of its own ends after this time at least, and twice this at most, as kube-apiserver's do.
+const LEAST: Duration = Duration::from_mins(30);
+/// And one that names a later end than a clock can hold ends after this time.
+const LONGEST: Duration = Duration::from_hours(24);
+/// How often a reader is told at which version it is.
+const BOOKMARK: Duration = Duration::from_mins(1);
+/// Bytes that are handed on at once.
+const CHUNK: usize = 64 * 1024;
+/// Events that are looked at at once.
+const EVENTS: usize = 64;
+
+/// One watch.
+pub(crate) struct Watch {
+    pub(crate) store: Arc<Store>,
+    pub(crate) encoding: Encoding,
+    pub(crate) selector: Selector,
+    pub(crate) cache: Encoded,
+    options: Options,
+    phase: Phase,
+    ends: Instant,
+    bookmark: Instant,
+    changed: watch::Receiver<u64>,
+    /// Something has been told.
+    begun: bool,
+    _counted: Watching,
+}
+
+enum Phase {
+    /// To be told what is there, from this object on.
+    Initial(Weak<State>, usize),
+    /// Knows a version that the store does not know yet.
+    Ahead(u64),
+    /// Knows a version that is too old to go on from.
+    Expired(u64),
+    /// To be told the events from this number on.
+    Events {
+        history: History,
+        next: u64,
+    },
+    Over,
+}
+
+/// What is told next.
+enum Step {
+    Bytes(Bytes),
+    /// There is nothing new.
+    Wait,
+    Over,
+}
+
+impl Watch {
+    /// Begins a watch.
+    ///
+    /// # Errors
+    /// If what is asked for cannot be; what a reader can mend by a list is told within the watch.
+    pub(crate) async fn begin(
+        store: &Arc<Store>,
+        (encoding, selector, cache): (Encoding, Selector, Encoded),
+        options: Options,
+    ) -> Result<Self, Failure> {
+        let version = options.number()?;
+        let initial = options.initial_events;
+        if initial.is_some() && options.version_match != "NotOlderThan" {
+            let message = "sendInitialEvents wants resourceVersionMatch=NotOlderThan";
+            return Err(Failure::malformed(message));
+        }
+        if initial == Some(true) || options.fresh {
+            list::reach(store, version).await?;
+        }
+        let unknown = |why| Failure::unknown(store.resource(), version, why);
+        let phase = if initial.unwrap_or(version == 0) {
+            Phase::Initial(store.state().map_err(unknown)?, 0)
+        } else {
+            // From now on, for a reader that wants to begin anywhere without what is there.
+            let from = if version == 0 {
+                store.version()
+            } else {
+                version
+            };
+            match store.after(from, options.fresh) {
+                Ok((history, next)) => Phase::Events { history, next },
+                Err(Unknown::Future(_)) => Phase::Ahead(from),
+                Err(why @ Unknown::Empty) => return Err(unknown(why)),
+                // A failure of a watch that has been understood is told in it.
+                Err(Unknown::Expired) => Phase::Expired(from),
+            }
+        };
+        let ends = options
+            .timeout
+            .unwrap_or_else(|| LEAST.mul_f64(1.0 + rand::random::<f64>()))
+            .min(LONGEST);
+        Ok(Self {
+            changed: store.changed(),
+            begun: false,
+            _counted: store.watching(),
+            store: store.clone(),
+            encoding,
+            selector,
+            cache,
+            phase,
+            ends: Instant::now() + ends,
+            bookmark: Instant::now() + BOOKMARK.mul_f64(0.75 + rand::random::<f64>() / 4.0),
+            options,
+        })
+    }
+
+    /// Its bytes.
+    pub(crate) fn stream(self) -> BoxStream<'static, Bytes> {
+        let next = |mut watch: Self| async move {
+            let bytes = watch.next().await?;
+            Some((bytes, watch))
+        };
+        stream::unfold(self, next).boxed()
+    }
+
+    async fn next(&mut self) -> Option<Bytes> {
+        loop {
+            self.changed.mark_unchanged();
+            match self.step() {
+                // An empty chunk is none.
+                Step::Bytes(bytes) if bytes.is_empty() => continue,
+                Step::Bytes(bytes) => return Some(bytes),
+                Step::Over => return None,
+                Step::Wait => {}
+            }
+            let stale = self.options.fresh.then(|| self.store.ages_in()).flatten();
+            let stale = stale.map(|within| Instant::now() + within);
+            let until = stale.unwrap_or(self.ends).min(self.ends).min(self.bookmark);
+            tokio::select! {
+                biased;
+                changed = self.changed.changed() => changed.ok()?,
+                () = sleep_until(until) => {
+                    let now = Instant::now();
+                    if now >= self.ends {
+                        self.phase = Phase::Over;
+                    }
+                    // A follower finds somebody who is in touch.
+                    if self.options.fresh && self.store.age().is_some() {
+                        return None;
+                    }
+                    if now >= self.bookmark || now >= self.ends {
+                        self.bookmark = now + BOOKMARK;
+                        if let Some(bytes) = self.mark() {
+                            return Some(bytes);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn step(&mut self) -> Step {
+        match &self.phase {
+            Phase::Over => Step::Over,
+            Phase::Expired(version) => self.fail(&Failure::too_old(*version)),
+            Phase::Initial(state, from) => match state.upgrade() {
+                Some(state) => self.tell(&state.clone(), *from),
+                None => self.fail(&Failure::expired(
+                    "the state at which this watch began is gone: it was read too slowly",
+                )),
+            },
+            Phase::Ahead(version) => {
+                let version = *version;
+                match self.store.after(version, self.options.fresh) {
+                    Ok((history, next)) => {
+                        self.phase = Phase::Events { history, next };
+                        self.step()
+                    }
+                    Err(Unknown::Expired) => self.fail(&Failure::too_old(version)),
+                    Err(_) => Step::Wait,
+                }
+            }
+            Phase::Events { history, next } => {
+                let (history, next) = (*history, *next);
+                match self
+                    .store
+                    .events(history, next, (EVENTS, self.options.fresh))
+                {
+                    Told::Missed => self.fail(&Failure::expired(
+                        "too old resource version: what came after it is not known here any more",
+                    )),
+                    Told::Events(events, _) if events.is_empty() => Step::Wait,
+                    Told::Events(events, next) => {
+                        self.phase = Phase::Events { history, next };
+                        self.events(&events)
+                    }
+                }
+            }
+        }
+    }
+
+    fn frame(&mut self, word: &'static str, object: &Object) -> Bytes {
+        let columns = !std::mem::replace(&mut self.begun, true);
+        self.encoding.event(word, object, columns)
+    }
+
+    fn fail(&mut self, failure: &Failure) -> Step {
+        self.phase = Phase::Over;
+        Step::Bytes(self.encoding.error(failure))
+    }
+
+    /// What is there, a chunk at a time.
+    fn tell(&mut self, state: &State, from: usize) -> Step {
+        let mut bytes = BytesMut::new();
+        let mut at = from;
+        for object in state.objects.iter().skip(from) {
+            at += 1;
+            if self.selector.matches(object) {
+                bytes.extend_from_slice(&self.frame(ADDED, object));
+                if bytes.len() >= CHUNK {
+                    break;
+                }
+            }
+        }
+        if at < state.objects.len() {
+            if let Phase::Initial(_, from) = &mut self.phase {
+                *from = at;
+            }
+            return Step::Bytes(bytes.freeze());
+        }
+        self.phase = Phase::Events {
+            history: state.history,
+            next: state.next,
+        };
+        if self.options.initial_events == Some(true) && self.options.bookmarks {
+            bytes.extend_from_slice(&self.encoding.bookmark(state.version, true));
+        }
+        if bytes.is_empty() {
+            return self.step();
+        }
+        Step::Bytes(bytes.freeze())
+    }
+
+    fn events(&mut self, events: &[Event]) -> Step {
+        let mut bytes = BytesMut::new();
+        for event in events {
+            if let Some(frame) = self.event(event) {
+                bytes.extend_from_slice(&frame);
+            }
+        }
+        Step::Bytes(bytes.freeze())
+    }
+
+    /// What an event is to a reader that wants only some of the objects.
+    fn event(&mut self, event: &Event) -> Option<Bytes> {
+        let was = event
+            .before
+            .as_ref()
+            .is_some_and(|before| self.selector.matches(before));
+        let is = !event.deleted && self.selector.matches(&event.object);
+        let word = match (was, is) {
+            (false, false) => return None,
+            (false, true) => ADDED,
+            (true, true) => MODIFIED,
+            (true, false) => DELETED,
+        };
+        if self.options.delta && word == MODIFIED {
+            return Some(self.change(event));
+        }
+        // What is no longer selected is told as it was when it was, as kube-apiserver does.
+        let left = event
+            .before
+            .as_ref()
+            .filter(|_| was && !is && !event.deleted);
+        let left = left.map(|before| before.at(event.version));
+        let object = left.as_ref().unwrap_or(&event.object);
+        if !self.encoding.is_shared() {
+            return Some(self.frame(word, object));
+        }
+        let asked = format!(
+            "{}#{}{word}{}",
+            self.store.resource(),
+            event.number,
+            self.encoding.word()
+        );
+        if let Some(bytes) = self.cache.get(&asked) {
+            return Some(bytes);
+        }
+        let bytes = self.frame(word, object);
+        self.cache.put(&asked, &bytes);
+        Some(bytes)
+    }
+
+    /// What changed, in place of the object.
+    fn change(&mut self, event: &Event) -> Bytes {
+        let asked = format!("{}#{}delta", self.store.resource(), event.number);
+        if let Some(bytes) = self.cache.get(&asked) {
+            return bytes;
+        }
+        let bytes = self.encoding.change(event.before.as_deref(), &event.object);
+        self.cache.put(&asked, &bytes);
+        bytes
+    }
+
+    /// A bookmark, if the reader wants them and has been told all.
+    fn mark(&mut self) -> Option<Bytes> {
+        let (history, version, next) = self.store.position();
+        let told = matches!(self.phase, Phase::Events { history: own, next: from } if (own, from) == (history, next));
+        (self.options.bookmarks && told).then(|| self.encoding.bookmark(version, false))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,96 @@
+//! A directory of manifests in the place of a cluster's API: what edges read where there is none.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, anyhow};
+use causeway_pool::{Pool, manifests::Manifests};
+
+use crate::settings;
+
+/// Files whose names end so are manifests.
+const ENDS: [&str; 3] = ["yaml", "yml", "json"];
+
+/// The manifests in a directory, by name; the directory itself comes first, since a new file in it counts as well.
+pub(super) fn files(dir: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|file| {
+            let end = file.extension().and_then(|end| end.to_str());
+            end.is_some_and(|end| ENDS.contains(&end)) && file.is_file()
+        })
+        .collect();
+    files.sort();
+    files.insert(0, dir.to_owned());
+    files
+}
+
+/// Reads all manifests of a directory for a pool, which holds them once it is told to.
+///
+/// # Errors
+/// If one of them is not what it should be; the error names the file.
+pub(super) fn read(dir: &Path, pool: Arc<Pool>) -> anyhow::Result<Manifests> {
+    // A directory that cannot be read is not an empty one.
+    fs::read_dir(dir).with_context(|| format!("readers.manifests: {}", dir.display()))?;
+    let mut manifests = Manifests::new(pool);
+    for file in files(dir).iter().skip(1) {
+        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        let value = settings::untyped(&text);
+        let value = value.map_err(|fault| anyhow!("{}:{fault}", file.display()))?;
+        manifests
+            .add(value)
+            .with_context(|| file.display().to_string())?;
+    }
+    Ok(manifests)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_pool::{Limits, Resource};
+
+    fn pool() -> Arc<Pool> {
+        let limits = Limits {
+            cache: 1 << 20,
+            window: 1 << 20,
+        };
+        Pool::new(&Resource::defaults(), &limits)
+    }
+
+    #[test]
+    fn manifests_are_read_and_what_is_wrong_names_its_file_and_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write(
+            "a.yaml",
+            "apiVersion: v1\nkind: Service\nmetadata: { name: a, namespace: n }\n",
+        );
+        write(
+            "b.json",
+            r#"{ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "b", "namespace": "n" } }"#,
+        );
+        write("README.md", "not one");
+        assert_eq!(files(folder.path()).len(), 3);
+        assert_eq!(read(folder.path(), pool()).unwrap().count(), 2);
+        for (text, says) in [
+            ("kind: Service\nkind: Service\n", "c.yaml:2:"),
+            (
+                "apiVersion: v1\nkind: Secret\nmetadata: { name: x }\n",
+                "readers.resources",
+            ),
+            ("{", "not YAML"),
+        ] {
+            write("c.yaml", text);
+            let error = format!("{:#}", read(folder.path(), pool()).unwrap_err());
+            assert!(error.contains(says) && error.contains("c.yaml"), "{error}");
+        }
+        let error = read(&folder.path().join("none"), pool()).unwrap_err();
+        assert!(
+            format!("{error:#}").contains("readers.manifests"),
+            "{error:#}"
+        );
+    }
+}

@@ -1,0 +1,270 @@
+//! What nodes read, by the built binary: objects from manifests at the gateway, read at edges by curl as clients of Kubernetes
+//! do, through outages, restarts and damage.
+
+use crate::world::{
+    process::{Causeway, Process, Site, address_after},
+    tool::{Tool, need},
+    until,
+};
+use serde_json::{Value, json};
+use std::{fs, net::TcpListener, path::Path};
+
+/// The path of all `EndpointSlices`.
+const SLICES: &str = "apis/discovery.k8s.io/v1/endpointslices";
+
+/// A gateway with this many `EndpointSlices` and a Service.
+async fn gateway(slices: u32) -> (tempfile::TempDir, Site) {
+    let objects = tempfile::tempdir().unwrap();
+    for number in 0..slices {
+        write(objects.path(), &format!("slice-{number}"), "10.0.0.1");
+    }
+    let service = json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web", "namespace": "shop" }, "spec": { "clusterIP": "10.96.0.7" } });
+    fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
+    let readers = format!("readers: {{ manifests: {} }}", objects.path().display());
+    let site = Site::with(&readers).await;
+    (objects, site)
+}
+
+fn write(objects: &Path, name: &str, address: &str) {
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": { "name": name, "namespace": "shop", "labels": { "kubernetes.io/service-name": "web" } },
+        "addressType": "IPv4",
+        "endpoints": [{ "addresses": [address] }],
+    });
+    fs::write(objects.join(format!("{name}.json")), slice.to_string()).unwrap();
+}
+
+/// A port of this machine that nobody has, for an address that others are told.
+fn free() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+/// An edge that reads.
+struct Reading {
+    edge: Process,
+    at: String,
+}
+
+impl Reading {
+    async fn of(edge: Causeway, reader: &str) -> Self {
+        let mut edge = edge.flag("--reader", reader).start();
+        let line = edge.said("programs on this node can read").await;
+        let at = address_after(&line, "address=");
+        Self { edge, at }
+    }
+
+    /// A node that joins, in a pool.
+    async fn join(site: &Site, node: &str, reader: &str) -> Self {
+        let token = site.token(&format!("--node {node} --pool north")).await;
+        Self::of(site.edge(node, 1).flag("--join", token), reader).await
+    }
+
+    /// Asks; status, head and body.
+    async fn get(&self, path: &str) -> (u16, String, Value) {
+        let url = format!("http://{}/{path}", self.at);
+        let output = Tool::curl()
+            .args(["-i", "--max-time", "10", &url])
+            .run()
+            .await;
+        let text = output.ok().text();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, head.to_owned(), serde_json::from_str(body).unwrap())
+    }
+
+    /// The names of what is there, or nothing.
+    async fn names(&self, path: &str) -> Vec<String> {
+        let (status, _, list) = self.get(path).await;
+        if status != 200 {
+            return Vec::new();
+        }
+        let items = list["items"].as_array().unwrap();
+        items
+            .iter()
+            .map(|item| item["metadata"]["name"].as_str().unwrap().to_owned())
+            .collect()
+    }
+
+    async fn has(&self, count: usize) {
+        until("all is there to be read", async || {
+            self.names(SLICES).await.len() == count
+        })
+        .await;
+    }
+
+    /// The address that a slice has, as soon as it is this.
+    async fn says(&self, name: &str, address: &str) {
+        let path = format!("apis/discovery.k8s.io/v1/namespaces/shop/endpointslices/{name}");
+        until("the change is there", async || {
+            self.get(&path).await.2["endpoints"][0]["addresses"][0] == address
+        })
+        .await;
+    }
+
+    async fn status(&self) -> Value {
+        let admin = self.edge.written();
+        let admin = address_after(
+            admin.line(|line| line.contains("edge runs")).unwrap(),
+            "admin=",
+        );
+        let url = format!("http://{admin}/status");
+        let text = Tool::curl().args([url]).run().await.ok().text();
+        serde_json::from_str::<Value>(&text).unwrap()["reader"].clone()
+    }
+}
+
+#[tokio::test]
+async fn a_node_reads_at_its_edge_what_the_gateway_has_and_goes_on_when_that_is_gone() {
+    need!("curl");
+    let (objects, site) = gateway(3).await;
+    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    node.has(3).await;
+    let (_, head, list) = node
+        .get(&format!(
+            "{SLICES}?labelSelector=kubernetes.io/service-name%3Dweb&limit=2"
+        ))
+        .await;
+    assert_eq!(list["items"].as_array().unwrap().len(), 2, "{list}");
+    assert!(
+        list["metadata"]["continue"].is_string() && !head.contains("warning"),
+        "{head}"
+    );
+    assert_eq!(node.names("api/v1/services").await, ["web"]);
+    let (status, _, refused) = node.get("api/v1/pods").await;
+    assert_eq!((status, &refused["kind"]), (404, &"Status".into()));
+
+    write(objects.path(), "slice-1", "10.0.0.2");
+    write(objects.path(), "slice-9", "10.0.0.9");
+    node.says("slice-1", "10.0.0.2").await;
+    node.has(4).await;
+    // A manifest that is none changes nothing, and is told.
+    fs::write(objects.path().join("bad.yaml"), "kind: [").unwrap();
+    let mut site = site;
+    site.gateway.said("bad.yaml").await;
+    fs::remove_file(objects.path().join("bad.yaml")).unwrap();
+
+    // Without a gateway all goes on, and says how old it is.
+    let gone = objects.path().join("slice-0.json");
+    let site = site.restart(|_| fs::remove_file(gone).unwrap()).await;
+    node.has(3).await;
+    site.gateway.signal("KILL").await;
+    until("what is read says that it is old", async || {
+        let (status, head, list) = node.get(SLICES).await;
+        assert_eq!(
+            (status, list["items"].as_array().unwrap().len()),
+            (200, 3),
+            "{list}"
+        );
+        head.to_lowercase().contains("\r\nage: ")
+            && head.to_lowercase().contains("\r\nwarning: 299 causeway")
+    })
+    .await;
+    assert_eq!(node.status().await["ready"], false);
+
+    // Also after a reboot.
+    node.edge.kill().await;
+    let again = Reading::of(site.edge("edge-1", 1), "{ listen: \"127.0.0.1:0\" }").await;
+    assert_eq!(again.names(SLICES).await.len(), 3);
+    assert_eq!(again.names("api/v1/services").await, ["web"]);
+    let site = site
+        .restart(|_| write(objects.path(), "slice-9", "10.0.0.10"))
+        .await;
+    again.says("slice-9", "10.0.0.10").await;
+    until("it is in touch again", async || {
+        again.status().await["ready"] == true
+    })
+    .await;
+    drop(site);
+}
+
+#[tokio::test]
+async fn of_a_pool_one_reads_at_the_gateway_and_the_others_at_it_and_another_takes_its_place() {
+    need!("curl");
+    let (objects, site) = gateway(3).await;
+    let mut nodes = Vec::new();
+    for number in 1..=3 {
+        let at = free();
+        let reader = format!(
+            "{{ listen: \"127.0.0.1:0\", site: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
+        );
+        nodes.push((
+            Reading::join(&site, &format!("edge-{number}"), &reader).await,
+            reader,
+        ));
+    }
+    for (node, _) in &nodes {
+        node.has(3).await;
+    }
+    let role = async |role: &str| {
+        let mut found = Vec::new();
+        for (at, (node, _)) in nodes.iter().enumerate() {
+            if node.status().await["role"] == role {
+                found.push(at);
+            }
+        }
+        found
+    };
+    until("one leads and two follow", async || {
+        role("leader").await.len() == 1 && role("follower").await.len() == 2
+    })
+    .await;
+    // Nobody else reads at the gateway.
+    until("one reads at the gateway", async || {
+        site.metrics().await.sum("pool_readers", &[]) == 1
+    })
+    .await;
+    write(objects.path(), "slice-1", "10.0.0.2");
+    for (node, _) in &nodes {
+        node.says("slice-1", "10.0.0.2").await;
+    }
+    let leader = role("leader").await[0];
+    let (gone, _) = nodes.remove(leader);
+    gone.edge.kill().await;
+    write(objects.path(), "slice-2", "10.0.0.3");
+    for (node, _) in &nodes {
+        node.says("slice-2", "10.0.0.3").await;
+    }
+    let mut leaders = 0;
+    until("another leads", async || {
+        leaders = 0;
+        for (node, _) in &nodes {
+            leaders += usize::from(node.status().await["role"] == "leader");
+        }
+        leaders == 1
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_is_damaged_on_the_disk_is_set_aside_and_read_anew() {
+    need!("curl");
+    let (_objects, site) = gateway(2).await;
+    let reader = "{ listen: \"127.0.0.1:0\", save_every: 100ms }";
+    let node = Reading::join(&site, "edge-1", reader).await;
+    node.has(2).await;
+    let ended = node.edge.stop().await.ok();
+    assert!(!ended.stderr.contains("panicked"), "{ended:#?}");
+    let mut damaged = 0;
+    let mut folders = vec![site.edge_data("edge-1")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|end| end == "pool") {
+                let mut bytes = fs::read(&path).unwrap();
+                let last = bytes.len() - 1;
+                bytes[last] ^= 1;
+                fs::write(&path, bytes).unwrap();
+                damaged += 1;
+            }
+        }
+    }
+    assert_eq!(damaged, 3, "a file for each resource");
+    let mut node = Reading::of(site.edge("edge-1", 1), reader).await;
+    node.edge.wrote("checksum", 3, crate::world::PATIENCE).await;
+    node.has(2).await;
+}

@@ -1,0 +1,101 @@
+//! kubectl on a node, with nothing but the address of the edge's endpoint.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::scene::{Edge, Scene};
+use crate::world::process::{Ran, until, within};
+
+/// How soon something that was changed is seen on a node.
+const SEEN: Duration = Duration::from_secs(5);
+
+/// A Service of both namespaces' first.
+fn expose(scene: &Scene, name: &str) {
+    let spec = json!({ "ports": [{ "port": 80 }], "selector": { "app": name } });
+    scene.cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": { "name": name, "namespace": "a", "labels": { "tier": "shop" } }, "spec": spec,
+    }));
+}
+
+/// The same words in the cloud and at each edge.
+fn same(scene: &Scene, line: &str) -> String {
+    let mut said = Vec::new();
+    let equal = within(SEEN, || {
+        let cloud: Ran = scene.cluster.kubectl("get").words(line).run();
+        let edges = scene.edges.iter().map(|edge| edge.get(line));
+        said = [cloud].into_iter().chain(edges).map(told).collect();
+        said.iter().all(|one| *one == said[0])
+    });
+    assert!(equal, "get {line}: {said:#?}");
+    said.swap_remove(0)
+}
+
+fn told(ran: Ran) -> String {
+    ran.text() + &ran.stderr
+}
+
+pub(super) fn reads_what_it_reads_in_the_cloud(scene: &mut Scene) {
+    for name in ["shop-1", "shop-2"] {
+        expose(scene, name);
+    }
+    scene.change(10);
+    // The first time there is nothing in kubectl's cache of what the server has.
+    for line in [
+        "endpointslices -A",
+        "endpointslices -A -o wide",
+        "svc -A -o yaml",
+        "endpointslices.v1.discovery.k8s.io -A -o json",
+        "svc -A -l tier=shop -o wide",
+        "svc -n a --selector tier!=shop",
+        "svc -n a shop-1",
+        "svc -n a shop-1 -o jsonpath={.spec.clusterIP}",
+        "svc -n a --field-selector metadata.name=shop-2 -o name",
+        "svc -n a nobody",
+        "namespaces --show-labels",
+        "nodes",
+        "servicecidrs",
+        "endpointslices -A --chunk-size=3 -o name",
+    ] {
+        let said = same(scene, line);
+        assert!(!said.trim().is_empty(), "get {line}");
+    }
+    assert!(same(scene, "svc -n a -o name").contains("service/shop-1"));
+    sees_a_change(scene);
+    let delete = "delete svc -n a shop-1 shop-2 shop-3";
+    scene.cluster.kubectl(delete).run().ok();
+}
+
+fn sees_a_change(scene: &Scene) {
+    let watch = |edge: &Edge| {
+        let watch = edge.kubectl("get svc -n a -w");
+        watch.start(&edge.folder.join("watch.log"))
+    };
+    let mut watches = scene.edges.each_ref().map(watch);
+    for watch in &mut watches {
+        watch.says("shop-1");
+    }
+    expose(scene, "shop-3");
+    let seen = || watches.iter().all(|watch| watch.said().contains("shop-3"));
+    assert!(within(SEEN, seen), "{}", watches[0].said());
+}
+
+pub(super) fn is_told_what_an_edge_does_not_do(scene: &mut Scene) {
+    expose(scene, "kept");
+    for edge in &scene.edges {
+        until("the edge has the Service", || {
+            edge.get("svc -n a kept").code == Some(0)
+        });
+        let said = edge.kubectl("delete svc -n a kept").run().failed();
+        let ours = "it can be read here, and changed at the cluster's API only";
+        assert!(said.contains(ours), "{said}");
+        let said = edge.get("pods -A").failed();
+        let unknown = "the server doesn't have a resource type \"pods\"";
+        assert!(said.contains(unknown), "{said}");
+        let status = edge.ask("/api/v1/namespaces/a/services/kept");
+        let status = status.words("-X DELETE -w %{http_code}").run();
+        assert!(status.text().ends_with("405"), "{}", status.text());
+    }
+    scene.cluster.kubectl("delete svc -n a kept").run().ok();
+}

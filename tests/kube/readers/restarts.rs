@@ -1,0 +1,120 @@
+//! Nodes that lose their power, disks that lose bytes, and an account that lacks a right.
+
+use std::{fs, path::PathBuf, time::SystemTime};
+
+use serde_json::Value;
+
+use super::scene::{Edge, Scene, example};
+use crate::world::process::until;
+
+/// Where an edge keeps the Services that it has read.
+fn kept(edge: &Edge) -> PathBuf {
+    edge.folder.join("data/pool/v1_services.pool")
+}
+
+/// The versions of all Services that the edge serves.
+fn served(edge: &Edge) -> Vec<(String, String)> {
+    let said = edge.ask("/api/v1/services").run().ok();
+    let list: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let items = list["items"].as_array().unwrap().iter();
+    let mut all: Vec<_> = items
+        .map(|item| {
+            let about = &item["metadata"];
+            let name = format!("{}/{}", text(&about["namespace"]), text(&about["name"]));
+            (name, text(&about["resourceVersion"]))
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+pub(super) fn nodes_that_start_while_the_cloud_is_away_serve_what_they_knew(scene: &mut Scene) {
+    scene.change(20);
+    scene.agree();
+    let agreed = SystemTime::now();
+    scene.change(4);
+    scene.agree();
+    for edge in &scene.edges {
+        until("what was read is on the disk", || {
+            let written = fs::metadata(kept(edge)).and_then(|file| file.modified());
+            written.is_ok_and(|at| at > agreed)
+        });
+    }
+    scene.cut_all();
+    let before = scene.edges.each_ref().map(served);
+    assert!(before[0].len() > 1, "{before:?}");
+    for edge in &mut scene.edges {
+        edge.dies();
+    }
+    scene.change(20);
+    for (edge, before) in scene.edges.iter_mut().zip(&before) {
+        edge.starts(None);
+        assert_eq!(served(edge), *before);
+    }
+    for edge in &scene.edges {
+        // Whoever reads is told how old it is.
+        let said = edge.ask("/api/v1/services").words("-o /dev/null -D -");
+        let head = said.run().ok().text().to_ascii_lowercase();
+        assert!(head.contains("\nage: "), "{head}");
+        edge.site.mend();
+    }
+    scene.agree();
+}
+
+pub(super) fn a_damaged_file_is_set_aside_and_told(scene: &mut Scene) {
+    let leader = scene.leader().expect("one leads");
+    let edge = &mut scene.edges[1 - leader];
+    until("what was read is on the disk", || kept(edge).exists());
+    edge.dies();
+    let mut bytes = fs::read(kept(edge)).unwrap();
+    let last = bytes.len() - 9;
+    bytes[last] ^= 0x20;
+    fs::write(kept(edge), &bytes).unwrap();
+    edge.starts(None);
+    let said = edge.said();
+    assert!(
+        said.contains("what was read before cannot be used")
+            && said.contains("damaged: its checksum does not fit"),
+        "{said}"
+    );
+    let aside = kept(edge).with_extension("bad");
+    assert_eq!(fs::read(&aside).unwrap(), bytes);
+    fs::remove_file(aside).unwrap();
+    scene.agree();
+}
+
+/// Of what is kept at the gateway, Services.
+fn services(scene: &Scene) -> Value {
+    let kept = scene.kept();
+    let resources = kept["resources"].as_array().cloned().unwrap_or_default();
+    let mut found = resources.into_iter();
+    let found = found.find(|one| one["resource"] == "v1/services");
+    found.unwrap_or_default()
+}
+
+pub(super) fn a_right_that_the_gateway_misses_is_named(scene: &mut Scene) {
+    let rights = example("rbac.yaml", &[("nodes, services, ", "nodes, ".to_owned())]);
+    let apply = scene.cluster.kubectl("apply -f -");
+    apply.input(rights).run().ok();
+    scene.gateway_dies();
+    scene.gateway_starts();
+    scene.until("the right is named", |scene| {
+        let said = scene.gateway_said();
+        said.contains("cannot list resource \\\"services\\\"")
+            || said.contains("cannot list resource \"services\"")
+    });
+    assert!(!services(scene)["lost"].is_null(), "{}", services(scene));
+    let status = scene.causeway("status").run().ok().text();
+    assert!(status.contains("v1/services"), "{status}");
+    // What the edges had they still serve, and the rest goes on.
+    for edge in &scene.edges {
+        edge.get("svc -n default kubernetes").ok();
+    }
+    scene.cluster.grant("readers");
+    scene.until("Services are read again", |scene| {
+        services(scene)["lost"].is_null()
+    });
+    scene.change(10);
+    scene.agree();
+}
