@@ -9,6 +9,7 @@
 
 mod any;
 mod client;
+mod hubs;
 mod known;
 mod peer;
 mod server;
@@ -28,6 +29,7 @@ pub use any::AcceptAny;
 pub use client::{
     WrongCa, control_client, join_client, pinned_root, tunnel_client, vouched_client,
 };
+pub use hubs::Hubs;
 pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
 pub use server::{front_server, join_server, tunnel_server};
 pub use site::{IsMember, Site, SiteRefused};

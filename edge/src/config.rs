@@ -21,7 +21,7 @@ pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
 pub(crate) use ranges::Listable;
 pub use ranges::PortRange;
-pub use reader::{Reader, Site};
+pub use reader::{Hubs, Reader, Site};
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -111,7 +111,9 @@ impl Config {
         let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
         let ports = self.ports.values().flat_map(of_port).flatten();
-        identity.cloned().chain(ports).collect()
+        let hubs = self.reader.iter().flat_map(|reader| &reader.hubs);
+        let given = identity.chain(hubs.flat_map(Hubs::files));
+        given.cloned().chain(ports).collect()
     }
 }
 

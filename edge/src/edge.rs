@@ -147,6 +147,7 @@ impl Edge {
         let admin = reading::bind(listen, "admin.listen")?;
         let address = admin.local_addr().unwrap_or(listen);
         let reading = Listeners::bind(&self.config)?;
+        let hubs = brought::hubs(&self.config)?;
         let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
@@ -180,6 +181,7 @@ impl Edge {
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
+                hubs: watch::Sender::new(hubs),
             }),
             reading,
             reloads: Reloads::default(),
@@ -212,6 +214,11 @@ impl Bound {
     /// The node, as the certificate says.
     pub fn node(&self) -> &str {
         self.identity.node.as_str()
+    }
+
+    /// Where hubs read, if they do.
+    pub fn hubs_addr(&self) -> Option<SocketAddr> {
+        self.reading.as_ref()?.hubs()
     }
 
     /// By which to give the edge another configuration, at any time from now on.
@@ -277,7 +284,7 @@ impl Bound {
         let made = parts.given.subscribe();
         announce(&config, (&node, address), &parts.ports.load());
         let held = Held::new(identity, store);
-        let reading = reading::of(&config, &held, reading)?;
+        let reading = reading::of(&config, (&held, &parts.hubs), reading)?;
         let links = Arc::new(Links {
             node,
             instance,

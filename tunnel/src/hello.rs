@@ -84,6 +84,18 @@ pub struct Welcome {
     /// [`ToEdge::Pool`]. With none it serves no neighbours, and leads none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub site: Option<Vec<String>>,
+    /// Where `YurtHub`s read what the edge has of its cluster, if they may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<Box<HubsAt>>,
+}
+
+/// Where `YurtHub`s read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HubsAt {
+    /// The IP; hubs have a port of their own for it.
+    pub at: IpAddr,
+    /// What they can read there, each `GROUP/VERSION/PLURAL` or `VERSION/PLURAL`.
+    pub resources: Vec<String>,
 }
 
 /// The node ports that a gateway's cluster lists.

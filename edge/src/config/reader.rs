@@ -1,14 +1,15 @@
 //! Reading at the edge: what a node keeps of its cluster's objects, for its own programs and for its neighbours.
 //!
-//! Two listeners, and neither knows callers one by one: whoever reaches the first one reads, so it is on loopback; the second one
-//! speaks TLS with members of the node's pool and with nobody else. Who is a member, and who of them reads at the gateway,
-//! a gateway says; nothing of that is configured here.
+//! Three listeners, and none knows callers one by one: whoever reaches the first one reads, so it is on loopback; the second one
+//! speaks TLS with members of the node's pool and with nobody else; the third one with `YurtHub`s, by their cluster's certificates. Who is
+//! a member, and who of them reads at the gateway, a gateway says; nothing of that is configured here.
 
 use super::Config;
 use causeway_config::{Faults, HumanAddress, HumanDuration, HumanSize, Listeners, host_port};
 use causeway_pool::Resource;
+use causeway_tunnel::hello::HubsAt;
 use serde::{Deserialize, Serialize};
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 /// As many addresses of one node as its neighbours are told.
 const MOST_ADDRESSES: usize = 8;
@@ -26,6 +27,9 @@ pub struct Reader {
     /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub site: Option<Site>,
+    /// Where `YurtHub`s of this node's pool read, as at a hub that leads them; nowhere if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<Hubs>,
     /// Most that is kept of each resource on the disk, compressed, in the data directory.
     #[serde(with = "HumanSize")]
     pub save: usize,
@@ -50,6 +54,7 @@ impl Default for Reader {
                 .map(ToString::to_string)
                 .collect(),
             site: None,
+            hubs: None,
             // Tens of thousands of slices, compressed.
             save: 64 << 20,
             // A power cut costs this much, which the next list brings back; flash wears by each write.
@@ -66,6 +71,13 @@ impl Reader {
         let site = self.site.as_ref();
         site.map(|site| site.addresses.clone()).unwrap_or_default()
     }
+
+    /// Where hubs read, and what.
+    pub fn for_hubs(&self) -> Option<HubsAt> {
+        let at = self.hubs.as_ref()?.listen.ip().to_canonical();
+        let resources = self.resources.clone();
+        Some(HubsAt { at, resources })
+    }
 }
 
 /// The listener of the site network.
@@ -80,31 +92,47 @@ pub struct Site {
     pub addresses: Vec<String>,
 }
 
+/// The listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` tells them of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Hubs {
+    /// Address at which hubs read, over TLS; they are told its IP, and take the port that they listen on themselves (`--multiplexer-port`), 10269. Where this node's hub has it already, an address of its own.
+    #[serde(with = "HumanAddress")]
+    pub listen: SocketAddr,
+    /// PEM file of the certificate that hubs are shown, for that IP, made by their cluster's CA.
+    pub certificate: PathBuf,
+    /// PEM file of its key.
+    pub key: PathBuf,
+    /// PEM file of the CA that makes the certificates of the cluster's nodes, which hubs come with.
+    pub ca: PathBuf,
+}
+
+impl Hubs {
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.certificate, &self.key, &self.ca].into_iter()
+    }
+
+    fn check(&self, faults: &mut Faults) {
+        let ip = self.listen.ip().to_canonical();
+        if ip.is_unspecified() || ip.is_loopback() {
+            let message = format!(
+                "{} is no address by which other nodes reach this one, and hubs are told it; write IP:{}",
+                self.listen,
+                self.listen.port()
+            );
+            faults.add("reader.hubs.listen", message);
+        }
+    }
+}
+
 impl Config {
     /// What is wrong with the reader's keys.
     pub(super) fn reading(&self, faults: &mut Faults) {
         let Some(reader) = &self.reader else {
             return;
         };
-        let mut listeners = Listeners::default();
-        let all = [
-            (
-                "admin.listen",
-                "the admin listener",
-                Some(self.admin.listen),
-            ),
-            ("reader.listen", "the reader", Some(reader.listen)),
-            (
-                "reader.site.listen",
-                "the reader's site",
-                reader.site.as_ref().map(|site| site.listen),
-            ),
-        ];
-        for (path, name, listen) in all {
-            if let Some(listen) = listen {
-                listeners.add(path, name, listen, faults);
-            }
-        }
+        self.listeners_of(reader, faults);
         if !reader.listen.ip().to_canonical().is_loopback() {
             let message = format!(
                 "{} is not loopback, and this endpoint knows no callers: anyone who reaches it reads; write 127.0.0.1:{}",
@@ -131,6 +159,37 @@ impl Config {
         faults.not_zero("reader", &[("save_every", reader.save_every)]);
         if let Some(site) = &reader.site {
             self.site(site, faults);
+        }
+        if let Some(hubs) = &reader.hubs {
+            hubs.check(faults);
+        }
+    }
+
+    /// Listeners that are in each other's way.
+    fn listeners_of(&self, reader: &Reader, faults: &mut Faults) {
+        let mut listeners = Listeners::default();
+        let all = [
+            (
+                "admin.listen",
+                "the admin listener",
+                Some(self.admin.listen),
+            ),
+            ("reader.listen", "the reader", Some(reader.listen)),
+            (
+                "reader.site.listen",
+                "the reader's site",
+                reader.site.as_ref().map(|site| site.listen),
+            ),
+            (
+                "reader.hubs.listen",
+                "the reader's hubs",
+                reader.hubs.as_ref().map(|hubs| hubs.listen),
+            ),
+        ];
+        for (path, name, listen) in all {
+            if let Some(listen) = listen {
+                listeners.add(path, name, listen, faults);
+            }
         }
     }
 
@@ -183,6 +242,7 @@ mod tests {
     fn an_endpoint_off_loopback_and_listeners_in_each_others_way_are_faults() {
         let site =
             |listen: &str| json!({ "site": { "listen": listen, "addresses": ["10.1.0.5:10271"] } });
+        let hubs = |listen: &str| json!({ "hubs": { "listen": listen, "certificate": "c", "key": "k", "ca": "a" } });
         for (reader, part) in [
             (
                 json!({ "listen": "10.0.0.5:10270" }),
@@ -197,6 +257,8 @@ mod tests {
                 "overlaps with the admin listener",
             ),
             (site("0.0.0.0:10270"), "overlaps with the reader"),
+            (hubs("0.0.0.0:10269"), "hubs are told it"),
+            (hubs("127.0.0.1:10269"), "hubs are told it"),
             (json!({ "resources": [] }), "names nothing to read"),
             (json!({ "resources": ["services"] }), "reader.resources[0]"),
             (json!({ "window": 0 }), "reader.window"),
@@ -216,6 +278,7 @@ mod tests {
             );
         }
         assert_eq!(faults(&site("10.1.0.5:10271")), Vec::<String>::new());
+        assert_eq!(faults(&hubs("10.1.0.5:10269")), Vec::<String>::new());
     }
 
     #[test]

@@ -3,15 +3,18 @@
 //! 1. what was read before is there at the start (`keep`), and the endpoint serves it (`endpoint`);
 //! 2. a gateway tells with whom this node reads, and who leads (`told`);
 //! 3. who is read from follows from that and from who answers (`source`, `choose`): a gateway, the leader, or another neighbour;
-//! 4. each store is kept filled from there (`hold`), and served to neighbours (`site`) as to this node's own programs;
+//! 4. each store is kept filled from there (`hold`), and served to neighbours (`site`) and to `YurtHub`s (`hubs`), who come in by a `door`,
+//!    as to this node's own programs;
 //! 5. `report` says how it goes.
 //!
 //! Nothing here waits for a tunnel or is in a stream's way, and without `reader` in the configuration none of it runs.
 
 mod choose;
+mod door;
 mod endpoint;
 mod gateway;
 mod hold;
+mod hubs;
 mod keep;
 mod line;
 mod neighbour;
@@ -22,14 +25,16 @@ mod told;
 
 use super::{held::Held, link::Links};
 use crate::{config, state};
+use causeway_certs::verify::Hubs;
 use causeway_pool::{Limits, Pool, Resource};
 use causeway_tunnel::{backoff::Backoff, hello::Members, task::Tasks};
 use choose::{At, Chooser};
+use door::Door;
 use futures_util::future::{BoxFuture, select_all};
 use gateway::Gateway;
 use keep::Keep;
 use report::Report;
-use site::Tls;
+use site::{Neighbours, Tls};
 use std::{io, sync::Arc};
 use tokio::{
     net::TcpListener,
@@ -51,6 +56,17 @@ pub(crate) struct Reading {
     tls: Tls,
     endpoint: TcpListener,
     site: Option<TcpListener>,
+    hubs: Option<(TcpListener, watch::Receiver<Option<Hubs>>)>,
+}
+
+/// Where is listened.
+pub(crate) struct Listeners {
+    /// For this node's own programs.
+    pub(crate) endpoint: std::net::TcpListener,
+    /// For its neighbours.
+    pub(crate) site: Option<std::net::TcpListener>,
+    /// For hubs, with whom of them to let in.
+    pub(crate) hubs: Option<(std::net::TcpListener, watch::Receiver<Option<Hubs>>)>,
 }
 
 /// What is to be done when a node that reads ends.
@@ -73,7 +89,7 @@ impl Reading {
     pub(crate) fn new(
         (config, data_dir): (&config::Reader, &std::path::Path),
         held: &Held,
-        (endpoint, site): (std::net::TcpListener, Option<std::net::TcpListener>),
+        listeners: Listeners,
     ) -> io::Result<Self> {
         let mut resources: Vec<Resource> = Vec::new();
         // What does not read is a fault of the configuration.
@@ -94,8 +110,12 @@ impl Reading {
         Ok(Self {
             keep: Keep::new(pool.clone(), saved, known),
             tls: Tls::new(held.clone(), told.clone()),
-            endpoint: TcpListener::from_std(endpoint)?,
-            site: site.map(TcpListener::from_std).transpose()?,
+            endpoint: TcpListener::from_std(listeners.endpoint)?,
+            site: listeners.site.map(TcpListener::from_std).transpose()?,
+            hubs: listeners
+                .hubs
+                .map(|(listener, known)| TcpListener::from_std(listener).map(|tcp| (tcp, known)))
+                .transpose()?,
             config: config.clone(),
             pool,
             told,
@@ -171,6 +191,7 @@ impl Reading {
             tls,
             endpoint,
             site,
+            hubs,
             ..
         } = self;
         // Nobody is answered before what is known is there.
@@ -180,9 +201,26 @@ impl Reading {
         }
         let router = endpoint::serving(pool.clone(), None);
         let mut parts = parts;
-        if let Some(site) = site {
-            let router = endpoint::serving(pool, Some(at.clone()));
-            parts.push(Box::pin(site::run(site, router, (tls, at), done.clone())));
+        if let Some(listener) = site {
+            let router = endpoint::serving(pool.clone(), Some(at.clone()));
+            let at = at.clone();
+            let door = Door {
+                listener,
+                host: Arc::new(Neighbours { tls, at }),
+                guests: "neighbour",
+                most: site::MOST,
+            };
+            parts.push(Box::pin(door.run(router, done.clone())));
+        }
+        if let Some((listener, known)) = hubs {
+            let router = hubs::serving(pool, at.clone());
+            let door = Door {
+                listener,
+                host: Arc::new(hubs::Guests { known, at }),
+                guests: "hub",
+                most: hubs::MOST,
+            };
+            parts.push(Box::pin(door.run(router, done.clone())));
         }
         parts.push(Box::pin(endpoint::run(endpoint, (router, node), done)));
         parts.push(Box::pin(keep.run(config.save_every)));

@@ -3,8 +3,11 @@
 
 use super::Error;
 use crate::config;
-use causeway_certs::{EdgeIdentity, Store, verify::tunnel_client};
-use std::{fs, path::Path};
+use causeway_certs::{
+    EdgeIdentity, Leaf, Store, given,
+    verify::{Hubs, tunnel_client},
+};
+use std::{fmt, fs, path::Path};
 
 /// What the files say, with the gateways that were learned before.
 pub(super) fn open(files: &config::Identity, store: &Store) -> Result<EdgeIdentity, Error> {
@@ -25,6 +28,24 @@ pub(super) fn read(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     // Whatever cannot be dialled with is not taken up.
     tunnel_client(&identity)?;
     Ok(identity)
+}
+
+/// Whom the listener for hubs lets in, and what it shows them, if there is one.
+pub(super) fn hubs(config: &config::Config) -> Result<Option<Hubs>, Error> {
+    let reader = config.reader.as_ref();
+    let Some(files) = reader.and_then(|reader| reader.hubs.as_ref()) else {
+        return Ok(None);
+    };
+    let fault = |path: &Path, why: &dyn fmt::Display| Error::Hubs {
+        path: path.display().to_string(),
+        why: why.to_string(),
+    };
+    let text = |path: &Path| fs::read_to_string(path).map_err(|error| fault(path, &error));
+    let (chain, key) = (text(&files.certificate)?, text(&files.key)?);
+    let leaf = Leaf::load(&chain, &key).map_err(|error| fault(&files.certificate, &error))?;
+    let roots = given::roots(&text(&files.ca)?).map_err(|error| fault(&files.ca, &error))?;
+    let hubs = Hubs::new(&leaf, &roots).map_err(|error| fault(&files.ca, &error))?;
+    Ok(Some(hubs))
 }
 
 /// The certificate is not this node's: of those that another system makes the right one may be there soon.

@@ -35,6 +35,14 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
+    /// A file of the listener for hubs cannot be used.
+    #[error("reader.hubs: {path}: {why}")]
+    Hubs {
+        /// The file.
+        path: String,
+        /// Why.
+        why: String,
+    },
     /// The certificate that another system makes cannot be used.
     #[error("identity: {path}: {why}")]
     Identity {
@@ -87,6 +95,7 @@ impl Error {
             Self::Enrol(error) => error.is_of_token(),
             // Whoever makes the certificate may come to it later.
             Self::Identity { .. }
+            | Self::Hubs { .. }
             | Self::Store(_)
             | Self::App(_)
             | Self::Tls(_)

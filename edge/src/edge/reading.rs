@@ -7,22 +7,25 @@ use crate::{
     control::{
         held::Held,
         link::Links,
-        reader::{Last, Reading, With},
+        reader::{self, Last, Reading, With},
     },
     state::Reader,
 };
+use causeway_certs::verify::Hubs;
 use causeway_tunnel::listener;
 use std::{
     io,
     net::{SocketAddr, TcpListener},
     sync::Arc,
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Where this node's programs, and its neighbours, read.
 pub(super) struct Listeners {
     pub(super) endpoint: TcpListener,
     pub(super) site: Option<TcpListener>,
+    pub(super) hubs: Option<TcpListener>,
 }
 
 impl Listeners {
@@ -31,11 +34,14 @@ impl Listeners {
         let Some(reader) = &config.reader else {
             return Ok(None);
         };
-        let site = reader.site.as_ref();
+        let (site, hubs) = (reader.site.as_ref(), reader.hubs.as_ref());
         Ok(Some(Self {
             endpoint: bind(reader.listen, "reader.listen")?,
             site: site
                 .map(|site| bind(site.listen, "reader.site.listen"))
+                .transpose()?,
+            hubs: hubs
+                .map(|hubs| bind(hubs.listen, "reader.hubs.listen"))
                 .transpose()?,
         }))
     }
@@ -49,6 +55,11 @@ impl Listeners {
     pub(super) fn site(&self) -> Option<SocketAddr> {
         self.site.as_ref()?.local_addr().ok()
     }
+
+    /// Where the one for hubs does.
+    pub(super) fn hubs(&self) -> Option<SocketAddr> {
+        self.hubs.as_ref()?.local_addr().ok()
+    }
 }
 
 /// The ports of listeners that know no callers: what is listed opens none of them by a range.
@@ -61,15 +72,24 @@ pub(super) fn own_ports(admin: SocketAddr, reading: Option<&Listeners>) -> Vec<u
 /// What this node reads with, if it is to.
 pub(super) fn of(
     config: &Config,
-    held: &Held,
+    (held, known): (&Held, &watch::Sender<Option<Hubs>>),
     listeners: Option<Listeners>,
 ) -> Result<Option<Reading>, Error> {
-    let (Some(reader), Some(listeners)) = (&config.reader, listeners) else {
+    let (Some(rules), Some(listeners)) = (&config.reader, listeners) else {
         return Ok(None);
     };
-    let fault = fault(reader.listen, "reader.listen");
-    let Listeners { endpoint, site } = listeners;
-    let reading = Reading::new((reader, &config.data_dir), held, (endpoint, site));
+    let fault = fault(rules.listen, "reader.listen");
+    let Listeners {
+        endpoint,
+        site,
+        hubs,
+    } = listeners;
+    let listeners = reader::Listeners {
+        endpoint,
+        site,
+        hubs: hubs.map(|listener| (listener, known.subscribe())),
+    };
+    let reading = Reading::new((rules, &config.data_dir), held, listeners);
     reading.map(Some).map_err(fault)
 }
 

@@ -11,7 +11,7 @@ use crate::{
     proxy::{Own, Policy, Way},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::{EdgeIdentity, TrustDomain};
+use causeway_certs::{EdgeIdentity, TrustDomain, verify::Hubs};
 use causeway_tunnel::{hello::Listed, task::Tasks};
 use std::{
     fmt,
@@ -81,6 +81,8 @@ pub(super) struct Parts {
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+    /// Whom the listener for hubs lets in, where there is one.
+    pub(super) hubs: watch::Sender<Option<Hubs>>,
 }
 
 /// Addresses from which gateways were dialled that are remembered: one that this node has no more is dialled by nobody.
@@ -163,6 +165,7 @@ pub struct Prepared<'a> {
     parts: &'a Parts,
     policy: Policy,
     given: Option<EdgeIdentity>,
+    hubs: Option<Hubs>,
     at_restart: Vec<&'static str>,
 }
 
@@ -199,6 +202,7 @@ impl Reloader {
         Ok(Prepared {
             policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
+            hubs: brought::hubs(config)?,
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
         })
@@ -236,10 +240,14 @@ impl Prepared<'_> {
             parts: edge,
             policy,
             given,
+            hubs,
             at_restart,
         } = self;
         if given.is_some() {
             edge.given.send_replace(given);
+        }
+        if hubs.is_some() {
+            edge.hubs.send_replace(hubs);
         }
         let ports = edge.allow(|allowed| allowed.policy = policy);
         edge.metrics.reloaded(true);
@@ -322,6 +330,7 @@ mod tests {
             metrics,
             tasks,
             given: watch::Sender::default(),
+            hubs: watch::Sender::default(),
         });
         edge.parts().list(listed(&[9051, 10266]), None);
         edge

@@ -172,6 +172,11 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         takes_over: false,
         roots: Some(roots::told(&links.held)),
         site: config.reader.as_ref().map(config::Reader::neighbours),
+        hubs: config
+            .reader
+            .as_ref()
+            .and_then(config::Reader::for_hubs)
+            .map(Box::new),
     }
 }
 

@@ -1,0 +1,80 @@
+//! A node's `YurtHub`s: clients that come with the certificates by which a cluster knows its nodes.
+//!
+//! What they are shown is the cluster's, too: their own CA is all that they believe. A certificate of that CA alone lets nobody in,
+//! since it signs for people and controllers as well: it has to be one of a node (`O=system:nodes`, `CN=system:node:NODE`, as the
+//! Node authorizer has it). Nothing resumes, so each handshake says who comes.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{ServerConfig, version};
+use rustls_pki_types::{CertificateDer, UnixTime};
+
+use super::known::Clients;
+use super::server::config;
+use super::{ALPN_CONTROL, PeerRefused, TrustError, clients_below};
+use crate::certificate::Certificate;
+use crate::identity::Issuing;
+use crate::leaf::Leaf;
+
+/// The group of all nodes of a cluster, and how the name of each begins.
+const NODES: (&str, &str) = ("system:nodes", "system:node:");
+
+/// Whom a node's listener for hubs lets in, and what it shows them.
+#[derive(Clone)]
+pub struct Hubs {
+    verifier: Arc<dyn ClientCertVerifier>,
+    server: Arc<ServerConfig>,
+}
+
+impl fmt::Debug for Hubs {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Hubs").finish_non_exhaustive()
+    }
+}
+
+impl Hubs {
+    /// Shows this certificate, and lets nodes in whose certificates hang below these roots.
+    ///
+    /// # Errors
+    /// If a root is none.
+    pub fn new(leaf: &Leaf, roots: &[CertificateDer<'static>]) -> Result<Self, TrustError> {
+        let verifier = clients_below(roots)?;
+        let asked = (Issuing::Callers, true);
+        let clients = Clients::new(None, Some(verifier.clone()), asked);
+        let versions = [&version::TLS13, &version::TLS12];
+        let server = config(&versions, clients, leaf.resolver(), &ALPN_CONTROL, None)?;
+        Ok(Self { verifier, server })
+    }
+
+    /// The accepting end.
+    pub fn server(&self) -> Arc<ServerConfig> {
+        self.server.clone()
+    }
+
+    /// The node whose hub comes with this chain, if it may still.
+    ///
+    /// # Errors
+    /// If it is nobody's of the cluster, has ended, or is not one of a node.
+    pub fn node(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<String, PeerRefused> {
+        let (leaf, issuers) = chain.split_first().ok_or(PeerRefused::Missing)?;
+        let invalid = |why: &dyn fmt::Display| PeerRefused::Invalid(why.to_string());
+        let verified = self.verifier.verify_client_cert(leaf, issuers, now);
+        verified.map_err(|error| invalid(&error))?;
+        let facts = Certificate::read(leaf).map_err(|error| invalid(&error))?;
+        let (group, prefix) = NODES;
+        let of_nodes = facts.organizations.iter().any(|one| one == group);
+        let name = facts.common_name.unwrap_or_default();
+        match name.strip_prefix(prefix) {
+            Some(node) if of_nodes && !node.is_empty() => Ok(node.to_owned()),
+            _ => Err(PeerRefused::Subject {
+                found: format!("O={}, CN={name}", facts.organizations.join(",")),
+                wanted: format!("O={group}, CN={prefix}NODE"),
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
