@@ -35,7 +35,7 @@ pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
-    Advertise, Certificates, Found, Hosts, HostsFormat, Kubernetes, Label, NodePorts, Ports,
+    Advertise, Certificates, Found, Hosts, HostsFormat, Hubs, Kubernetes, Label, NodePorts, Ports,
 };
 pub use readers::{Allow, Readers, Right};
 pub use redirect::Redirect;

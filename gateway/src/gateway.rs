@@ -32,7 +32,7 @@ use crate::{
     core::{CoreId, Cores},
     metrics::Metrics,
     proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
-    state::{NodesWriter, PolicyReader, pins::Met},
+    state::{Hubs, NodesWriter, PolicyReader, pins::Met},
 };
 use causeway_certs::{Claim, HostName, Store};
 use causeway_pool::Pool;
@@ -242,6 +242,11 @@ impl Bound {
     pub fn pool(&self) -> Option<Arc<Pool>> {
         let reading = self.admission.reading.as_ref()?;
         Some(reading.pool().clone())
+    }
+
+    /// Where hubs of each pool read, and each change of that, if edges may read anything: for whoever tells hubs.
+    pub fn hubs(&self) -> Option<watch::Receiver<Hubs>> {
+        Some(self.admission.reading.as_ref()?.hubs())
     }
 
     /// The roots that edges are to believe, as PEM, and each change of them.

@@ -10,7 +10,12 @@
 mod content;
 mod maps;
 
-use crate::{due::due, lease::Lease, trouble::Trouble};
+use crate::{
+    due::due,
+    lease::Lease,
+    ours::{is_ours, others},
+    trouble::Trouble,
+};
 use causeway_gateway::{config, metrics::Metrics, state::NodesWriter};
 use causeway_tunnel::backoff::Backoff;
 use content::{LIMIT, Style};
@@ -20,7 +25,7 @@ use futures_util::{
 };
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Client, ResourceExt};
-use maps::{Failure, Maps, Version, is_ours, others};
+use maps::{Failure, Maps, Version};
 use std::{collections::BTreeMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,

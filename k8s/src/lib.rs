@@ -4,7 +4,7 @@
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
 //! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
-//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `ports` has the gateway serve what another
+//! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `hubs` tells `YurtHub`s where to read; `ports` has the gateway serve what another
 //! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
 //! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
 //! one object, and `pool` all objects that edges may read; `egress` writes what kube-apiserver has to be told.
@@ -17,10 +17,12 @@ mod due;
 pub mod egress;
 mod follow;
 pub mod hosts;
+pub mod hubs;
 pub mod identity;
 mod lease;
 pub mod nodes;
 mod objects;
+mod ours;
 pub mod pods;
 pub mod pool;
 pub mod ports;
@@ -33,6 +35,7 @@ pub use advertise::Advertise;
 pub use certificates::Certificates;
 pub use client::{ClientError, ReadYaml, client};
 pub use hosts::Hosts;
+pub use hubs::Hubs;
 pub use identity::OwnCertificate;
 pub use kube::Client;
 pub use nodes::Informer;

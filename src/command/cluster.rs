@@ -122,7 +122,7 @@ impl Cluster {
         let (hosts, advertised) = (parts.hosts(bound), parts.advertised(bound, &listing));
         let listed = parts.listed(bound, listing);
         let certificates = parts.certificates(bound);
-        let read = parts.read(bound);
+        let (read, hubs) = (parts.read(bound), parts.hubs(bound));
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
@@ -161,6 +161,12 @@ impl Cluster {
                     None => std::future::pending().await,
                 }
             };
+            let told = async {
+                match hubs {
+                    Some(hubs) => hubs.run().await,
+                    None => std::future::pending().await,
+                }
+            };
             let own = async {
                 match own {
                     Some(own) => own.run(|| reloader.names()).await,
@@ -174,7 +180,8 @@ impl Cluster {
                 signed,
                 advertised,
                 own,
-                read
+                read,
+                told
             );
             never
         })
@@ -225,6 +232,17 @@ impl Parts {
         Some(causeway_k8s::Follower {
             client: self.client.clone(),
             pool: bound.pool()?,
+        })
+    }
+
+    /// What tells hubs where to read.
+    fn hubs(&self, bound: &Bound) -> Option<causeway_k8s::Hubs> {
+        Some(causeway_k8s::Hubs {
+            client: self.client.clone(),
+            rules: self.rules.hubs.clone()?,
+            hubs: bound.hubs()?,
+            nodes: bound.nodes().reader(),
+            gateway: this_gateway(),
         })
     }
 

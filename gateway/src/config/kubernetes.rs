@@ -6,6 +6,7 @@
 mod advertise;
 mod certificates;
 mod hosts;
+mod hubs;
 mod ports;
 
 use std::path::PathBuf;
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use advertise::{Advertise, Found};
 pub use certificates::Certificates;
 pub use hosts::{Hosts, HostsFormat};
+pub use hubs::Hubs;
 pub use ports::{NodePorts, Ports};
 
 /// A cluster's API, from which the gateway learns the nodes.
@@ -55,6 +57,9 @@ pub struct Kubernetes {
     /// Sign what edges ask the cluster's `certificates.k8s.io` for, in place of join tokens. Without this key: nothing is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub certificates: Option<Certificates>,
+    /// Tell `YurtHub`s (`OpenYurt` v1.6.1 and later) to read at edges of their pool, where these have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hubs: Option<Hubs>,
 }
 
 impl Default for Kubernetes {
@@ -82,6 +87,7 @@ impl Default for Kubernetes {
             ports: None,
             advertise: None,
             certificates: None,
+            hubs: None,
         }
     }
 }

@@ -22,6 +22,7 @@ impl Validate for Config {
             dns.validate(&self.front_addresses(), &mut faults);
         }
         self.validate_hosts(&mut faults);
+        self.validate_hubs(&mut faults);
         self.validate_ports(&mut faults);
         self.validate_certificates(&mut faults);
         self.validate_advertise(&mut faults);

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     config::{self, Right},
     metrics::Metrics,
-    state::{Nodes, Readings, readings::Entered, registry::Shown},
+    state::{Hubs, Nodes, Readings, readings::Entered, registry::Shown},
 };
 use axum::{
     Json, Router,
@@ -30,7 +30,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use causeway_certs::NodeName;
-use causeway_pool::{Grant, Pool};
+use causeway_pool::{Grant, Pool, Resource};
 use causeway_tunnel::socket::AnyIo;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
@@ -45,7 +45,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    sync::{Notify, Semaphore},
+    sync::{Notify, Semaphore, watch},
     time::sleep,
 };
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
@@ -75,6 +75,8 @@ pub struct Reading {
     /// Who leads each pool has to be looked at.
     stirred: Arc<Notify>,
     led: leaders::Led,
+    /// Where hubs read.
+    hubs: Arc<watch::Sender<Hubs>>,
 }
 
 /// An edge that reads.
@@ -106,6 +108,7 @@ impl Reading {
             metrics: metrics.clone(),
             stirred: Arc::default(),
             led: leaders::Led::default(),
+            hubs: Arc::default(),
         }
     }
 
@@ -117,6 +120,18 @@ impl Reading {
     /// Who leads each pool.
     pub(super) fn led(&self) -> std::collections::BTreeMap<String, NodeName> {
         self.led.all()
+    }
+
+    /// Where hubs of each pool read, and each change of that.
+    pub fn hubs(&self) -> watch::Receiver<Hubs> {
+        self.hubs.subscribe()
+    }
+
+    /// What edges of this pool may read.
+    fn granted(&self, pool: &str) -> Vec<Resource> {
+        let right = self.rules.right(Some(pool));
+        let grant = self.rules.grant(right);
+        grant.map_or_else(|| self.rules.resources(), |grant| grant.resources)
     }
 
     /// Says that an edge came.

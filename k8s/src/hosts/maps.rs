@@ -3,25 +3,22 @@
 //! One is ours if it has our label, or was written by us before: any other of that name is left as it is, and said. Each
 //! write is of the version that was read, so that nobody's change is lost unseen.
 
-use crate::{client::said, follow::follow};
-use futures_util::{StreamExt, stream::BoxStream};
-use k8s_openapi::{
-    api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry,
+use crate::{
+    client::said,
+    follow::follow,
+    ours::{LABEL, metadata, others, writing},
 };
+use futures_util::{StreamExt, stream::BoxStream};
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, ObjectMeta, PartialObjectMeta, PostParams, Preconditions},
+    api::{DeleteParams, PartialObjectMeta, Preconditions},
 };
 use std::time::Duration;
 use tokio::time::timeout;
 
 /// How long one request may take; a file can be close to a megabyte.
 const BOUND: Duration = Duration::from_secs(10);
-/// By whom the API notes that something was written.
-const MANAGER: &str = "causeway-gateway";
-/// What says that an object is ours.
-const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "causeway");
-
 /// Where the files are.
 #[derive(Clone)]
 pub(super) struct Maps {
@@ -71,10 +68,7 @@ impl Maps {
         text: &str,
     ) -> Result<ConfigMap, Failure> {
         let (api, name) = (self.api(), self.name(number));
-        let parameters = PostParams {
-            field_manager: Some(MANAGER.to_owned()),
-            ..PostParams::default()
-        };
+        let parameters = writing();
         let map = ConfigMap {
             data: Some([(self.key.clone(), text.to_owned())].into()),
             binary_data: None,
@@ -133,40 +127,6 @@ impl Maps {
             .map(move |state| (number, state.map(|map| map.and_then(version))))
             .boxed()
     }
-}
-
-fn metadata(name: &str, before: Option<&ConfigMap>) -> ObjectMeta {
-    let (key, value) = LABEL;
-    let mut metadata = match before {
-        Some(map) => ObjectMeta {
-            // The API keeps these itself.
-            managed_fields: None,
-            ..map.metadata.clone()
-        },
-        None => ObjectMeta {
-            name: Some(name.to_owned()),
-            ..ObjectMeta::default()
-        },
-    };
-    let labels = metadata.labels.get_or_insert_default();
-    labels.insert(key.to_owned(), value.to_owned());
-    metadata
-}
-
-/// Whether it has our label, or was written by us.
-pub(super) fn is_ours(map: &ConfigMap) -> bool {
-    let (key, value) = LABEL;
-    let labelled = map.labels().get(key).is_some_and(|found| found == value);
-    let by_us = |entry: &ManagedFieldsEntry| entry.manager.as_deref() == Some(MANAGER);
-    labelled || map.managed_fields().iter().any(by_us)
-}
-
-/// Who else wrote it last, by the name that one gave.
-pub(super) fn others(map: &ConfigMap) -> Option<&str> {
-    let fields = map.managed_fields().iter();
-    let others = fields.filter(|entry| entry.manager.as_deref() != Some(MANAGER));
-    let last = others.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
-    last.manager.as_deref()
 }
 
 /// What keeps a file from being as it should be.

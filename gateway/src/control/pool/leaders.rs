@@ -12,12 +12,14 @@
 //! Who leads is advice: an edge that finds its leader silent reads at the gateway itself.
 
 use super::Reading;
-use crate::state::{Edge, Nodes, NodesWriter, Registry, TunnelId, advertised::Told};
+use crate::state::{
+    Edge, Hubs, Nodes, NodesWriter, PoolHubs, Registry, TunnelId, advertised::Told,
+};
 use causeway_certs::NodeName;
 use causeway_config::host_port;
 use causeway_tunnel::{
     Tunnel,
-    hello::{MemberAt, Members, ToEdge},
+    hello::{HubsAt, MemberAt, Members, ToEdge},
     wire::MAX_MESSAGE,
 };
 use std::{
@@ -74,6 +76,8 @@ struct Here {
     pool: Option<String>,
     /// Where it serves its neighbours.
     at: Vec<String>,
+    /// Where it serves hubs.
+    hubs: Option<Box<HubsAt>>,
     instance: String,
     /// Those to be told.
     tunnels: Vec<Edge>,
@@ -90,7 +94,11 @@ impl Here {
     }
 
     fn leads(&self) -> bool {
-        !self.at.is_empty() && self.handles().any(Tunnel::is_open)
+        !self.at.is_empty() && self.is_open()
+    }
+
+    fn is_open(&self) -> bool {
+        self.handles().any(Tunnel::is_open)
     }
 }
 
@@ -163,6 +171,7 @@ impl Leaders {
         let before = self.reading.led.all();
         let mut led = BTreeMap::new();
         let mut said = HashMap::new();
+        let mut hubs = Hubs::new();
         for (pool, own) in pools {
             let leader = pool.and_then(|pool| self.leader(before.get(pool), &own, now));
             if let (Some(pool), Some(leader)) = (pool, leader) {
@@ -171,6 +180,11 @@ impl Leaders {
             let absent = away
                 .get(&pool.map(str::to_owned))
                 .map_or(&[][..], Vec::as_slice);
+            if let Some(pool) = pool
+                && let Some(of_pool) = self.hubs(pool, leader, &own)
+            {
+                hubs.insert(pool.to_owned(), of_pool);
+            }
             let pool = pool.map(str::to_owned);
             let next = Arc::new(members(pool.clone(), leader, (&own, absent)));
             let saying = self.saying(&next, now);
@@ -181,6 +195,11 @@ impl Leaders {
             said.insert(pool, saying);
         }
         self.said = said;
+        self.reading.hubs.send_if_modified(|known| {
+            let differs = *known != hubs;
+            *known = hubs;
+            differs
+        });
         self.reading.metrics.leaders(led.len());
         if led != before {
             tracing::debug!(?led, "who leads each pool");
@@ -221,6 +240,25 @@ impl Leaders {
             })
             .collect();
         name(current, &candidates)
+    }
+
+    /// Where hubs of this pool read: at its leader first, and at others that serve them.
+    fn hubs(&self, pool: &str, leader: Option<&NodeName>, own: &[&Here]) -> Option<PoolHubs> {
+        let granted = self.reading.granted(pool);
+        let mut all = PoolHubs::default();
+        let leads = |here: &&&Here| Some(&here.node) == leader;
+        let others = own.iter().filter(|here| !leads(here));
+        for here in own.iter().filter(leads).chain(others) {
+            let Some(hubs) = here.hubs.as_ref().filter(|_| here.is_open()) else {
+                continue;
+            };
+            let named = hubs.resources.iter().filter_map(|text| text.parse().ok());
+            let read = named.filter(|resource| granted.contains(resource));
+            if !all.add(&here.node, hubs.at, read.collect()) {
+                break;
+            }
+        }
+        (!all.at.is_empty() && !all.resources.is_empty()).then_some(all)
     }
 
     /// What a pool is told from now on: this, or what it was told last where that will do for a while.
@@ -298,6 +336,7 @@ fn gather(registry: &Registry, nodes: &Nodes) -> Vec<Here> {
         let site = site.cloned();
         Some(Here {
             at: site.take(MOST_ADDRESSES).collect(),
+            hubs: welcome.hubs.clone(),
             instance: welcome.instance.clone(),
             pool: known.pool,
             tunnels,

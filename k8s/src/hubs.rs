@@ -1,0 +1,219 @@
+//! `YurtHub`s are told at which edges of their pool to read: `leader-hub-POOL`, a `ConfigMap` of `OpenYurt` v1.6.1 and later, which hubs
+//! watch.
+//!
+//! 1. What is to be in it follows from the edges that are connected here, and from what it says already (`content`): each
+//!    gateway adds and removes its own edges, so several keep it together and none waits for another.
+//! 2. All such maps are listed at each change, and every few seconds; only what differs is written, of the version that was read.
+//! 3. One that is somebody else's is left as it is, and named: `OpenYurt`'s own controller may be writing it.
+//!
+//! Never ends the process: whatever fails is tried again.
+
+mod content;
+
+use crate::{
+    client::said,
+    ours::{LABEL, is_ours, metadata, others, writing},
+    trouble::Trouble,
+};
+use causeway_certs::NodeName;
+use causeway_gateway::{config, state};
+use causeway_tunnel::backoff::Backoff;
+use content::{Absent, Content, LABEL as HUBS, PREFIX};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{Api, Client, ResourceExt, api::ListParams};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
+    time::Duration,
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, timeout},
+};
+
+/// How long one request may take.
+const BOUND: Duration = Duration::from_secs(10);
+/// How often is looked, whatever happens.
+const LOOK: Duration = Duration::from_secs(15);
+/// Changes of this time are written together.
+const GATHER: Duration = Duration::from_secs(1);
+/// The longest pause between tries while nobody answers, and while the API refuses.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+
+/// Tells hubs.
+pub struct Hubs {
+    /// The cluster's API.
+    pub client: Client,
+    /// Where hubs look.
+    pub rules: config::Hubs,
+    /// Where they read.
+    pub hubs: watch::Receiver<state::Hubs>,
+    /// The table of nodes: one that is gone from it is taken out.
+    pub nodes: state::Nodes,
+    /// Who this gateway is among others; a random part is added.
+    pub gateway: String,
+}
+
+impl Hubs {
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let mut writer = Writer {
+            api: Api::namespaced(self.client, &self.rules.namespace),
+            namespace: self.rules.namespace,
+            own: format!("{}_{:016x}", self.gateway, rand::random::<u64>()),
+            nodes: self.nodes,
+            absent: Absent::default(),
+            written: BTreeMap::new(),
+        };
+        let mut hubs = self.hubs;
+        let mut trouble = Trouble::new("telling YurtHubs where to read");
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        loop {
+            let now = hubs.borrow_and_update().clone();
+            match writer.settle(&now).await {
+                Ok(()) => {
+                    trouble.over();
+                    backoff.reset();
+                    // Whoever changes it is there as long as the gateway is.
+                    let _ = timeout(LOOK, hubs.changed()).await;
+                    sleep(GATHER).await;
+                }
+                Err(failure) => {
+                    if !failure.is_conflict() {
+                        trouble.say(&failure.to_string());
+                    }
+                    sleep(if failure.passes() {
+                        backoff.silent(rand::random())
+                    } else {
+                        backoff.refused(None, rand::random())
+                    })
+                    .await;
+                }
+            }
+        }
+    }
+}
+
+/// What is known between two looks.
+struct Writer {
+    api: Api<ConfigMap>,
+    namespace: String,
+    own: String,
+    nodes: state::Nodes,
+    absent: Absent,
+    /// What was written last, by pool.
+    written: BTreeMap<String, Content>,
+}
+
+impl Writer {
+    /// Makes all maps what they are to be; where one cannot be, the others are all the same.
+    async fn settle(&mut self, hubs: &state::Hubs) -> Result<(), Failure> {
+        let asked = ListParams::default().labels(HUBS);
+        let listed = timeout(BOUND, self.api.list(&asked)).await??;
+        let maps: BTreeMap<String, ConfigMap> = listed
+            .into_iter()
+            .filter_map(|map| Some((map.name_any().strip_prefix(PREFIX)?.to_owned(), map)))
+            .collect();
+        let ours = maps.iter().filter(|(_, map)| is_ours(map));
+        let pools: BTreeSet<&String> = ours.map(|(pool, _)| pool).chain(hubs.keys()).collect();
+        self.absent.look(&pools);
+        let mut failed = Ok(());
+        for pool in pools {
+            let settled = self.put(pool, maps.get(pool), hubs.get(pool)).await;
+            failed = failed.and(settled);
+        }
+        failed
+    }
+
+    async fn put(
+        &mut self,
+        pool: &str,
+        before: Option<&ConfigMap>,
+        hubs: Option<&state::PoolHubs>,
+    ) -> Result<(), Failure> {
+        if let Some(map) = before.filter(|map| !is_ours(map)) {
+            return Err(self.foreign(map));
+        }
+        let found = before.map(Content::read).unwrap_or_default();
+        // Where nothing is known of a node that is gone, nobody would take it out.
+        let known = |node: &str| {
+            let node = NodeName::parse(node).ok();
+            node.is_some_and(|node| self.nodes.get(&node).is_some())
+        };
+        let absent = self.absent.of(pool, Instant::now());
+        let wanted = found.next(hubs, &self.own, known, absent);
+        if found == wanted {
+            self.written.insert(pool.to_owned(), wanted);
+            return Ok(());
+        }
+        let name = format!("{PREFIX}{pool}");
+        let mut map = ConfigMap {
+            metadata: metadata(&name, before),
+            ..ConfigMap::default()
+        };
+        wanted.write(&mut map, &name);
+        let parameters = writing();
+        match before {
+            Some(_) => timeout(BOUND, self.api.replace(&name, &parameters, &map)).await??,
+            None => timeout(BOUND, self.api.create(&parameters, &map)).await??,
+        };
+        let changed = self
+            .written
+            .get(pool)
+            .is_some_and(|before| *before != found);
+        if let Some(by) = before.and_then(others).filter(|_| changed) {
+            tracing::warn!(
+                configmap = name,
+                by,
+                "what YurtHubs are told was changed, and is put right; if that is OpenYurt's own controller, switch it off for good \
+                 (yurt-manager --controllers=-hubleader,-hubleaderconfig,*)"
+            );
+        } else {
+            let leaders = wanted.leaders();
+            tracing::info!(configmap = name, leaders, "YurtHubs are told where to read");
+        }
+        self.written.insert(pool.to_owned(), wanted);
+        Ok(())
+    }
+
+    /// That a map is not ours, and what to do.
+    fn foreign(&self, map: &ConfigMap) -> Failure {
+        let (key, value) = LABEL;
+        let (name, namespace) = (map.name_any(), &self.namespace);
+        let by = others(map).map(|by| format!(" but {by}'s"));
+        Failure::Foreign(format!(
+            "the ConfigMap {namespace}/{name} is not this gateway's{}, and is left as it is: hubs of that pool read where it says. Switch \
+             OpenYurt's controller off for good (yurt-manager --controllers=-hubleader,-hubleaderconfig,*), and hand it over \
+             (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)",
+            by.unwrap_or_default()
+        ))
+    }
+}
+
+/// What keeps a map from being as it should be.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    /// Somebody else's object has its name.
+    #[error("{0}")]
+    Foreign(String),
+    #[error("{}", said(.0))]
+    Asked(#[from] kube::Error),
+    #[error("the cluster's API does not answer in time")]
+    Silent(#[from] tokio::time::error::Elapsed),
+}
+
+impl Failure {
+    /// Whether somebody was faster: nobody's fault.
+    fn is_conflict(&self) -> bool {
+        matches!(self, Self::Asked(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists() || status.is_not_found())
+    }
+
+    /// Whether trying again soon may do.
+    fn passes(&self) -> bool {
+        match self {
+            Self::Foreign(_) => false,
+            Self::Asked(kube::Error::Api(_)) => self.is_conflict(),
+            Self::Asked(_) | Self::Silent(_) => true,
+        }
+    }
+}
