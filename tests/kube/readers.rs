@@ -6,6 +6,7 @@
 
 mod apps;
 mod cuts;
+mod hubs;
 mod kubectl;
 mod restarts;
 mod scene;
@@ -16,7 +17,7 @@ use libtest_mimic::Trial;
 use scene::Scene;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let trials: [(&str, fn(&mut Scene)); 12] = [
+    let trials: [(&str, fn(&mut Scene)); 13] = [
         (
             "one_edge_of_a_pool_reads_for_all_of_it",
             cuts::one_edge_of_a_pool_reads_for_all_of_it,
@@ -60,6 +61,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         (
             "a_damaged_file_is_set_aside_and_told",
             restarts::a_damaged_file_is_set_aside_and_told,
+        ),
+        (
+            "yurthubs_read_at_the_pools_edges_through_cuts",
+            hubs::read_at_the_pools_edges_through_cuts,
         ),
         (
             "a_right_that_the_gateway_misses_is_named",

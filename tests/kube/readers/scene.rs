@@ -26,7 +26,7 @@ const GATEWAY: &str = "http://127.0.0.1:10265";
 const EDGE: &str = "http://127.0.0.1:10266";
 
 /// The pool that the nodes' tokens name, and that the example lets read.
-const POOL: &str = "north-1";
+pub(super) const POOL: &str = "north-1";
 
 /// All of it.
 pub(super) struct Scene {
@@ -56,7 +56,13 @@ pub(super) fn scene() -> MutexGuard<'static, Scene> {
 
 /// A file of the example, with this cloud's addresses and files.
 pub(super) fn example(name: &str, changes: &[(&str, String)]) -> String {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/readers");
+    example_of("readers", name, changes)
+}
+
+/// The same of another example.
+fn example_of(example: &str, name: &str, changes: &[(&str, String)]) -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let folder = folder.join(example);
     let mut text = fs::read_to_string(folder.join(name)).unwrap();
     for (theirs, here) in changes {
         assert!(text.contains(theirs), "{name} has no {theirs}");
@@ -84,6 +90,10 @@ impl Scene {
                 ),
             ],
         );
+        // Beside it hubs read as their own example says.
+        let hubs = example_of("hubs", "gateway.yaml", &[]);
+        cluster.apply_example("hubs/rbac.yaml");
+        let config = with_lines_of(&config, &hubs, "kubernetes:\n");
         fs::write(folder.join("gateway.yaml"), config).unwrap();
         let mut scene = Self {
             readers: Readers::default(),
@@ -238,6 +248,13 @@ impl Scene {
     }
 }
 
+/// A configuration with what stands below this key in another one.
+fn with_lines_of(config: &str, other: &str, key: &str) -> String {
+    let (_, lines) = other.split_once(key).unwrap();
+    assert_eq!(config.matches(key).count(), 1, "{config}");
+    config.replace(key, &format!("{key}{lines}"))
+}
+
 /// A node's address in the network that all share.
 fn at_field(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 2, 0, number)
@@ -255,6 +272,21 @@ impl Edge {
                 ("10.1.0.5", at_field(number).to_string()),
             ],
         );
+        let hubs_at = at_field(number);
+        let certificate = format!("hubs-{number}");
+        cluster.pki.server(&certificate, &[], &[hubs_at.into()]);
+        let path = |name: String| cluster.pki.path(&name);
+        let hubs = example_of(
+            "hubs",
+            "edge.yaml",
+            &[
+                ("10.1.0.5", hubs_at.to_string()),
+                ("/etc/causeway/hubs.pem", path(format!("{certificate}.pem"))),
+                ("/etc/causeway/hubs.key", path(format!("{certificate}.key"))),
+                ("/etc/kubernetes/pki/ca.crt", path("ca.pem".into())),
+            ],
+        );
+        let config = with_lines_of(&config, &hubs, "reader:\n");
         let own = format!(
             "node: {name}\ndata_dir: {}\n",
             folder.join("data").display()

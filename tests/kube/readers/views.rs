@@ -95,32 +95,43 @@ pub(super) struct Readers {
 impl Readers {
     /// Starts them: in the cloud one for each resource, on each node all ways.
     pub(super) fn start(&mut self, folder: &Path, cluster: &Cluster, edges: &[Edge]) {
-        let mut start = |place: &str, program: Program, way: Way| {
-            let (encoding, beginning) = (way.protobuf, way.watch_list);
-            let log = format!("informer-{place}-{}.log", self.all.len());
-            let process = program
-                .args(["-resource", way.resource])
-                .args([format!("-protobuf={encoding}")])
-                .env("KUBE_FEATURE_WatchListClient", beginning.to_string())
-                .start(&folder.join(log));
-            self.all.push(Reader {
-                place: place.to_owned(),
-                way,
-                process,
-                heard: 0,
-                view: View::new(),
-                fault: None,
-            });
-        };
         for way in [WAYS[3], WAYS[5]] {
-            start("cloud", in_the_cloud(cluster), way);
+            self.begin(folder, "cloud", in_the_cloud(cluster), way);
         }
         for edge in edges {
             for way in WAYS {
                 let program = edge.part("informer").args(["-server", ENDPOINT]);
-                start(&edge.name, program, way);
+                self.begin(folder, &edge.name, program, way);
             }
         }
+    }
+
+    /// Starts some on each node, for slices by both encodings and for Services, that read there by this server.
+    pub(super) fn start_at(&mut self, edges: &[Edge], server: &str) {
+        for edge in edges {
+            for way in [way(SLICES, false, false), way(SLICES, true, false), WAYS[5]] {
+                let program = edge.part("informer").args(["-server", server]);
+                self.begin(&edge.folder, &edge.name, program, way);
+            }
+        }
+    }
+
+    fn begin(&mut self, folder: &Path, place: &str, program: Program, way: Way) {
+        let (encoding, beginning) = (way.protobuf, way.watch_list);
+        let log = format!("informer-{place}-{}.log", self.all.len());
+        let process = program
+            .args(["-resource", way.resource])
+            .args([format!("-protobuf={encoding}")])
+            .env("KUBE_FEATURE_WatchListClient", beginning.to_string())
+            .start(&folder.join(log));
+        self.all.push(Reader {
+            place: place.to_owned(),
+            way,
+            process,
+            heard: 0,
+            view: View::new(),
+            fault: None,
+        });
     }
 
     /// Makes changes in the cloud.

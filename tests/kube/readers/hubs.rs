@@ -1,0 +1,193 @@
+//! `YurtHub`s of `OpenYurt`, on the nodes of both edges: what their clients see is what the API server has, by way of the pool's edges.
+
+use std::{fs, time::Duration};
+
+use serde_json::{Value, json};
+
+use super::{
+    scene::{Edge, POOL, Scene},
+    views::Readers,
+};
+use crate::world::{
+    net::CLOUD,
+    process::{PATIENCE, Process, Program, until, within},
+};
+
+/// Where clients of a hub ask it.
+const PROXY: &str = "http://127.0.0.1:10261";
+/// Where a hub says how it is.
+const HEALTH: &str = "http://127.0.0.1:10267/v1/healthz";
+/// What a hub waits for: two certificates, each asked for every few seconds.
+const STARTS: Duration = Duration::from_secs(90);
+/// How often gateways look, and a while.
+const LOOKS: Duration = Duration::from_secs(30);
+
+/// What `OpenYurt`'s chart gives hubs.
+fn furnish(scene: &Scene) {
+    let cluster = &scene.cluster;
+    cluster.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "yurt-hub" },
+        "rules": [
+            { "apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "list", "watch"] },
+            { "apiGroups": ["", "discovery.k8s.io"], "resources": ["endpoints", "endpointslices", "services"], "verbs": ["get", "list", "watch"] },
+        ],
+    }));
+    cluster.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "yurt-hub" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "yurt-hub" },
+        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:nodes" }],
+    }));
+    cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "hub-bootstrap", "namespace": "kube-system" },
+    }));
+    cluster.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "hub-bootstrap" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:node-bootstrapper" },
+        "subjects": [{ "kind": "ServiceAccount", "name": "hub-bootstrap", "namespace": "kube-system" }],
+    }));
+    cluster.apply(&json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {
+            "name": "yurt-hub-cfg", "namespace": "kube-system",
+            "labels": { "openyurt.io/configmap-name": "yurt-hub-cfg" },
+        },
+        "data": { "cache_agents": "", "servicetopology": "", "discardcloudservice": "", "masterservice": "" },
+    }));
+}
+
+/// What hubs of the pool are told.
+fn told(scene: &Scene) -> Value {
+    let map = scene
+        .cluster
+        .get(&format!("-n kube-system configmap leader-hub-{POOL}"));
+    map.map(|map| map["data"].clone()).unwrap_or_default()
+}
+
+/// A hub on an edge's node, which asks the cluster for its certificates.
+fn hub(scene: &Scene, edge: &Edge, bootstrap: &str) -> Process {
+    let folder = edge.folder.join("hub");
+    // Those of a test that failed are of another run.
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).display().to_string();
+    edge.part("yurthub")
+        .args([
+            format!("--node-name={}", edge.name),
+            format!("--node-ip={}", edge.site.address()),
+            format!("--nodepool-name={POOL}"),
+            format!("--server-addr=https://{CLOUD}:6443"),
+            format!("--bootstrap-file={bootstrap}"),
+            format!("--root-dir={}", path("root")),
+            format!("--disk-cache-path={}", path("cache")),
+        ])
+        .words("--working-mode=edge --enable-dummy-if=false --enable-resource-filter=false --v=2")
+        .start(&edge.folder.join("hub.log"))
+}
+
+/// Approves whatever certificate hubs ask for.
+fn approve(scene: &Scene) {
+    let pending = scene.cluster.get("csr").unwrap_or_default();
+    for csr in pending["items"].as_array().into_iter().flatten() {
+        if csr["status"]["conditions"].is_null() {
+            let name = csr["metadata"]["name"].as_str().unwrap_or_default();
+            let line = format!("certificate approve {name}");
+            scene.cluster.kubectl(&line).run().ok();
+        }
+    }
+}
+
+fn is_up(edge: &Edge) -> bool {
+    let asked = edge.site.at("curl").words("-q -sS --max-time 2 --fail");
+    asked.args([HEALTH]).run().code == Some(0)
+}
+
+pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
+    furnish(scene);
+    let leaders = || told(scene)["leaders"].as_str().map(str::to_owned);
+    let both = |leaders: &str| {
+        scene
+            .edges
+            .iter()
+            .all(|edge| leaders.contains(&format!("causeway:{}/", edge.name)))
+    };
+    if !within(LOOKS, || leaders().is_some_and(|leaders| both(&leaders))) {
+        scene.fail(&format!("hubs are told {:#}", told(scene)));
+    }
+    let token = scene.cluster.token("kube-system", "hub-bootstrap");
+    let bootstrap = scene.cluster.with_token("hub", &token);
+    let edges = scene.edges.iter();
+    let hubs: Vec<Process> = edges.map(|edge| hub(scene, edge, &bootstrap)).collect();
+    let up = within(STARTS, || {
+        approve(scene);
+        scene.edges.iter().all(is_up)
+    });
+    let words = || {
+        hubs.iter()
+            .map(Process::said)
+            .collect::<Vec<_>>()
+            .join("\n---\n")
+    };
+    assert!(up, "{}", words());
+
+    let mut views = Readers::default();
+    views.start_at(&scene.edges, PROXY);
+    let agree = |scene: &Scene, views: &mut Readers, when: &str| {
+        if let Err(why) = views.agree(&scene.cluster, |_| true) {
+            scene.fail(&format!("{when}: {why}\n{}", words()));
+        }
+    };
+    scene.change(40);
+    agree(scene, &mut views, "at first");
+    // Also the hub on the node whose edge leads reads at an edge.
+    scene.until("both hubs read at edges", |scene| {
+        scene.edges.iter().map(watches_of_hubs).sum::<u64>() >= 4
+    });
+
+    // A hub without a way to the cloud sees what changes there, by the other edge's.
+    let leader = scene.leader().expect("one leads");
+    scene.edges[leader].site.cut();
+    scene.change(40);
+    agree(scene, &mut views, "with the leader's uplink cut");
+    scene.edges[leader].site.mend();
+    scene.change(40);
+    agree(scene, &mut views, "with it mended");
+
+    // With all cut hubs go on with what was last known, and are right again.
+    scene.cut_all();
+    scene.change(40);
+    for edge in &scene.edges {
+        let list = format!("{PROXY}/apis/discovery.k8s.io/v1/endpointslices");
+        let asked = edge.site.at("curl").words("-q -sS --max-time 10 --fail");
+        let said = asked.args([list]).run().ok();
+        let list: Value = serde_json::from_slice(&said.stdout).unwrap();
+        assert!(
+            list["items"].as_array().is_some_and(|all| !all.is_empty()),
+            "{list:#}"
+        );
+    }
+    for edge in &scene.edges {
+        edge.site.mend();
+    }
+    agree(scene, &mut views, "with all mended");
+
+    // OpenYurt's own controller, if it writes, is named, and does not win.
+    let patch = json!({ "data": { "leaders": "edge-9/10.9.9.9" } }).to_string();
+    let line = format!(
+        "patch -n kube-system configmap leader-hub-{POOL} --field-manager=yurt-manager --type=merge -p"
+    );
+    scene.cluster.kubectl(&line).args([patch]).run().ok();
+    let right = || told(scene)["leaders"].as_str().is_some_and(both);
+    assert!(within(LOOKS, right), "{:#}", told(scene));
+    until("who changed it is named", || {
+        scene.gateway_said().contains("yurt-manager")
+    });
+}
+
+/// Watches that hubs have open at an edge: those that no program and no neighbour has.
+fn watches_of_hubs(edge: &Edge) -> u64 {
+    let open = edge
+        .site
+        .at("ss")
+        .words("-Htn state established sport = :10269");
+    u64::try_from(open.run().ok().text().lines().count()).unwrap_or_default()
+}
