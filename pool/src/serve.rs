@@ -317,9 +317,11 @@ fn json_answer(value: &Value) -> Response<Body> {
     answered("application/json", Bytes::from(value.to_string()))
 }
 
-/// Says how old the view is where nobody refreshes it: `Age` for programs, and a warning that kubectl shows.
+/// Says how old the view is where nobody refreshes it: `Age` for programs, and a warning that kubectl shows. What was never read has
+/// no age.
 fn dated(mut answer: Response<Body>, store: &Store) -> Response<Body> {
-    if let Some(age) = store.age() {
+    let is_view = store.version() > 0;
+    if let Some(age) = store.age().filter(|_| is_view) {
         let seconds = age.as_secs().min(OLDEST);
         answer.headers_mut().insert(AGE, HeaderValue::from(seconds));
         let lasts = Duration::from_secs(seconds);

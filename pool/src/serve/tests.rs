@@ -215,6 +215,9 @@ async fn what_was_never_filled_says_to_come_again() {
         let answer = served.ask("GET", asked, &[]).await;
         assert_eq!(answer.status().as_u16(), 429, "{asked}");
         assert_eq!(answer.headers()[RETRY_AFTER], "1", "{asked}");
+        // There is no view that could be old.
+        let dated = [AGE, WARNING].map(|name| answer.headers().get(name));
+        assert_eq!(dated, [None, None], "{asked}");
         assert_eq!(served.json(asked).await.1["reason"], "TooManyRequests");
     }
     for store in served.0.stores() {
