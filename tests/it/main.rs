@@ -11,6 +11,7 @@ mod readers;
 mod redirect;
 mod redirector;
 mod routing;
+mod sites;
 
 mod dns;
 

@@ -264,7 +264,7 @@ async fn what_is_damaged_on_the_disk_is_set_aside_and_read_anew() {
         }
     }
     assert_eq!(damaged, 3, "a file for each resource");
-    let mut node = Reading::of(site.edge("edge-1", 1), reader).await;
+    let node = Reading::of(site.edge("edge-1", 1), reader).await;
     node.edge.wrote("checksum", 3, crate::world::PATIENCE).await;
     node.has(2).await;
 }

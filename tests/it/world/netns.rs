@@ -2,14 +2,15 @@
 //!
 //! The street is a bridge in a namespace of its own, where the gateway and its callers live; each host hangs on it
 //! by a pair of interfaces. A cut drops what arrives, at both ends and after it was sent, as a dead link
-//! does: nothing says so, no FIN passes. Names are this process's and unique; all of it goes with the value,
-//! also when the test fails. Sockets and children belong to the namespace that the thread is in when it
-//! makes them, and a test has a thread of its own.
+//! does: nothing says so, no FIN passes. Hosts of one site may have a switch besides, which no cut concerns. Names are
+//! this process's and unique; all of it goes with the value, also when the test fails. Sockets and children belong to the
+//! namespace that the thread is in when it makes them, and a test has a thread of its own.
 
 use super::process::{Causeway, am_root, binary, program};
 use nix::sched::{CloneFlags, setns};
 use std::{
     fs::{self, File},
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::PathBuf,
     process::Command,
@@ -18,6 +19,7 @@ use std::{
         atomic::{AtomicU32, Ordering::Relaxed},
     },
 };
+use tokio::net::TcpStream;
 
 /// What `need!` asks for.
 pub(crate) const NEED: &str = "root and ip netns";
@@ -141,6 +143,7 @@ pub(crate) struct Street {
     _inside: Inside,
     hub: Space,
     hosts: AtomicU32,
+    switches: AtomicU32,
 }
 
 impl Street {
@@ -151,10 +154,13 @@ impl Street {
         hub.ip(&format!("addr add {HUB}/24 dev street"));
         hub.ip("link set street up");
         hub.filter();
+        hub.nft("add set inet cut away { type ipv4_addr ; }");
+        hub.nft("add rule inet cut in ip saddr @away drop");
         Self {
             _inside: Inside::enter(&hub.0),
             hub,
             hosts: AtomicU32::new(0),
+            switches: AtomicU32::new(0),
         }
     }
 
@@ -196,6 +202,45 @@ impl Street {
             .ip(&format!("addr add {}/24 dev eth0", host.address));
         host.up();
         host
+    }
+
+    /// A switch for hosts of one site, which leads nowhere else.
+    pub(crate) fn switch(&self) -> Switch {
+        let number = self.switches.fetch_add(1, Relaxed) + 1;
+        let space = Space::new();
+        space.ip("link add switch type bridge");
+        space.ip("link set switch up");
+        Switch {
+            space,
+            number: u8::try_from(number).expect("a street has few sites"),
+            hosts: AtomicU32::new(0),
+        }
+    }
+}
+
+/// What connects the hosts of one site, whatever becomes of the street.
+pub(crate) struct Switch {
+    space: Space,
+    number: u8,
+    hosts: AtomicU32,
+}
+
+impl Switch {
+    /// Plugs a host in; its address there.
+    pub(crate) fn takes(&self, host: &Host<'_>) -> Ipv4Addr {
+        let last = self.hosts.fetch_add(1, Relaxed) + 1;
+        let port = format!("port{last}");
+        let last = u8::try_from(last).expect("a site is small");
+        let (switch, own) = (&self.space.0, &host.space);
+        self.space.ip(&format!(
+            "link add {port} netns {switch} type veth peer name eth1 netns {}",
+            own.0
+        ));
+        self.space.ip(&format!("link set {port} master switch up"));
+        let address = Ipv4Addr::new(10, 78, self.number, last);
+        own.ip(&format!("addr add {address}/24 dev eth1"));
+        own.ip("link set eth1 up");
+        address
     }
 }
 
@@ -253,18 +298,30 @@ impl Host<'_> {
         program("ip").args(["netns", "exec", &self.space.0, path])
     }
 
-    /// From now on nothing passes, and nothing says so.
-    pub(crate) fn cut(&self) {
-        let drop = "add rule inet cut in";
-        self.space.nft(&format!("{drop} iifname != lo drop"));
-        self.street
-            .hub
-            .nft(&format!("{drop} ip saddr {} drop", self.address));
+    /// Connects to a port of its loopback.
+    pub(crate) fn dial(&self, port: u16) -> io::Result<TcpStream> {
+        let there = self.enter();
+        // Loopback answers at once, either way.
+        let dialled = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port));
+        drop(there);
+        let stream = dialled?;
+        stream.set_nonblocking(true)?;
+        TcpStream::from_std(stream)
     }
 
-    /// Everything passes again; cuts of a street are mended together.
+    /// From now on nothing passes between it and the street, and nothing says so.
+    pub(crate) fn cut(&self) {
+        self.space.nft("add rule inet cut in iifname eth0 drop");
+        let away = format!("add element inet cut away {{ {} }}", self.address);
+        self.street.hub.nft(&away);
+    }
+
+    /// Everything passes again.
     pub(crate) fn mend(&self) {
-        self.street.hub.nft("flush chain inet cut in");
+        self.street.hub.nft(&format!(
+            "delete element inet cut away {{ {} }}",
+            self.address
+        ));
         self.space.nft("flush chain inet cut in");
     }
 

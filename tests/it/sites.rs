@@ -1,0 +1,568 @@
+//! Two sites of one cloud whose links die and return one by one: what programs on each node read meanwhile.
+//!
+//! A pool of four nodes at each site, a switch between them, and an uplink of each node's own that can be cut alone. On each node a
+//! client lists and watches all the time: it is never refused, told nothing twice, nothing out of order, and never that there is
+//! nothing. A node that has a way to the cloud, its own or one of its site's, shows the newest state, and any other the last it had.
+
+use crate::world::{
+    netns::{HUB, Host, NEED, Street, Switch},
+    process::{OPEN, Output, Process, Site, address_after, causeway},
+    tool::{Tool, need},
+    until,
+};
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    convert::Infallible,
+    fs, io,
+    path::Path,
+    time::{Duration, SystemTime},
+};
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::TcpStream,
+    time::{Instant, sleep},
+};
+
+const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+/// Slices that are there all the time, the one that changes among them.
+const COUNT: usize = 3;
+/// What changes.
+const STATE: &str = "state";
+/// Where programs read, which is free on a host of one's own.
+const READER: u16 = 10270;
+/// How soon a leader that is gone is replaced.
+const REPLACED: Duration = Duration::from_secs(10);
+/// What a machine that does other work besides may add.
+const BUSY: Duration = Duration::from_millis(1_500);
+
+/// The gateway, and what there is to be read.
+struct Cloud {
+    objects: TempDir,
+    site: Site,
+    newest: Cell<u8>,
+}
+
+impl Cloud {
+    async fn start() -> Self {
+        let objects = tempfile::tempdir().unwrap();
+        for number in 1..COUNT {
+            write(objects.path(), &format!("slice-{number}"), 0);
+        }
+        let service = json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web", "namespace": "shop" }, "spec": { "clusterIP": "10.96.0.7" } });
+        fs::write(objects.path().join("web.json"), service.to_string()).unwrap();
+        write(objects.path(), STATE, 1);
+        let readers = format!("readers: {{ manifests: {} }}", objects.path().display());
+        let site = Site::listening(&format!("{HUB}:0"), &format!("{OPEN}\n{readers}")).await;
+        Self {
+            objects,
+            site,
+            newest: Cell::new(1),
+        }
+    }
+
+    /// Changes what there is, to what nobody has read yet.
+    fn change(&self) {
+        self.newest.set(self.newest.get() + 1);
+        write(self.objects.path(), STATE, self.newest.get());
+    }
+
+    async fn api(&self, path: &str) -> Value {
+        let url = format!("http://{}/api/v1/{path}", self.site.admin);
+        let text = Tool::curl().args([url]).run().await.ok().text();
+        serde_json::from_str(&text).unwrap()
+    }
+
+    /// Who leads each pool.
+    async fn leaders(&self) -> BTreeMap<String, String> {
+        let pool = self.api("pool").await;
+        serde_json::from_value(pool["leaders"].clone()).unwrap()
+    }
+
+    /// Who leads, by `causeway status`.
+    async fn status(&self) -> Vec<String> {
+        let status = causeway("status --output json").flag("--data-dir", self.site.data());
+        let edges = status.run().await.ok().stdout;
+        let edges: Vec<Value> = serde_json::from_str(&edges).unwrap();
+        let leading = edges.iter().filter(|edge| edge["reading"] == "leader");
+        let node = |edge: &Value| edge["node"].as_str().unwrap().to_owned();
+        let mut leading: Vec<_> = leading.map(node).collect();
+        leading.sort();
+        leading
+    }
+}
+
+/// A slice whose address ends with this number, in place of what is there.
+fn write(objects: &Path, name: &str, number: u8) {
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": { "name": name, "namespace": "shop" },
+        "addressType": "IPv4",
+        "endpoints": [{ "addresses": [format!("10.0.0.{number}")] }],
+    });
+    let (new, place) = (objects.join("new"), objects.join(format!("{name}.json")));
+    fs::write(&new, slice.to_string()).unwrap();
+    fs::rename(new, place).unwrap();
+}
+
+/// The number that such a slice has.
+fn number(slice: &Value) -> u8 {
+    let address = slice["endpoints"][0]["addresses"][0].as_str().unwrap();
+    address.strip_prefix("10.0.0.").unwrap().parse().unwrap()
+}
+
+/// What a client on a node has read.
+#[derive(Default)]
+struct Seen {
+    state: u8,
+    version: u64,
+    faults: Vec<String>,
+}
+
+impl Seen {
+    /// Takes up a list, once it is sure that all is in it.
+    fn list(&mut self, list: &Value) {
+        let items = list["items"].as_array().map_or(&[][..], Vec::as_slice);
+        let state = items.iter().find(|item| item["metadata"]["name"] == STATE);
+        let version = version(list);
+        match state.map(number) {
+            Some(state) if items.len() == COUNT && state >= self.state => {
+                (self.state, self.version) = (state, version);
+            }
+            _ => self.faults.push(format!("after {}: {list}", self.state)),
+        }
+    }
+
+    /// Takes up an event, once it is sure that it is new.
+    fn event(&mut self, event: &Value) {
+        let object = &event["object"];
+        let good = match event["type"].as_str() {
+            Some("BOOKMARK") => true,
+            Some("MODIFIED") => {
+                object["metadata"]["name"] == STATE
+                    && number(object) > self.state
+                    && version(object) > self.version
+            }
+            _ => false,
+        };
+        if !good {
+            return self.faults.push(format!("after {}: {event}", self.state));
+        }
+        self.version = version(object);
+        if event["type"] == "MODIFIED" {
+            self.state = number(object);
+        }
+    }
+}
+
+fn version(object: &Value) -> u64 {
+    let version = object["metadata"]["resourceVersion"].as_str();
+    version.unwrap().parse().unwrap()
+}
+
+/// A node, with its edge.
+struct Node<'a> {
+    name: String,
+    host: Host<'a>,
+    reader: String,
+    /// None while it reboots.
+    edge: RefCell<Option<Process>>,
+    admin: Cell<u16>,
+    seen: RefCell<Seen>,
+}
+
+impl<'a> Node<'a> {
+    async fn join(cloud: &Cloud, (street, switch): (&'a Street, &Switch), name: &str) -> Self {
+        let host = street.host();
+        let at = format!("{}:10271", switch.takes(&host));
+        let site = format!("{{ listen: \"{at}\", addresses: [\"{at}\"] }}");
+        let reader = format!("{{ site: {site}, save_every: 100ms }}");
+        let node = Self {
+            name: name.to_owned(),
+            host,
+            reader,
+            edge: RefCell::default(),
+            admin: Cell::new(0),
+            seen: RefCell::default(),
+        };
+        let token = format!("--node {name} --pool {}", node.pool());
+        let token = cloud.site.token(&token).await;
+        node.start(cloud, &["--join", &token]).await;
+        until("it has read everything", async || {
+            node.status().await["healthy"] == true
+        })
+        .await;
+        node
+    }
+
+    fn pool(&self) -> &str {
+        self.name.split('-').next().unwrap()
+    }
+
+    async fn start(&self, cloud: &Cloud, flags: &[&str]) {
+        let edge = cloud.site.edge_of(self.host.causeway(), &self.name, 1);
+        let edge = edge.flag("--reader", &self.reader).args(flags);
+        let mut edge = edge.start();
+        edge.said("programs on this node can read").await;
+        let admin = address_after(&edge.said("edge runs").await, "admin=");
+        let (_, port) = admin.rsplit_once(':').unwrap();
+        self.admin.set(port.parse().unwrap());
+        self.edge.replace(Some(edge));
+    }
+
+    /// As after a power cut.
+    async fn reboot(&self, cloud: &Cloud) {
+        self.reads_by_its_own_pool();
+        let edge = self.edge.take().unwrap();
+        edge.kill().await;
+        self.start(cloud, &[]).await;
+    }
+
+    /// Asks; the head, and what comes behind it.
+    async fn ask(&self, port: u16, path: &str) -> io::Result<(String, BufReader<TcpStream>)> {
+        let mut stream = BufReader::new(self.host.dial(port)?);
+        // Of HTTP/1.0 a body is what comes until the end.
+        let request = format!("GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut head = String::new();
+        while !head.ends_with("\r\n\r\n") {
+            if stream.read_line(&mut head).await? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok((head, stream))
+    }
+
+    async fn get(&self, port: u16, path: &str) -> io::Result<Value> {
+        let (head, mut stream) = self.ask(port, path).await?;
+        let mut body = String::new();
+        stream.read_to_string(&mut body).await?;
+        let good = head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200");
+        let fault = || io::Error::other(format!("{head}{body}"));
+        let read = serde_json::from_str(&body).ok().filter(|_| good);
+        read.ok_or_else(fault)
+    }
+
+    /// What a program that comes now reads.
+    async fn reads(&self) -> u8 {
+        let list = self.get(READER, SLICES).await.unwrap();
+        let items = list["items"].as_array().unwrap();
+        assert_eq!(items.len(), COUNT, "{}: {list}", self.name);
+        let services = self.get(READER, "/api/v1/services").await.unwrap();
+        assert_eq!(services["items"].as_array().unwrap().len(), 1);
+        let mut items = items.iter();
+        number(
+            items
+                .find(|item| item["metadata"]["name"] == STATE)
+                .unwrap(),
+        )
+    }
+
+    /// Whether whoever watches and whoever comes now know this state.
+    async fn shows(&self, state: u8) -> bool {
+        self.seen.borrow().state == state && self.reads().await == state
+    }
+
+    /// What its edge says of its reading.
+    async fn status(&self) -> Value {
+        let status = self.get(self.admin.get(), "/status").await.unwrap();
+        status["reader"].clone()
+    }
+
+    /// Whether its disk has what came after this moment.
+    fn saved_since(&self, cloud: &Cloud, moment: SystemTime) -> bool {
+        let folder = cloud.site.edge_data(&self.name).join("pool");
+        let mut files = fs::read_dir(folder).unwrap().map(Result::unwrap);
+        files.any(|file| {
+            let name = file.file_name().into_string().unwrap();
+            // One that is being written has another end.
+            let slices = name.strip_suffix(".pool");
+            let slices = slices.is_some_and(|name| name.contains("endpointslices"));
+            slices && file.metadata().unwrap().modified().unwrap() > moment
+        })
+    }
+
+    fn written(&self) -> Output {
+        self.edge.borrow().as_ref().unwrap().written()
+    }
+
+    /// Nothing that its edge says names a node of another pool.
+    fn reads_by_its_own_pool(&self) {
+        let written = self.written();
+        let foreign = ["north", "south"]
+            .into_iter()
+            .filter(|pool| *pool != self.pool());
+        for pool in foreign {
+            let at = written.line(|line| line.contains(&format!("{pool}-")));
+            assert_eq!(at, None, "{} reads at {pool}", self.name);
+        }
+    }
+
+    /// A program that lists, and watches from there on, and does so again after a reboot.
+    async fn watch(&self) -> Infallible {
+        loop {
+            let ended = self.follow().await;
+            // Nothing else ends a watch.
+            if self.edge.borrow().is_some() {
+                let fault = format!("a watch ended: {ended:?}");
+                self.seen.borrow_mut().faults.push(fault);
+            }
+            // The pace of the asking.
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn follow(&self) -> io::Result<()> {
+        while self.edge.borrow().is_none() {
+            // The pace of the looking.
+            sleep(Duration::from_millis(20)).await;
+        }
+        let list = self.get(READER, SLICES).await?;
+        self.seen.borrow_mut().list(&list);
+        let from = version(&list);
+        let path = format!("{SLICES}?watch=true&resourceVersion={from}");
+        let (head, events) = self.ask(READER, &path).await?;
+        if !head.contains(" 200 ") {
+            return Err(io::Error::other(head));
+        }
+        let mut events = events.lines();
+        while let Some(event) = events.next_line().await? {
+            let event = serde_json::from_str(&event)?;
+            self.seen.borrow_mut().event(&event);
+        }
+        Ok(())
+    }
+}
+
+/// The nodes of one site.
+struct Pool<'a> {
+    name: &'static str,
+    nodes: Vec<Node<'a>>,
+    _switch: Switch,
+}
+
+impl<'a> Pool<'a> {
+    async fn join(cloud: &Cloud, street: &'a Street, name: &'static str) -> Self {
+        let switch = street.switch();
+        let names: Vec<_> = (1..=4).map(|number| format!("{name}-{number}")).collect();
+        let joining = names
+            .iter()
+            .map(|node| Node::join(cloud, (street, &switch), node));
+        Self {
+            name,
+            nodes: join_all(joining).await,
+            _switch: switch,
+        }
+    }
+
+    /// Whether one of them leads, as itself and the gateway have it, and the others read at that one.
+    async fn is_led(&self, cloud: &Cloud) -> bool {
+        let leaders = cloud.leaders().await;
+        let Some(leader) = leaders.get(self.name) else {
+            return false;
+        };
+        for node in &self.nodes {
+            let status = node.status().await;
+            let (role, at) = if node.name == *leader {
+                ("leader", &cloud.site.tunnel)
+            } else {
+                ("follower", leader)
+            };
+            let well = status["role"] == role && status["reads_at"] == **at;
+            // Who has just come is told by and by of whom else there is.
+            let members = status["members"].as_array().map_or(0, Vec::len);
+            if !well || status["ready"] != true || members != self.nodes.len() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// The number of the node that leads.
+    fn leader(&self, leaders: &BTreeMap<String, String>) -> Option<usize> {
+        let named = |node: &Node<'_>| leaders.get(self.name) == Some(&node.name);
+        self.nodes.iter().position(named)
+    }
+}
+
+/// Both sites, and the numbers of nodes in each by what becomes of them.
+struct Sites<'a> {
+    cloud: &'a Cloud,
+    pools: &'a [Pool<'a>; 2],
+}
+
+impl<'a> Sites<'a> {
+    fn nodes(&self) -> impl Iterator<Item = &'a Node<'a>> {
+        self.pools.iter().flat_map(|pool| &pool.nodes)
+    }
+
+    /// Of each pool the node with this number.
+    fn each(&self, which: [usize; 2]) -> impl Iterator<Item = &'a Node<'a>> {
+        let pools = self.pools.iter().zip(which);
+        pools.map(|(pool, which)| &pool.nodes[which])
+    }
+
+    /// Waits until each of these shows the newest state.
+    async fn show(&self, what: &str, nodes: impl Iterator<Item = &'a Node<'a>>) {
+        let newest = self.cloud.newest.get();
+        for node in nodes {
+            let what = format!("{} shows the newest state: {what}", node.name);
+            until(&what, async || node.shows(newest).await).await;
+        }
+    }
+
+    /// Waits until all is as it should be: of each pool one leads and reads at the gateway, and nobody else does.
+    async fn settle(&self) {
+        for pool in self.pools {
+            let what = format!("one leads {}, and the others read at it", pool.name);
+            until(&what, async || pool.is_led(self.cloud).await).await;
+        }
+        until("only leaders read at the gateway", async || {
+            let metrics = self.cloud.site.metrics().await;
+            metrics.sum("pool_readers", &[]) == 2 && metrics.sum("pool_leaders", &[]) == 2
+        })
+        .await;
+        let leaders: Vec<_> = self.cloud.leaders().await.into_values().collect();
+        assert_eq!(self.cloud.status().await, leaders);
+    }
+
+    async fn leaders(&self) -> [Option<usize>; 2] {
+        let leaders = self.cloud.leaders().await;
+        self.pools.each_ref().map(|pool| pool.leader(&leaders))
+    }
+
+    /// Cuts one uplink of each pool, which none of its nodes notices.
+    async fn lose_one(&self, lost: [usize; 2]) {
+        self.each(lost).for_each(|node| node.host.cut());
+        self.cloud.change();
+        self.show("one uplink is cut", self.nodes()).await;
+        let metrics = self.cloud.site.metrics().await;
+        assert_eq!(metrics.sum("pool_readers", &[]), 2);
+    }
+
+    /// Cuts the leaders' as well; others lead in time, and in the end each node has a way by those.
+    async fn lose_leaders(&self, (lost, leaders): ([usize; 2], [usize; 2])) -> [usize; 2] {
+        self.each(leaders).for_each(|node| node.host.cut());
+        let cut = Instant::now();
+        self.cloud.change();
+        let mut others = Vec::new();
+        // The gateway may know of neither cut yet, and name one that is cut off as well for a moment.
+        until("others lead", async || {
+            let now = self.leaders().await.into_iter().enumerate();
+            let able = now.filter_map(|(pool, now)| {
+                now.filter(|now| *now != leaders[pool] && *now != lost[pool])
+            });
+            others = able.collect();
+            others.len() == 2
+        })
+        .await;
+        let took = cut.elapsed();
+        assert!(
+            took < REPLACED + BUSY,
+            "leaders were replaced after {took:?}"
+        );
+        self.show("another node leads", self.nodes()).await;
+        [others[0], others[1]]
+    }
+
+    /// Cuts all uplinks, and reboots a node of each pool; all show what they had.
+    async fn lose_all(&self, left: [&[usize]; 2], reboots: [usize; 2]) {
+        let saved = SystemTime::now();
+        self.cloud.change();
+        self.show("before all is cut", self.nodes()).await;
+        for node in self.each(reboots) {
+            until("it is on the disk", async || {
+                node.saved_since(self.cloud, saved)
+            })
+            .await;
+        }
+        for (pool, left) in self.pools.iter().zip(left) {
+            for which in left {
+                pool.nodes[*which].host.cut();
+            }
+        }
+        let last = self.cloud.newest.get();
+        self.cloud.change();
+        for node in self.each(reboots) {
+            node.reboot(self.cloud).await;
+            assert_eq!(node.reads().await, last, "{}", node.name);
+        }
+        for node in self.nodes() {
+            assert_eq!(node.reads().await, last, "{}", node.name);
+        }
+    }
+
+    /// Mends one uplink after the other.
+    async fn mend(&self, order: [[usize; 4]; 2]) {
+        let [north, south] = order;
+        for (nth, mended) in north.into_iter().zip(south).enumerate() {
+            let mended = [mended.0, mended.1];
+            self.each(mended).for_each(|node| node.host.mend());
+            if nth == 0 {
+                self.show("its uplink is back", self.each(mended)).await;
+            }
+        }
+        self.cloud.change();
+        self.show("all uplinks are back", self.nodes()).await;
+    }
+
+    async fn trial(&self) {
+        self.show("all is well", self.nodes()).await;
+        self.settle().await;
+        self.cloud.change();
+        self.show("all is well", self.nodes()).await;
+
+        let first = self.leaders().await.map(Option::unwrap);
+        let lost = first.map(|leader| (leader + 1) % 4);
+        self.lose_one(lost).await;
+        let second = self.lose_leaders((lost, first)).await;
+        let rest = |pool: usize| {
+            let gone = [first[pool], lost[pool], second[pool]];
+            (0..4).find(|which| !gone.contains(which)).unwrap()
+        };
+        let rest = [rest(0), rest(1)];
+        let left = [[second[0], rest[0]], [second[1], rest[1]]];
+        // At one site a node that was cut first, at the other the one that leads.
+        self.lose_all([&left[0], &left[1]], [lost[0], second[1]])
+            .await;
+        let order = [
+            [rest[0], lost[0], first[0], second[0]],
+            [lost[1], second[1], rest[1], first[1]],
+        ];
+        self.mend(order).await;
+        self.settle().await;
+    }
+}
+
+#[tokio::test]
+async fn through_cuts_of_all_uplinks_each_node_reads_the_newest_state_that_it_has_a_way_to_and_else_the_last_it_had()
+ {
+    need!(NEED, "curl");
+    let street = Street::new();
+    let cloud = Cloud::start().await;
+    let (north, south) = tokio::join!(
+        Pool::join(&cloud, &street, "north"),
+        Pool::join(&cloud, &street, "south"),
+    );
+    let (cloud, pools) = (&cloud, &[north, south]);
+    let sites = Sites { cloud, pools };
+    tokio::select! {
+        () = Box::pin(sites.trial()) => {}
+        _ = join_all(sites.nodes().map(Node::watch)) => {}
+    }
+    for node in sites.nodes() {
+        let faults = &node.seen.borrow().faults;
+        assert_eq!(*faults, Vec::<String>::new(), "{}", node.name);
+        node.reads_by_its_own_pool();
+    }
+    // Else nothing would be said of whom they read at.
+    let reads = |node: &Node<'_>| {
+        node.written()
+            .count(&format!("the leader {}-", node.pool()))
+    };
+    assert!(sites.nodes().map(reads).sum::<usize>() >= 6);
+}
