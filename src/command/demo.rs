@@ -2,9 +2,11 @@
 //!
 //! Everything is real but the distance: the edges join with tokens, dial the gateway over loopback, and serve
 //! one app each as port 9100 of their node. The demo makes one HTTPS request to each node through the
-//! road before it says `ready`, and prints commands that do the same.
+//! road before it says `ready`, and prints commands that do the same. What programs on the nodes read of their cluster comes
+//! from manifests here; SIGUSR1 stops the gateway, for whoever wants to see that they go on reading.
 
 mod app;
+mod cloud;
 mod probe;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,10 +17,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
 use causeway_edge::Edge;
-use causeway_gateway::config::{Front, Kind, Listen};
 use causeway_gateway::gateway::Addresses;
-use causeway_gateway::{Bound, Gateway};
 use causeway_tunnel::task::Tasks;
+use cloud::Cloud;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
@@ -35,8 +36,6 @@ const PORT: u16 = 9100;
 const CALLER: &str = "demo";
 /// Edges and their first requests take milliseconds; a loaded machine gets this long.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How often a free address is looked for.
-const TRIES: usize = 3;
 /// Ctrl-C should not be felt.
 const DRAIN: Duration = Duration::from_millis(500);
 
@@ -58,10 +57,10 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         None => temporary.path().to_owned(),
     };
     let files = Files::make(&dir)?;
-    let (gateway, front) = gateway(&dir, args.listen)?;
-    let addresses = gateway.addresses();
-    gateway
-        .store()
+    let cloud = Cloud::bind(&dir, args.listen)?;
+    let (addresses, front) = (cloud.addresses.clone(), cloud.front);
+    files
+        .store
         .write_runtime(admin::NAME, &addresses.admin.to_string())?;
     println!("causeway demo: a gateway and two edges in one process\n");
     println!(
@@ -80,7 +79,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
 
     let tasks = Tasks::default();
     let (ask, demo) = (CancellationToken::new(), stop.clone());
-    let serving = gateway.run(ask.clone());
+    let serving = cloud.run(ask.clone());
     let running = async {
         let ready = begin(&files, (&addresses, front), &tasks, &ask).await;
         if ready.is_ok() {
@@ -90,10 +89,10 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         ask.cancel();
         ready
     };
-    let (outcome, ()) = tokio::join!(running, serving);
+    let (outcome, served) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
     files.store.remove_runtime(admin::NAME)?;
-    outcome
+    outcome.and(served)
 }
 
 /// Starts the edges and shows that they can be reached.
@@ -103,13 +102,15 @@ async fn begin(
     tasks: &Tasks,
     stop: &CancellationToken,
 ) -> anyhow::Result<()> {
+    let mut readers = Vec::new();
     for node in NODES {
         let began = Instant::now();
-        let app = edge(files, node, addresses.tunnel, tasks, stop).await?;
+        let (app, reader) = edge(files, node, addresses.tunnel, tasks, stop).await?;
         println!(
             "{node}          joined with a token in {} ms; its port {PORT} is the app at {app}",
             began.elapsed().as_millis()
         );
+        readers.push(reader);
     }
     println!();
     for node in NODES {
@@ -123,7 +124,20 @@ async fn begin(
             began.elapsed()
         );
     }
+    for (node, reader) in NODES.iter().zip(&readers) {
+        let patience = tokio::time::timeout(PATIENCE, cloud::read_at(*reader));
+        let count = patience
+            .await
+            .with_context(|| format!("{node} has not read its cluster within {PATIENCE:?}"))??;
+        println!(
+            "GET http://{reader}{SLICES}  200: {count} EndpointSlices that {node} has read",
+            SLICES = cloud::SLICES
+        );
+    }
     print_commands(files, front);
+    if let Some(reader) = readers.first() {
+        print_reading(*reader);
+    }
     println!("\nready");
     Ok(())
 }
@@ -166,6 +180,16 @@ fn print_commands(files: &Files, front: SocketAddr) {
         quoted(program),
         quoted(&files.dir)
     );
+}
+
+fn print_reading(reader: SocketAddr) {
+    let (node, slices, id) = (NODES[0], cloud::SLICES, std::process::id());
+    println!("\nWhat programs on {node} read of their cluster, from there:\n");
+    println!("curl -sS http://{reader}{slices}");
+    println!(
+        "\nThe same without the cloud: this stops the gateway, and once more starts it again.\n"
+    );
+    println!("kill -USR1 {id}");
 }
 
 /// A path as a shell reads it.
@@ -222,56 +246,14 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// A gateway on free ports, and the address of its front.
-fn gateway(dir: &Path, listen: Option<SocketAddr>) -> anyhow::Result<(Bound, SocketAddr)> {
-    let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let mut config = causeway_gateway::Config {
-        data_dir: dir.to_owned(),
-        ..Default::default()
-    };
-    config.tunnel.listen = loopback;
-    config.admin.listen = loopback;
-    config.timeouts.drain = DRAIN;
-    config.access_log = causeway_gateway::config::AccessLog::None;
-    let bind = |front: SocketAddr| {
-        let mut config = config.clone();
-        let front = Front {
-            port: Some(PORT),
-            ..Front::new("https", Kind::Https, Listen::Tcp(front))
-        };
-        config.fronts = vec![front];
-        Gateway::new(config).bind()
-    };
-    let bound = match listen {
-        Some(listen) => bind(listen)?,
-        // Another demo that starts now may be quicker; it leaves addresses enough.
-        None => (0..TRIES)
-            .find_map(|_| bind(free(PORT)).ok())
-            .map_or_else(|| bind(loopback), Ok)?,
-    };
-    let front = bound
-        .addresses()
-        .front("https")
-        .context("the https front has an address")?;
-    Ok((bound, front))
-}
-
-/// A loopback address where `port` is free, so that URLs can name the node's own port; else any port.
-fn free(port: u16) -> SocketAddr {
-    (1..=254)
-        .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
-        .find(|address| std::net::TcpListener::bind(address).is_ok())
-        .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
-}
-
-/// Starts one edge and its app; returns the app's address when the edge has joined.
+/// Starts one edge and its app; returns the app's address, and where programs read, when the edge has joined.
 async fn edge(
     files: &Files,
     node: &str,
     gateway: SocketAddr,
     tasks: &Tasks,
     stop: &CancellationToken,
-) -> anyhow::Result<SocketAddr> {
+) -> anyhow::Result<(SocketAddr, SocketAddr)> {
     let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let listener = TcpListener::bind(loopback)
         .await
@@ -296,6 +278,10 @@ async fn edge(
     };
     config.admin.listen = loopback;
     config.timeouts.drain = DRAIN;
+    config.reader = Some(causeway_edge::config::Reader {
+        listen: loopback,
+        ..Default::default()
+    });
     let target = causeway_edge::config::Port {
         target: Some(app.to_string()),
         ..Default::default()
@@ -311,11 +297,13 @@ async fn edge(
         );
     }
     let bound = edge.bind()?;
+    let reader = bound.reader_addr();
+    let reader = reader.context("an edge with a reader has an address for it")?;
     let stop = stop.clone();
     tasks.spawn(info_span!("edge", node), async move {
         if let Err(error) = bound.run(stop).await {
             tracing::error!(%error, "an edge of the demo ended");
         }
     });
-    Ok(app)
+    Ok((app, reader))
 }

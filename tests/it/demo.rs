@@ -3,7 +3,9 @@
 use crate::world::{
     process::{Causeway, Ended, Process, causeway},
     tool::{Ran, Tool, need},
+    until,
 };
+use serde_json::Value;
 use std::{fs, net::TcpListener, path::Path};
 use tempfile::TempDir;
 
@@ -22,7 +24,10 @@ async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
         "edge-2          joined with a token in ",
         "GET https://edge-1:9100/  200 in ",
         "GET https://edge-2:9100/  200 in ",
+        "  200: 3 EndpointSlices that edge-1 has read",
+        "  200: 3 EndpointSlices that edge-2 has read",
         "\ncurl ",
+        "\nkill -USR1 ",
         "\nready\n",
     ];
     let places: Vec<usize> = steps.iter().map(|step| at(step)).collect();
@@ -32,6 +37,51 @@ async fn every_printed_command_works_as_it_stands_and_nothing_is_left_behind() {
 
     assert_eq!(left(&demo.temporary).len(), 1);
     assert_eq!(demo.interrupt().await.stderr, "");
+}
+
+#[tokio::test]
+async fn a_demo_reads_on_at_its_edges_while_its_gateway_is_stopped_and_has_it_back_where_it_was() {
+    need!("curl");
+    let mut demo = Demo::start("").await;
+    let (call, read) = (demo.command("curl "), demo.command("curl -sS http://"));
+    let switch = demo.command("kill ");
+    let elsewhere = demo.temporary.path().to_owned();
+    let before = slices(&shell(&read, &elsewhere).await.text());
+    assert_eq!(before.len(), 3, "{before:?}");
+
+    shell(&switch, &elsewhere).await;
+    demo.process.said("the gateway has stopped").await;
+    let refused = format!("{call} -o /dev/null; test $? = 7");
+    shell(&refused, &elsewhere).await;
+    let after = slices(&shell(&read, &elsewhere).await.text());
+    assert_eq!(before, after);
+
+    shell(&switch, &elsewhere).await;
+    demo.process.said("the gateway runs again").await;
+    let well = format!("{call} | grep -c 'hello from edge-1' || true");
+    until("the edges are back", async || {
+        shell(&well, &elsewhere).await.text().trim() == "1"
+    })
+    .await;
+    demo.every_command_works().await;
+    // It also ends in order while there is no gateway.
+    shell(&switch, &elsewhere).await;
+    let times = 2;
+    let bound = crate::world::PATIENCE;
+    demo.process
+        .wrote("the gateway has stopped", times, bound)
+        .await;
+    demo.interrupt().await;
+}
+
+/// The names and versions of what is listed.
+fn slices(text: &str) -> Vec<(String, String)> {
+    let list: Value = serde_json::from_str(text).unwrap();
+    let items = list["items"].as_array().unwrap().iter();
+    let field = |item: &Value, name: &str| item["metadata"][name].as_str().unwrap().to_owned();
+    items
+        .map(|item| (field(item, "name"), field(item, "resourceVersion")))
+        .collect()
 }
 
 #[tokio::test]
@@ -130,9 +180,10 @@ impl Demo {
             let line = line.replacen("curl ", "curl -q ", 1);
             answers.push(shell(&line, elsewhere).await.text());
         }
-        let [one, two, ticks, upload, download] = &answers[..] else {
+        let [one, two, ticks, upload, download, read] = &answers[..] else {
             panic!("{curls:#?}");
         };
+        assert_eq!(slices(read).len(), 3, "{read}");
         assert!(
             one.contains("hello from edge-1") && two.contains("hello from edge-2"),
             "{answers:?}"
@@ -159,6 +210,13 @@ impl Demo {
             .find(|line| line.contains(" status --data-dir "));
         let table = shell(status.unwrap(), elsewhere).await.text();
         assert_eq!(table.matches("connected").count(), 2, "{table}");
+    }
+
+    /// The first command that it prints and that begins so.
+    fn command(&self, start: &str) -> String {
+        let mut lines = self.said.lines();
+        let line = lines.find(|line| line.starts_with(start)).unwrap();
+        line.replacen("curl ", "curl -q ", 1)
     }
 
     fn data(&self) -> String {
