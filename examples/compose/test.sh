@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tour of the demo that checks each step: up, called, cut, paused, restarted, misconfigured, down.
+# A tour of the demo that checks each step: up, called, cut, paused, restarted, read without a cloud, misconfigured, down.
 # Each command is printed as one can type it here. The last line is the verdict; nothing is left but the images,
 # so that the next run need not build them.
 #
@@ -76,6 +76,11 @@ from() { # container, arguments of curl...
 ended() { [ "$(docker inspect -f '{{.State.Status}}' "$1")" = exited ]; }
 health_is() { [ "$(docker inspect -f '{{.State.Health.Status}}' "$2")" = "$1" ]; }
 answers_for() { [ "$(call "https://$1:9100/")" = "hello from $2" ]; }
+slices=http://127.0.0.1:10270/apis/discovery.k8s.io/v1/endpointslices
+read_at_edge() { compose exec -T node-1 curl -sS "$@" "$slices"; }
+names() { grep -o '"name":"web-[12]"' "$1" | sort | tr '\n' ' '; }
+says_it_is_old() { local head; head=$(read_at_edge -f -D - -o /dev/null) && grep -qi '^warning: 299 causeway' <<<"$head"; }
+is_fresh() { local head; head=$(read_at_edge -f -D - -o /dev/null) && ! grep -qi '^warning:' <<<"$head"; }
 away() { call -o /dev/null -w '%{http_code}' "https://$1:9100/" | grep -q '^503$'; }
 
 up() {
@@ -155,6 +160,26 @@ outage() {
   say 'who is there'
   shown compose exec -T gateway /causeway status | tee "$scratch/status"
   [ "$(grep -c '^edge-[12] *connected' "$scratch/status")" = 2 ]
+  passes
+}
+
+reading() {
+  say 'a program on a node reads its cluster at the edge, and goes on while the cloud is gone'
+  within 20 is_fresh
+  shown compose exec -T node-1 curl -sS "$slices" | tee "$scratch/before"; echo
+  [ "$(names "$scratch/before")" = '"name":"web-1" "name":"web-2" ' ] || fail 'not both slices'
+  shown compose stop gateway
+  ! call --connect-timeout 3 https://edge-1:9100/ >/dev/null 2>&1 || fail 'the gateway is there'
+  shown compose exec -T node-1 curl -sS "$slices" | tee "$scratch/after"; echo
+  cmp <(tail -n 1 "$scratch/before") <(tail -n 1 "$scratch/after")
+  # Who reads is told before long how old it is.
+  within 20 says_it_is_old
+  passes
+  say 'the cloud is back: what is read is fresh again, and both nodes answer'
+  shown compose start gateway
+  within 30 is_fresh
+  within 20 answers_for edge-1 app-1
+  within 20 answers_for edge-2 app-2
   passes
 }
 
@@ -238,6 +263,7 @@ up
 no_way_in
 calls
 outage
+reading
 prometheus
 bad_input
 down
