@@ -42,6 +42,10 @@ pub(crate) enum Command {
     Idle(Idle),
     /// Load in a closed loop, inside a CONNECT or straight: requests, or bytes
     Connect(Connect),
+    /// Make `EndpointSlices` in a cluster, or change them at a rate
+    Slices(Slices),
+    /// Watch `EndpointSlices` with many readers, and say how long changes took to reach them
+    Readers(Readers),
 }
 
 #[derive(Debug, Args)]
@@ -255,6 +259,51 @@ pub(crate) struct Connect {
     /// Whether new connections resume TLS sessions: yes or no
     #[arg(long, default_value = "no", value_parser = yes_or_no, action = clap::ArgAction::Set)]
     pub(crate) resume: bool,
+    #[command(flatten)]
+    pub(crate) caller: Caller,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Slices {
+    /// The cluster's API; over https any certificate is accepted
+    #[arg(long)]
+    pub(crate) url: http::Uri,
+    /// How many there are
+    #[arg(long, value_name = "N")]
+    pub(crate) count: usize,
+    /// Change them, one after the other and over again, so many times; without it they are made
+    #[arg(long, value_name = "N")]
+    pub(crate) changes: Option<usize>,
+    /// Changes a second
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub(crate) rate: u32,
+    /// What each change is marked with, beside the time
+    #[arg(long, default_value_t = 'm')]
+    pub(crate) mark: char,
+    /// Connections
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub(crate) callers: usize,
+    #[command(flatten)]
+    pub(crate) caller: Caller,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Readers {
+    /// Where they read; may be given several times; over https any certificate is accepted
+    #[arg(long, required = true)]
+    pub(crate) url: Vec<http::Uri>,
+    /// How many read at each of these
+    #[arg(long, value_name = "N")]
+    pub(crate) count: usize,
+    /// As many changes with the mark make a reader's work complete
+    #[arg(long, value_name = "N")]
+    pub(crate) changes: u64,
+    /// What changes that count are marked with
+    #[arg(long, default_value_t = 'm')]
+    pub(crate) mark: char,
+    /// Read JSON, and not protobuf as kube-proxy does
+    #[arg(long)]
+    pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) caller: Caller,
 }

@@ -6,7 +6,9 @@ mod fleet;
 mod idle;
 mod link;
 mod mint;
+mod readers;
 mod relay;
+mod slices;
 mod stall;
 mod way;
 
@@ -26,5 +28,7 @@ pub(crate) async fn run(command: Command, stop: Stop) -> anyhow::Result<()> {
         Command::Stall(asked) => stall::run(asked, stop).await,
         Command::Idle(asked) => idle::run(asked, stop).await,
         Command::Connect(asked) => connect::run(asked, stop).await,
+        Command::Slices(asked) => slices::run(asked, stop).await,
+        Command::Readers(asked) => readers::run(asked, stop).await,
     }
 }

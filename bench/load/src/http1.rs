@@ -1,10 +1,10 @@
 //! HTTP/1.1 as a generator speaks it: one request at a time, answers whose length is known, bodies thrown away.
 //!
 //! Cheap on purpose: what a generator takes from the machine is missing elsewhere. What it does not
-//! understand (chunked answers) is an error and never a wrong count.
+//! understand is an error and never a wrong count; so is an answer in chunks where nobody said that one may come.
 
-use anyhow::{Context, bail};
-use bytes::{Buf, BufMut, BytesMut};
+use anyhow::{Context, bail, ensure};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// A connection, whatever is below it.
@@ -18,6 +18,8 @@ const READ: usize = 256 << 10;
 const SMALL: usize = 8 << 10;
 /// Longest head.
 const HEAD: usize = 64 << 10;
+/// Longest chunk.
+const CHUNK: usize = 64 << 20;
 /// Fields in a head at most.
 const FIELDS: usize = 64;
 
@@ -38,6 +40,8 @@ pub(crate) struct Head {
     pub(crate) length: Option<u64>,
     /// Whether the connection ends behind it.
     pub(crate) close: bool,
+    /// Whether its body comes in chunks.
+    pub(crate) chunked: bool,
 }
 
 impl Line {
@@ -68,6 +72,16 @@ impl Line {
 
     /// The head of the next answer that is not interim; a 101 is not.
     pub(crate) async fn head(&mut self) -> anyhow::Result<Head> {
+        let head = self.any_head().await?;
+        ensure!(
+            !head.chunked,
+            "an answer in chunks: here one wants a Content-Length"
+        );
+        Ok(head)
+    }
+
+    /// The same, of an answer that may be in chunks; [`Line::chunk`] and [`Line::pass`] read those.
+    pub(crate) async fn any_head(&mut self) -> anyhow::Result<Head> {
         loop {
             while let Some((head, length)) = parse(&self.unread)? {
                 self.unread.advance(length);
@@ -104,6 +118,43 @@ impl Line {
         let read = self.unread.len().min(most);
         self.unread.advance(read);
         Ok(u64::try_from(read)?)
+    }
+
+    /// The next chunk of a body, as soon as it is there whole; nothing is the body's end.
+    pub(crate) async fn chunk(&mut self) -> anyhow::Result<Option<Bytes>> {
+        let (ahead, length) = loop {
+            match httparse::parse_chunk_size(&self.unread) {
+                Ok(httparse::Status::Complete((ahead, length))) => break (ahead, length),
+                Ok(httparse::Status::Partial) => {}
+                Err(_) => bail!("a chunk begins with no size"),
+            }
+            if self.read(SMALL).await? == 0 {
+                bail!("the connection ended within a body");
+            }
+        };
+        let length = usize::try_from(length)?;
+        ensure!(length <= CHUNK, "a chunk is longer than {CHUNK} bytes");
+        // Nobody here sends trailers, so behind the last one, too, there is only a line's end.
+        let whole = ahead + length + 2;
+        while self.unread.len() < whole {
+            let missing = whole - self.unread.len();
+            if self.read(missing.clamp(SMALL, READ)).await? == 0 {
+                bail!("the connection ended within a chunk");
+            }
+        }
+        let mut chunk = self.unread.split_to(whole).freeze();
+        chunk.advance(ahead);
+        chunk.truncate(length);
+        Ok((length > 0).then_some(chunk))
+    }
+
+    /// Throws the body of this answer away, in whichever form it comes.
+    pub(crate) async fn pass(&mut self, head: &Head) -> anyhow::Result<()> {
+        if !head.chunked {
+            return self.skip(head.length.unwrap_or(0)).await;
+        }
+        while self.chunk().await?.is_some() {}
+        Ok(())
     }
 
     /// What comes until the end: a sentence, not a body.
@@ -152,6 +203,7 @@ fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
         reason: response.reason.unwrap_or_default().to_owned(),
         length: None,
         close: false,
+        chunked: false,
     };
     for field in response.headers {
         if field.name.eq_ignore_ascii_case("content-length") {
@@ -164,7 +216,8 @@ fn parse(bytes: &[u8]) -> anyhow::Result<Option<(Head, usize)>> {
         } else if field.name.eq_ignore_ascii_case("connection") {
             head.close = field.value.eq_ignore_ascii_case(b"close");
         } else if field.name.eq_ignore_ascii_case("transfer-encoding") {
-            bail!("an answer in chunks: this generator wants a Content-Length");
+            head.chunked = field.value.eq_ignore_ascii_case(b"chunked");
+            ensure!(head.chunked, "a body comes in a form that is unknown here");
         }
     }
     if matches!(head.status, 204 | 304) {
@@ -197,9 +250,24 @@ mod tests {
         assert!(line.skip(1).await.is_err());
     }
 
+    #[tokio::test]
+    async fn chunks_arrive_whole_and_only_where_they_are_expected() {
+        let (near, mut far) = tokio::io::duplex(16);
+        let mut line = Line::new(near);
+        let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let said = format!("{head}3\r\nabc\r\n11;x=y\r\ndefghijklmnopqrst\r\n0\r\n\r\n{head}");
+        let says = tokio::spawn(async move { far.write_all(said.as_bytes()).await });
+        assert!(line.any_head().await.unwrap().chunked);
+        assert_eq!(line.chunk().await.unwrap().unwrap(), "abc");
+        assert_eq!(line.chunk().await.unwrap().unwrap(), "defghijklmnopqrst");
+        assert_eq!(line.chunk().await.unwrap(), None);
+        assert!(line.head().await.is_err());
+        says.await.unwrap().unwrap();
+    }
+
     #[test]
     fn what_is_not_understood_is_an_error() {
-        assert!(parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
+        assert!(parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n").is_err());
         assert!(parse(b"SSH-2.0\r\n\r\n").is_err());
         assert_eq!(parse(b"HTTP/1.1 200 OK\r\nContent-").unwrap(), None);
     }

@@ -36,6 +36,14 @@ impl Latencies {
         self.0.len()
     }
 
+    /// Each time with how often it was taken, in order: what several processes found is one histogram at whoever reads it.
+    pub(crate) fn counts(&self) -> Vec<(u64, u64)> {
+        let recorded = self.0.iter_recorded();
+        recorded
+            .map(|step| (step.value_iterated_to(), step.count_at_value()))
+            .collect()
+    }
+
     /// Their percentiles, in microseconds.
     pub(crate) fn summary(&self) -> Value {
         json!({
@@ -103,5 +111,7 @@ mod tests {
         let summary = one.summary();
         assert_eq!((one.count(), &summary["p50"]), (100, &json!(100)));
         assert!(summary["max"].as_u64().is_some_and(|max| max > 990_000));
+        let counts = one.counts();
+        assert_eq!((counts[0], counts.len()), ((100, 99), 2));
     }
 }
