@@ -34,6 +34,9 @@ class Causeway(Contestant):
     cores: int = 1
     # Rules of its policy, of which the last lets callers pass; none is no policy.
     rules: int = 0
+    # What its gateway's configuration has besides, and by whose name it is quoted.
+    settings: str = ""
+    written: str = "causeway"
     folder: Path = Path()
     # Put before the gateway's command: a profiler.
     under: tuple[str, ...] = ()
@@ -60,7 +63,7 @@ class Causeway(Contestant):
         self.tunnel = self.tunnel or bed.port()
         self.admin = bed.port()
         configuration = bed.write(
-            "causeway/gateway.yaml",
+            f"{self.written}/gateway.yaml",
             _GATEWAY.format(
                 data=self.data,
                 cores=self.cores,
@@ -70,7 +73,7 @@ class Causeway(Contestant):
                 https=https,
                 connect=connect,
                 app=app,
-                policy=f"policy: {_policy(bed, self.rules)}" if self.rules else "",
+                more=self.settings + (f"policy: {_policy(bed, self.rules)}" if self.rules else ""),
             ),
         )
         command = [*self.under, bed.tools.path(self.program), "gateway", "--config", str(configuration)]
@@ -170,7 +173,7 @@ fronts:
   - {{ name: connect, kind: connect, listen: "127.0.0.1:{connect}", names: [localhost, gateway], anonymous: true }}
 access_log: none
 log: {{ filter: warn }}
-{policy}
+{more}
 """
 
 _EDGE = """\

@@ -13,6 +13,7 @@ from .tools import Tools
 PROGRAMS = (
     "causeway", "before", "haproxy", "konnectivity-server", "frps", "chisel", "rathole",
     "nginx", "wrk", "h2load", "curl", "bench-load", "openssl", "valgrind", "strace", "perf",
+    "kube-apiserver", "etcd",
 )  # fmt: skip
 
 

@@ -36,20 +36,25 @@ class Pki:
         return self.folder / "server.p12"
 
     def make(self, cloud: str) -> None:
-        self.folder.mkdir(parents=True)
-        self._key("ca")
-        run([self.openssl, "req", "-x509", "-new", "-key", str(self.key("ca")), "-subj", "/CN=bench CA",
-             "-days", "30", "-addext", "keyUsage=critical,keyCertSign,cRLSign", "-out", str(self.ca)])  # fmt: skip
-        self._leaf("server", "serverAuth", f"DNS:localhost,IP:127.0.0.1,IP:{cloud}")
-        self._leaf("client", "clientAuth", "DNS:client")
+        self.authority()
+        self.leaf("server", "serverAuth", f"DNS:localhost,IP:127.0.0.1,IP:{cloud}")
+        self.leaf("client", "clientAuth", "DNS:client")
         self.server_bundle.write_text(self.chain("server").read_text() + self.key("server").read_text())
         run([self.openssl, "pkcs12", "-export", "-in", str(self.chain("server")), "-inkey",
              str(self.key("server")), "-passout", "pass:bench", "-out", str(self.server_pkcs12)])  # fmt: skip
 
+    def authority(self) -> None:
+        """The CA alone."""
+        self.folder.mkdir(parents=True)
+        self._key("ca")
+        run([self.openssl, "req", "-x509", "-new", "-key", str(self.key("ca")), "-subj", "/CN=bench CA",
+             "-days", "30", "-addext", "keyUsage=critical,keyCertSign,cRLSign", "-out", str(self.ca)])  # fmt: skip
+
     def _key(self, name: str) -> None:
         run([self.openssl, "ecparam", "-genkey", "-noout", "-name", "prime256v1", "-out", str(self.key(name))])
 
-    def _leaf(self, name: str, usage: str, names: str) -> None:
+    def leaf(self, name: str, usage: str, names: str, subject: str = "") -> None:
+        """A key, and what the CA has signed for it."""
         self._key(name)
         request = self.folder / f"{name}.csr"
         extensions = self.folder / f"{name}.ext"
@@ -57,6 +62,7 @@ class Pki:
             f"subjectAltName={names}\nextendedKeyUsage={usage}\nkeyUsage=critical,digitalSignature\n"
             "basicConstraints=critical,CA:FALSE\n"
         )
-        run([self.openssl, "req", "-new", "-key", str(self.key(name)), "-subj", f"/CN={name}", "-out", str(request)])
+        run([self.openssl, "req", "-new", "-key", str(self.key(name)), "-subj", subject or f"/CN={name}",
+             "-out", str(request)])  # fmt: skip
         run([self.openssl, "x509", "-req", "-in", str(request), "-CA", str(self.ca), "-CAkey", str(self.key("ca")),
              "-CAcreateserial", "-days", "30", "-extfile", str(extensions), "-out", str(self.chain(name))])  # fmt: skip

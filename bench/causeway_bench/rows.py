@@ -16,6 +16,7 @@ from .cost import instructions, system_calls, waits
 from .haproxy import Haproxy
 from .konnectivity import Konnectivity
 from .link import Link, outage, over_link
+from .readers import ApiServer, reading
 from .tunnels import Chisel, Frp, Rathole
 
 CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
@@ -28,6 +29,8 @@ CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
     "rathole": Rathole,
     # The app without any road, for the rows whose limit is the link.
     "plain": Direct,
+    # Watches of the cluster's API without any road, for what is read of it.
+    "apiserver": ApiServer,
 }
 ALL = ("haproxy", "causeway", "konnectivity", "frp", "chisel", "rathole")
 # Those that wrk and h2load can call: Konnectivity wants a CONNECT.
@@ -208,4 +211,13 @@ def _long() -> list[Row]:
     return rows
 
 
-ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_long())
+def _reading() -> list[Row]:
+    who = ("apiserver", "causeway")
+    return [
+        Row("readers", "1,000 EndpointSlices with 100 changes/s, and 200 readers in 4 pools of 5 edges with 10 each",
+            reading, "link_bytes_per_change", who, higher=False, start="own", reference="apiserver", quick=who, long=True,
+            needs=("bench-load", "kube-apiserver", "etcd")),
+    ]  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (*_requests(), *_transfers(), *_neighbours(), *_standing(), *_long(), *_reading())

@@ -22,6 +22,8 @@ _ASK = {
     "valgrind": "--version",
     "strace": "--version",
     "perf": "--version",
+    "kube-apiserver": "--version",
+    "etcd": "--version",
     "causeway": "--version",
     "before": "--version",
 }

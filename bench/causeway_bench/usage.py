@@ -36,6 +36,14 @@ def memory(pid: int) -> Memory:
     return Memory(pss=found["Pss"], rss=found["Rss"])
 
 
+def peak(pid: int) -> int:
+    """The most that was ever resident, in bytes, with all that is shared."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 class Meter:
     """CPU time by role between its making and `read`."""
 

@@ -277,6 +277,9 @@ pub(crate) struct Slices {
     /// Changes a second
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub(crate) rate: u32,
+    /// Which endpoint of each the first change finds not ready, so that it is none that is so already
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) step: usize,
     /// What each change is marked with, beside the time
     #[arg(long, default_value_t = 'm')]
     pub(crate) mark: char,

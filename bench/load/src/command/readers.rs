@@ -3,9 +3,11 @@
 //! 1. Each asks as client-go does by default, `sendInitialEvents` and bookmarks, in protobuf or JSON.
 //! 2. `ready` is said when all have been told everything.
 //! 3. Of each change with the mark it is noted how long ago it was made; `result` is said when each has seen all of them.
-//! 4. All keep reading until they are told to stop: what they cost at the other end can be looked at.
+//! 4. A watch that the server ends, as kube-apiserver does where a reader is too slow for it, goes on at the last version.
+//! 5. All keep reading until they are told to stop: what they cost at the other end can be looked at.
 
 pub(crate) mod stamp;
+mod version;
 
 use crate::{
     cli, files,
@@ -18,12 +20,13 @@ use crate::{
 use anyhow::{Context, bail, ensure};
 use bytes::{Buf, BytesMut};
 use serde_json::json;
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 use tokio::{sync::mpsc, task::JoinSet, time::Instant};
 
 /// What they watch.
-const PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices?watch=true&sendInitialEvents=true\
-     &resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&timeoutSeconds=3600";
+const PATH: &str = "/apis/discovery.k8s.io/v1/endpointslices?watch=true&allowWatchBookmarks=true&timeoutSeconds=3600";
+/// From its beginning, which is all there is.
+const BEGINNING: &str = "&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
 /// The annotation of the bookmark behind all that there is at the beginning.
 const COMPLETE: &[u8] = b"k8s.io/initial-events-end";
 
@@ -33,14 +36,26 @@ enum Told {
     Ready(u64),
     /// It has seen all changes; how long they took, and bytes since it was ready.
     Seen(Latencies, u64),
+    /// Its watch ended, and it goes on.
+    Again,
 }
 
 /// What one of them reads, and what it looks for.
 struct Reading {
     road: Road,
-    request: Vec<u8>,
+    host: String,
+    accept: &'static str,
     mark: u8,
     changes: u64,
+}
+
+/// What a reader has read, and not looked at yet.
+#[derive(Default)]
+struct Watching {
+    /// With some bytes that it has looked at, in which a version may stand.
+    unread: BytesMut,
+    looked: usize,
+    version: Option<u64>,
 }
 
 /// Begins to read, says when all are there and when all have seen everything, and reads until it is told to stop.
@@ -52,7 +67,12 @@ pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
     for url in &asked.url {
         let one = Arc::new(Reading {
             road: Road::of(url, None, &asked.caller).await?,
-            request: request(url, asked.json),
+            host: url.authority().map_or("", |host| host.as_str()).to_owned(),
+            accept: if asked.json {
+                "application/json"
+            } else {
+                "application/vnd.kubernetes.protobuf;stream=watch"
+            },
             mark: u8::try_from(asked.mark).context("the mark is one letter of ASCII")?,
             changes: asked.changes,
         });
@@ -78,9 +98,10 @@ pub(crate) async fn run(asked: cli::Readers, stop: Stop) -> anyhow::Result<()> {
 async fn tell(mut told: mpsc::Receiver<Told>, count: usize) {
     let began = Instant::now();
     let (mut ready, mut seen) = ((0, 0), (0, 0));
-    let mut latencies = Latencies::new();
+    let (mut latencies, mut again) = (Latencies::new(), 0);
     while let Some(told) = told.recv().await {
         match told {
+            Told::Again => again += 1,
             Told::Ready(bytes) => {
                 ready = (ready.0 + 1, ready.1 + bytes);
                 if ready.0 == count {
@@ -95,67 +116,97 @@ async fn tell(mut told: mpsc::Receiver<Told>, count: usize) {
                 seen = (seen.0 + 1, seen.1 + bytes);
                 if seen.0 == count {
                     report::say(&json!({
-                        "event": "result", "count": count, "changes": latencies.count(), "bytes": seen.1,
+                        "event": "result", "count": count, "changes": latencies.count(), "bytes": seen.1, "again": again,
                         "latency_us": latencies.summary(), "latency_counts": latencies.counts(),
                     }));
                 }
             }
         }
     }
-    std::future::pending().await
+    std::future::pending::<()>().await;
 }
 
-fn request(url: &http::Uri, json: bool) -> Vec<u8> {
-    let host = url.authority().map_or("", |host| host.as_str());
-    let accept = if json {
-        "application/json"
-    } else {
-        "application/vnd.kubernetes.protobuf;stream=watch"
-    };
-    format!(
-        "GET {PATH} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: kube-proxy\r\nAccept: {accept}\r\n\r\n"
-    )
-    .into_bytes()
-}
-
-/// One reader, until its watch ends.
+/// One reader, for ever.
 async fn read(reading: Arc<Reading>, telling: mpsc::Sender<Told>) -> anyhow::Result<()> {
-    let mut line = reading.road.open().await?.line;
-    line.send(&reading.request).await?;
-    let head = line.any_head().await?;
-    ensure!(
-        head.status == 200 && head.chunked,
-        "a watch was answered {} {}",
-        head.status,
-        head.reason
-    );
+    let mut line = reading.watch(BEGINNING).await?;
     let bytes = complete(&mut line).await?;
     telling.send(Told::Ready(bytes)).await?;
-    let (mut latencies, mut held, mut bytes) = (Latencies::new(), BytesMut::new(), 0);
-    while let Some(chunk) = line.chunk().await? {
-        bytes += u64::try_from(chunk.len())?;
-        held.extend_from_slice(&chunk);
-        let before = latencies.count();
-        let looked = stamp::ages(&held, reading.mark, |age: Duration| latencies.add(age));
-        held.advance(looked);
-        if before < reading.changes && latencies.count() >= reading.changes {
-            telling.send(Told::Seen(latencies.clone(), bytes)).await?;
+    let (mut latencies, mut watching, mut bytes) = (Latencies::new(), Watching::default(), 0);
+    loop {
+        let began = watching.version;
+        while let Ok(Some(chunk)) = line.chunk().await {
+            bytes += u64::try_from(chunk.len())?;
+            let before = latencies.count();
+            watching.look(&chunk, reading.mark, &mut latencies);
+            if before < reading.changes && latencies.count() >= reading.changes {
+                telling.send(Told::Seen(latencies.clone(), bytes)).await?;
+            }
         }
+        let version = watching
+            .version
+            .context("a watch ended before any change")?;
+        ensure!(began != Some(version), "a watch ended twice at {version}");
+        telling.send(Told::Again).await?;
+        watching.unread.clear();
+        watching.looked = 0;
+        line = reading
+            .watch(&format!("&resourceVersion={version}"))
+            .await?;
     }
-    Ok(())
+}
+
+impl Reading {
+    /// Opens a watch, from there on.
+    async fn watch(&self, from: &str) -> anyhow::Result<Line> {
+        let mut line = self.road.open().await?.line;
+        let (host, accept) = (&self.host, self.accept);
+        let request = format!(
+            "GET {PATH}{from} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: kube-proxy\r\nAccept: {accept}\r\n\r\n"
+        );
+        line.send(request.as_bytes()).await?;
+        let head = line.any_head().await?;
+        ensure!(
+            head.status == 200 && head.chunked,
+            "a watch was answered {} {}",
+            head.status,
+            head.reason
+        );
+        Ok(line)
+    }
+}
+
+impl Watching {
+    /// Looks at what has come.
+    fn look(&mut self, chunk: &[u8], mark: u8, latencies: &mut Latencies) {
+        self.unread.extend_from_slice(chunk);
+        let mut last = None;
+        self.looked += stamp::all(&self.unread[self.looked..], mark, |at, age| {
+            last = Some(self.looked + at);
+            if let Some(age) = age {
+                latencies.add(age);
+            }
+        });
+        if let Some(last) = last {
+            let ahead = &self.unread[last.saturating_sub(version::AHEAD)..last];
+            self.version = version::last(ahead).or(self.version);
+        }
+        let done = self.looked.saturating_sub(version::AHEAD);
+        self.unread.advance(done);
+        self.looked -= done;
+    }
 }
 
 /// Reads until the bookmark behind all there is, and counts.
 async fn complete(line: &mut Line) -> anyhow::Result<u64> {
-    let (mut held, mut bytes) = (BytesMut::new(), 0);
+    let (mut unread, mut bytes) = (BytesMut::new(), 0);
     while let Some(chunk) = line.chunk().await? {
         bytes += u64::try_from(chunk.len())?;
-        held.extend_from_slice(&chunk);
-        if held.windows(COMPLETE.len()).any(|at| at == COMPLETE) {
+        unread.extend_from_slice(&chunk);
+        if unread.windows(COMPLETE.len()).any(|at| at == COMPLETE) {
             return Ok(bytes);
         }
         // It may be cut in two.
-        held.advance(held.len().saturating_sub(COMPLETE.len()));
+        unread.advance(unread.len().saturating_sub(COMPLETE.len()));
     }
     bail!("a watch ended before all was told")
 }

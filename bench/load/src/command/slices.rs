@@ -108,12 +108,12 @@ impl Work {
     /// The request of this turn, with the time that it is now.
     fn request(&self, turn: usize) -> Vec<u8> {
         let number = turn % self.asked.count;
-        let (method, path, mark, step) = match self.asked.changes {
-            None => ("POST", PATH.to_owned(), '0', 0),
-            Some(_) => {
-                let path = format!("{PATH}/{}", slice::name(number));
-                ("PUT", path, self.asked.mark, 1 + turn / self.asked.count)
-            }
+        let (method, path, mark, step) = if self.asked.changes.is_some() {
+            let path = format!("{PATH}/{}", slice::name(number));
+            let step = self.asked.step + turn / self.asked.count;
+            ("PUT", path, self.asked.mark, step)
+        } else {
+            ("POST", PATH.to_owned(), '0', 0)
         };
         let body = slice::of(number, step, mark).to_string();
         let host = self.asked.url.authority().map_or("", |host| host.as_str());

@@ -23,57 +23,56 @@ fn since() -> Duration {
     since.unwrap_or_default()
 }
 
-/// How long ago each change with that mark was made, and how much of `bytes` has been looked at: a stamp may be cut in two.
-pub(super) fn ages(bytes: &[u8], mark: u8, mut found: impl FnMut(Duration)) -> usize {
+/// Where each stamp stands, with how long ago its change was made if it has that mark, and how much of `bytes` has been looked
+/// at: a stamp may be cut in two.
+pub(super) fn all(bytes: &[u8], mark: u8, mut found: impl FnMut(usize, Option<Duration>)) -> usize {
     let (now, mut at) = (since(), 0);
     while let Some(next) = bytes[at..].iter().position(|byte| *byte == AROUND) {
-        let Some(text) = bytes.get(at + next..at + next + LENGTH) else {
-            return at + next;
+        at += next;
+        let Some(text) = bytes.get(at..at + LENGTH) else {
+            return at;
         };
-        match made(text, mark) {
-            Some(made) => {
-                found(now.saturating_sub(made));
-                at += next + LENGTH;
+        match made(text) {
+            Some((marked, made)) => {
+                found(at, (marked == mark).then(|| now.saturating_sub(made)));
+                at += LENGTH;
             }
-            None => at += next + 1,
+            None => at += 1,
         }
     }
     bytes.len()
 }
 
-/// When it was made, if this is a stamp with that mark.
-fn made(text: &[u8], mark: u8) -> Option<Duration> {
-    let [AROUND, marked, digits @ .., AROUND] = text else {
+/// Its mark, and when it was made, if this is a stamp.
+fn made(text: &[u8]) -> Option<(u8, Duration)> {
+    let [AROUND, mark, digits @ .., AROUND] = text else {
         return None;
     };
-    if *marked != mark {
-        return None;
-    }
-    let digits = std::str::from_utf8(digits).ok()?;
-    digits.parse().ok().map(Duration::from_micros)
+    let digits = std::str::from_utf8(digits).ok()?.parse().ok()?;
+    Some((*mark, Duration::from_micros(digits)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn count(text: &str) -> (usize, usize) {
-        let mut found = 0;
-        let looked = ages(text.as_bytes(), b'm', |age| {
-            assert!(age < Duration::from_secs(60));
-            found += 1;
+    fn found(text: &str) -> (Vec<(usize, bool)>, usize) {
+        let mut found = Vec::new();
+        let looked = all(text.as_bytes(), b'm', |at, age| {
+            assert!(age.is_none_or(|age| age < Duration::from_secs(60)));
+            found.push((at, age.is_some()));
         });
         (found, looked)
     }
 
     #[test]
-    fn stamps_are_found_by_their_mark_and_one_that_is_cut_waits_for_its_rest() {
+    fn stamps_are_found_with_their_marks_and_one_that_is_cut_waits_for_its_rest() {
         let (ours, other) = (now('m'), now('w'));
         assert_eq!(ours.len(), LENGTH);
         let text = format!("a{ours}b{other}c~d{ours}");
-        assert_eq!(count(&text), (2, text.len()));
-        let cut = format!("ab{}", &ours[..7]);
-        assert_eq!(count(&cut), (0, 2));
-        assert_eq!(count(""), (0, 0));
+        let all = vec![(1, true), (2 + LENGTH, false), (5 + 2 * LENGTH, true)];
+        assert_eq!(found(&text), (all, text.len()));
+        assert_eq!(found(&format!("ab{}", &ours[..7])), (vec![], 2));
+        assert_eq!(found(""), (vec![], 0));
     }
 }

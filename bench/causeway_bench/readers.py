@@ -1,0 +1,267 @@
+"""What nodes read of their cluster: readers at their own edges, beside the same readers at kube-apiserver.
+
+A pool is a site of some edges, each with an equal share of the pool's readers; one edge leads. Each site has the cloud
+behind a link of its own, on which the kernel counts. Both ways have the same cluster, the same changes, and the same
+readers: as kube-proxy they ask for protobuf, in a watch that begins with all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from . import load
+from .bed import MIB, Bed
+from .callers import Figures
+from .causeway import Causeway, answers
+from .cluster import Cluster
+from .contestant import Contestant
+from .process import Process, Trouble, run, wait_for
+from .sites import Places, places
+from .usage import Meter, memory, peak
+
+_MILLI = 1e3
+
+
+class ApiServer(Contestant):
+    """No road: each reader has a watch at kube-apiserver."""
+
+    needs = ("kube-apiserver", "etcd")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything."""
+
+    slices: int
+    changes_per_s: int
+    sites: int
+    edges: int
+    # At each edge.
+    readers: int
+
+    @property
+    def at_site(self) -> int:
+        return self.edges * self.readers
+
+
+_WHOLE = Scale(slices=1000, changes_per_s=100, sites=4, edges=5, readers=10)
+# That all of it works is seen with less.
+_SMALL = Scale(slices=100, changes_per_s=20, sites=2, edges=2, readers=5)
+
+
+@dataclass
+class Edge:
+    """One that runs, and where its node's programs read."""
+
+    process: Process
+    bed: Bed
+    admin: int
+    port: int
+
+    def reading(self) -> dict[str, object]:
+        """How it says that its reading goes; nothing while it says nothing."""
+        try:
+            with self.bed.at("rest"), urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/status", timeout=2) as reply:
+                return dict(json.load(reply).get("reader") or {})
+        except (urllib.error.URLError, OSError):
+            return {}
+
+
+def reading(bed: Bed, contestant: Contestant) -> Figures:
+    """Bytes over the links, delays from the API to readers, CPU and memory of everybody, while slices change."""
+    scale = _SMALL if bed.pace.name == "quick" else _WHOLE
+    with places(bed, scale.sites) as there:
+        cluster = Cluster(there.cloud, contestant.processes)
+        cluster.start()
+        _slices(cluster, scale, [])
+        if not isinstance(contestant, Causeway):
+            found, _ = _changes(there, cluster, scale, [[cluster.url]] * scale.sites, contestant)
+            return found
+        edges, bare = _pools(there, cluster, scale, contestant)
+        try:
+            urls = [[f"http://127.0.0.1:{edge.port}" for edge in site] for site in edges]
+            found, used = _changes(there, cluster, scale, urls, contestant)
+            return found | _ours([edge for site in edges for edge in site], bare, contestant, used)
+        finally:
+            # In order they would take seconds each.
+            for process in (bare, *(edge.process for site in edges for edge in site)):
+                process.child.kill()
+
+
+def _slices(cluster: Cluster, scale: Scale, words: list[str]) -> load.Event:
+    asked = ["slices", "--url", cluster.url, *cluster.admin, "--count", str(scale.slices), *words]
+    found = load.result(cluster.bed, asked, 300)
+    if found["failed"]:
+        raise Trouble(f"the API took not all: {found['failures']}")
+    return found
+
+
+def _pools(there: Places, cluster: Cluster, scale: Scale, gateway: Causeway) -> tuple[list[list[Edge]], Process]:
+    """The gateway, all edges, in touch, of which each pool's one leads; and an edge that reads nothing."""
+    gateway.written = "readers"
+    gateway.settings = f"kubernetes: {{ kubeconfig: {cluster.kubeconfig()} }}\nreaders: {{}}\n"
+    gateway.bootstrap(there.cloud)
+    gateway.start_gateway(there.cloud, there.cloud.port())
+    edges = []
+    for number, site in enumerate(there.sites):
+        pool = f"site-{number + 1}"
+        token = _token(there.cloud, gateway, f"{pool}-*", scale.edges, ["--pool", pool])
+        edges.append([_edge(site, gateway, f"{pool}-{edge + 1}", token) for edge in range(scale.edges)])
+    token = _token(there.cloud, gateway, "bare", 1, [])
+    bare = _edge(there.sites[0], gateway, "bare", token, reads=False)
+    every = [edge for site in edges for edge in site]
+    with bare.bed.at("rest"):
+        wait_for("the edge without a reader is connected", lambda: answers(bare.admin, "/readyz"), [bare.process], 60)
+
+    def in_touch() -> bool:
+        told = [edge.reading() for edge in every]
+        leaders = [one for one in told if one.get("role") == "leader"]
+        return all(one.get("ready") for one in told) and len(leaders) == scale.sites
+
+    wait_for("all edges have read, and one of each pool leads", in_touch, [edge.process for edge in every], 120)
+    return edges, bare.process
+
+
+def _token(bed: Bed, gateway: Causeway, node: str, uses: int, words: list[str]) -> Path:
+    made = run([bed.tools.path(gateway.program), "token", "create", "--data-dir", str(gateway.data), "--node", node,
+                "--uses", str(uses), *words])  # fmt: skip
+    path = gateway.folder / f"{node.rstrip('-*')}.token"
+    path.write_text(made.strip())
+    return path
+
+
+def _edge(site: Bed, gateway: Causeway, node: str, token: Path, *, reads: bool = True) -> Edge:
+    admin, port, neighbours = site.port(), site.port(), site.port()
+    folder = gateway.folder / node
+    folder.mkdir()
+    text = _EDGE.format(data=folder / "data", node=node, cloud=site.cloud, tunnel=gateway.tunnel, token=token, admin=admin)
+    if reads:
+        text += _READER.format(port=port, neighbours=neighbours)
+        # One stands for all.
+        site.configurations["readers/edge.yaml"] = text
+    (folder / "edge.yaml").write_text(text)
+    command = [site.tools.path(gateway.program), "edge", "--config", str(folder / "edge.yaml")]
+    process = site.spawn(f"{gateway.folder.name}-{node}", command, "rest")
+    gateway.processes[f"edge {node}"] = process
+    return Edge(process, site, admin, port)
+
+
+def _changes(
+    there: Places, cluster: Cluster, scale: Scale, urls: list[list[str]], contestant: Contestant
+) -> tuple[Figures, dict[str, float]]:
+    """All readers begin, slices change, and each reader sees each change; also CPU by role, as shares of a core."""
+    pace = there.cloud.pace
+    count = scale.changes_per_s * pace.seconds * 5
+    rate = ["--rate", str(scale.changes_per_s)]
+    with ExitStack() as standing:
+        begun = time.monotonic()
+        readers = []
+        for site, at in zip(there.sites, urls, strict=True):
+            words = ["readers", *(word for url in at for word in ("--url", url)), *cluster.admin]
+            words += ["--count", str(scale.at_site // len(at)), "--changes", str(count)]
+            readers.append(standing.enter_context(load.beside(site, words, "ready", 300)))
+        figures = {
+            "readers": float(scale.at_site * scale.sites),
+            "slices": float(scale.slices),
+            "begin_s": time.monotonic() - begun,
+            "link_mib_at_begin": there.crossed() / MIB,
+        }
+        _slices(cluster, scale, [*rate, "--mark", "w", "--changes", str(scale.changes_per_s * pace.warm)])
+        time.sleep(pace.settle)
+        before = there.crossed()
+        time.sleep(pace.settle * 3)
+        figures["link_idle_bytes_per_s"] = (there.crossed() - before) / pace.settle / 3
+
+        before, meter, begun = there.crossed(), Meter(contestant.processes), time.monotonic()
+        # Behind the first step, which is that of the changes to warm up.
+        written = _slices(cluster, scale, [*rate, "--step", "2", "--changes", str(count)])
+        seen = [_seen(one) for one in readers]
+        took, used, bytes_over = time.monotonic() - begun, meter.read(), there.crossed() - before
+        shares = {role: seconds / took for role, seconds in used.items()}
+        figures |= {
+            "changes_per_s": float(written["per_second"]),
+            "link_bytes_per_change": bytes_over / count,
+            "link_kb_per_s": bytes_over / took / 1e3,
+            "watches_ended": float(sum(one["again"] for one in seen)),
+            "read_bytes_per_change": sum(one["bytes"] for one in seen) / sum(one["changes"] for one in seen),
+            **_delays([one["latency_counts"] for one in seen]),
+            "write_p50_ms": written["latency_us"]["p50"] / _MILLI,
+            "write_p99_ms": written["latency_us"]["p99"] / _MILLI,
+        }
+        for role in ("apiserver", "etcd"):
+            figures[f"cpu_{role}_share"] = shares[role]
+            figures[f"mib_{role}"] = _mib(contestant.processes[role])
+        figures["mib_cluster"] = figures["mib_apiserver"] + figures["mib_etcd"]
+        if isinstance(contestant, Causeway):
+            figures["mib_gateway"] = _mib(contestant.processes["front"])
+        return figures, shares
+
+
+def _seen(reader: Process) -> load.Event:
+    """What readers have found once each has seen all."""
+    wait_for("all readers have seen all changes", lambda: load.event(reader.said(), "result") is not None, [reader], 120)
+    return load.event(reader.said(), "result") or {}
+
+
+def _delays(counts: list[list[list[int]]]) -> Figures:
+    """Of all readers, wherever they are: from before a change is asked for until a reader has it."""
+    joined = sorted((took, often) for one in counts for took, often in one)
+    total = sum(often for _, often in joined)
+
+    def at(share: float) -> float:
+        passed = 0
+        for took, often in joined:
+            passed += often
+            if passed >= total * share:
+                return took / _MILLI
+        raise Trouble("no reader has seen anything")
+
+    return {"delay_p50_ms": at(0.5), "delay_p99_ms": at(0.99), "delay_p999_ms": at(0.999), "delay_max_ms": at(1)}
+
+
+def _mib(process: Process) -> float:
+    return memory(process.pid).pss / MIB
+
+
+def _ours(edges: list[Edge], bare: Process, gateway: Causeway, used: dict[str, float]) -> Figures:
+    """What our part takes: a leader by the one that holds most, beside an edge that reads nothing."""
+    by_role: dict[str, list[Process]] = {"leader": [], "follower": []}
+    for edge in edges:
+        by_role[str(edge.reading()["role"])].append(edge.process)
+    names = {process.pid: role for role, process in gateway.processes.items()}
+    figures = {"cpu_gateway_share": used["front"], "mib_bare_edge": _mib(bare)}
+    for role, processes in by_role.items():
+        figures |= {
+            f"cpu_{role}_share": mean(used[names[process.pid]] for process in processes),
+            f"mib_{role}": median(_mib(process) for process in processes),
+            f"mib_{role}_more": max(_mib(process) for process in processes) - _mib(bare),
+            f"mib_{role}_most_more": max(peak(process.pid) for process in processes) / MIB - peak(bare.pid) / MIB,
+        }
+    figures["leader_more_to_cluster"] = figures["mib_leader_more"] / (
+        _mib(gateway.processes["apiserver"]) + _mib(gateway.processes["etcd"])
+    )
+    return figures
+
+
+_EDGE = """\
+data_dir: {data}
+node: {node}
+gateways: ["{cloud}:{tunnel}"]
+join_file: {token}
+admin:
+  listen: "127.0.0.1:{admin}"
+log: {{ filter: warn }}
+"""
+
+_READER = """\
+reader:
+  listen: "127.0.0.1:{port}"
+  site: {{ listen: "127.0.0.1:{neighbours}", addresses: ["127.0.0.1:{neighbours}"] }}
+"""
