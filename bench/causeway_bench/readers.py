@@ -11,6 +11,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ from .sites import Places, places
 from .usage import Meter, memory, peak
 
 _MILLI = 1e3
+# Changes a second where there are to be many: as fast as the API takes them.
+_HASTE = "1000"
+# CPU by role, as shares of a core.
+Used = dict[str, float]
 
 
 class ApiServer(Contestant):
@@ -45,15 +50,17 @@ class Scale:
     edges: int
     # At each edge.
     readers: int
+    # Changes after which whatever is kept of the last ones is full, at edges as they are configured without further words.
+    fill: int
 
     @property
     def at_site(self) -> int:
         return self.edges * self.readers
 
 
-_WHOLE = Scale(slices=1000, changes_per_s=100, sites=4, edges=5, readers=10)
+_WHOLE = Scale(slices=1000, changes_per_s=100, sites=4, edges=5, readers=10, fill=10_000)
 # That all of it works is seen with less.
-_SMALL = Scale(slices=100, changes_per_s=20, sites=2, edges=2, readers=5)
+_SMALL = Scale(slices=100, changes_per_s=20, sites=2, edges=2, readers=5, fill=200)
 
 
 @dataclass
@@ -74,48 +81,57 @@ class Edge:
             return {}
 
 
+@dataclass
+class Scene:
+    """A cluster with its slices, and sites that reach it; what runs is the contestant's."""
+
+    there: Places
+    scale: Scale
+    contestant: Contestant
+    cluster: Cluster
+
+    def slices(self, *words: str) -> load.Event:
+        """Makes them all, or changes some."""
+        asked = ["slices", "--url", self.cluster.url, *self.cluster.admin, "--count", str(self.scale.slices), *words]
+        found = load.result(self.cluster.bed, asked, 300)
+        if found["failed"]:
+            raise Trouble(f"the API took not all: {found['failures']}")
+        return found
+
+
 def reading(bed: Bed, contestant: Contestant) -> Figures:
     """Bytes over the links, delays from the API to readers, CPU and memory of everybody, while slices change."""
     scale = _SMALL if bed.pace.name == "quick" else _WHOLE
     with places(bed, scale.sites) as there:
-        cluster = Cluster(there.cloud, contestant.processes)
-        cluster.start()
-        _slices(cluster, scale, [])
+        scene = Scene(there, scale, contestant, Cluster(there.cloud, contestant.processes))
+        scene.cluster.start()
+        scene.slices()
         if not isinstance(contestant, Causeway):
-            found, _ = _changes(there, cluster, scale, [[cluster.url]] * scale.sites, contestant)
-            return found
-        edges, bare = _pools(there, cluster, scale, contestant)
+            return _changes(scene, [[scene.cluster.url]] * scale.sites, lambda used: {})
+        edges, bare = _pools(scene, contestant)
+        every = [edge for site in edges for edge in site]
+        urls = [[f"http://127.0.0.1:{edge.port}" for edge in site] for site in edges]
         try:
-            urls = [[f"http://127.0.0.1:{edge.port}" for edge in site] for site in edges]
-            found, used = _changes(there, cluster, scale, urls, contestant)
-            return found | _ours([edge for site in edges for edge in site], bare, contestant, used)
+            return _changes(scene, urls, lambda used: _ours(scene, contestant, every, bare, used))
         finally:
             # In order they would take seconds each.
-            for process in (bare, *(edge.process for site in edges for edge in site)):
+            for process in (bare, *(edge.process for edge in every)):
                 process.child.kill()
 
 
-def _slices(cluster: Cluster, scale: Scale, words: list[str]) -> load.Event:
-    asked = ["slices", "--url", cluster.url, *cluster.admin, "--count", str(scale.slices), *words]
-    found = load.result(cluster.bed, asked, 300)
-    if found["failed"]:
-        raise Trouble(f"the API took not all: {found['failures']}")
-    return found
-
-
-def _pools(there: Places, cluster: Cluster, scale: Scale, gateway: Causeway) -> tuple[list[list[Edge]], Process]:
+def _pools(scene: Scene, gateway: Causeway) -> tuple[list[list[Edge]], Process]:
     """The gateway, all edges, in touch, of which each pool's one leads; and an edge that reads nothing."""
+    cloud, scale = scene.there.cloud, scene.scale
     gateway.written = "readers"
-    gateway.settings = f"kubernetes: {{ kubeconfig: {cluster.kubeconfig()} }}\nreaders: {{}}\n"
-    gateway.bootstrap(there.cloud)
-    gateway.start_gateway(there.cloud, there.cloud.port())
+    gateway.settings = f"kubernetes: {{ kubeconfig: {scene.cluster.kubeconfig()} }}\nreaders: {{}}\n"
+    gateway.bootstrap(cloud)
+    gateway.start_gateway(cloud, cloud.port())
     edges = []
-    for number, site in enumerate(there.sites):
+    for number, site in enumerate(scene.there.sites):
         pool = f"site-{number + 1}"
-        token = _token(there.cloud, gateway, f"{pool}-*", scale.edges, ["--pool", pool])
+        token = _token(cloud, gateway, f"{pool}-*", scale.edges, ["--pool", pool])
         edges.append([_edge(site, gateway, f"{pool}-{edge + 1}", token) for edge in range(scale.edges)])
-    token = _token(there.cloud, gateway, "bare", 1, [])
-    bare = _edge(there.sites[0], gateway, "bare", token, reads=False)
+    bare = _edge(scene.there.sites[0], gateway, "bare", _token(cloud, gateway, "bare", 1, []), reads=False)
     every = [edge for site in edges for edge in site]
     with bare.bed.at("rest"):
         wait_for("the edge without a reader is connected", lambda: answers(bare.admin, "/readyz"), [bare.process], 60)
@@ -153,18 +169,15 @@ def _edge(site: Bed, gateway: Causeway, node: str, token: Path, *, reads: bool =
     return Edge(process, site, admin, port)
 
 
-def _changes(
-    there: Places, cluster: Cluster, scale: Scale, urls: list[list[str]], contestant: Contestant
-) -> tuple[Figures, dict[str, float]]:
-    """All readers begin, slices change, and each reader sees each change; also CPU by role, as shares of a core."""
-    pace = there.cloud.pace
+def _changes(scene: Scene, urls: list[list[str]], then: Callable[[Used], Figures]) -> Figures:
+    """All readers begin, slices change, and each reader sees each change; what comes `then` finds all of them there."""
+    there, scale, pace = scene.there, scene.scale, scene.there.cloud.pace
     count = scale.changes_per_s * pace.seconds * 5
-    rate = ["--rate", str(scale.changes_per_s)]
     with ExitStack() as standing:
         begun = time.monotonic()
         readers = []
         for site, at in zip(there.sites, urls, strict=True):
-            words = ["readers", *(word for url in at for word in ("--url", url)), *cluster.admin]
+            words = ["readers", *(word for url in at for word in ("--url", url)), *scene.cluster.admin]
             words += ["--count", str(scale.at_site // len(at)), "--changes", str(count)]
             readers.append(standing.enter_context(load.beside(site, words, "ready", 300)))
         figures = {
@@ -173,35 +186,45 @@ def _changes(
             "begin_s": time.monotonic() - begun,
             "link_mib_at_begin": there.crossed() / MIB,
         }
-        _slices(cluster, scale, [*rate, "--mark", "w", "--changes", str(scale.changes_per_s * pace.warm)])
+        rate = ("--rate", str(scale.changes_per_s), "--changes")
+        scene.slices(*rate, str(scale.changes_per_s * pace.warm), "--mark", "w")
         time.sleep(pace.settle)
         before = there.crossed()
         time.sleep(pace.settle * 3)
         figures["link_idle_bytes_per_s"] = (there.crossed() - before) / pace.settle / 3
 
-        before, meter, begun = there.crossed(), Meter(contestant.processes), time.monotonic()
+        before, meter, begun = there.crossed(), Meter(scene.contestant.processes), time.monotonic()
         # Behind the first step, which is that of the changes to warm up.
-        written = _slices(cluster, scale, [*rate, "--step", "2", "--changes", str(count)])
+        written = scene.slices(*rate, str(count), "--step", "2")
         seen = [_seen(one) for one in readers]
-        took, used, bytes_over = time.monotonic() - begun, meter.read(), there.crossed() - before
-        shares = {role: seconds / took for role, seconds in used.items()}
+        took, over = time.monotonic() - begun, there.crossed() - before
+        used = {role: seconds / took for role, seconds in meter.read().items()}
         figures |= {
             "changes_per_s": float(written["per_second"]),
-            "link_bytes_per_change": bytes_over / count,
-            "link_kb_per_s": bytes_over / took / 1e3,
-            "watches_ended": float(sum(one["again"] for one in seen)),
-            "read_bytes_per_change": sum(one["bytes"] for one in seen) / sum(one["changes"] for one in seen),
-            **_delays([one["latency_counts"] for one in seen]),
+            "link_bytes_per_change": over / count,
+            "link_kb_per_s": over / took / 1e3,
             "write_p50_ms": written["latency_us"]["p50"] / _MILLI,
             "write_p99_ms": written["latency_us"]["p99"] / _MILLI,
         }
-        for role in ("apiserver", "etcd"):
-            figures[f"cpu_{role}_share"] = shares[role]
-            figures[f"mib_{role}"] = _mib(contestant.processes[role])
-        figures["mib_cluster"] = figures["mib_apiserver"] + figures["mib_etcd"]
-        if isinstance(contestant, Causeway):
-            figures["mib_gateway"] = _mib(contestant.processes["front"])
-        return figures, shares
+        return figures | _read(seen) | _clusters(scene.contestant, used) | then(used)
+
+
+def _read(seen: list[load.Event]) -> Figures:
+    """What readers at all sites have found."""
+    return {
+        **_delays([one["latency_counts"] for one in seen]),
+        "read_bytes_per_change": sum(one["bytes"] for one in seen) / sum(one["changes"] for one in seen),
+        "watches_ended": float(sum(one["again"] for one in seen)),
+    }
+
+
+def _clusters(contestant: Contestant, used: Used) -> Figures:
+    """What the cluster's own part takes."""
+    figures = {}
+    for role in ("apiserver", "etcd"):
+        figures[f"cpu_{role}_share"] = used[role]
+        figures[f"mib_{role}"] = _mib(contestant.processes[role])
+    return figures | {"mib_cluster": figures["mib_apiserver"] + figures["mib_etcd"]}
 
 
 def _seen(reader: Process) -> load.Event:
@@ -230,24 +253,30 @@ def _mib(process: Process) -> float:
     return memory(process.pid).pss / MIB
 
 
-def _ours(edges: list[Edge], bare: Process, gateway: Causeway, used: dict[str, float]) -> Figures:
-    """What our part takes: a leader by the one that holds most, beside an edge that reads nothing."""
+def _ours(scene: Scene, gateway: Causeway, edges: list[Edge], bare: Process, used: Used) -> Figures:
+    """What our part takes: CPU while slices changed, and memory when all that is kept of changes is full; of a role by
+    the one that holds most, beside an edge that reads nothing."""
     by_role: dict[str, list[Process]] = {"leader": [], "follower": []}
     for edge in edges:
         by_role[str(edge.reading()["role"])].append(edge.process)
     names = {process.pid: role for role, process in gateway.processes.items()}
-    figures = {"cpu_gateway_share": used["front"], "mib_bare_edge": _mib(bare)}
+    figures = {"cpu_gateway_share": used["front"], "mib_leader_before": _middle(by_role["leader"])}
+    for role, processes in by_role.items():
+        figures[f"cpu_{role}_share"] = mean(used[names[process.pid]] for process in processes)
+    scene.slices("--rate", _HASTE, "--changes", str(scene.scale.fill), "--mark", "f")
+    time.sleep(scene.there.cloud.pace.settle * 3)
+    figures |= {"mib_gateway": _mib(gateway.processes["front"]), "mib_bare_edge": _mib(bare)}
     for role, processes in by_role.items():
         figures |= {
-            f"cpu_{role}_share": mean(used[names[process.pid]] for process in processes),
-            f"mib_{role}": median(_mib(process) for process in processes),
+            f"mib_{role}": _middle(processes),
             f"mib_{role}_more": max(_mib(process) for process in processes) - _mib(bare),
-            f"mib_{role}_most_more": max(peak(process.pid) for process in processes) / MIB - peak(bare.pid) / MIB,
+            f"mib_{role}_peak_more": (max(peak(process.pid) for process in processes) - peak(bare.pid)) / MIB,
         }
-    figures["leader_more_to_cluster"] = figures["mib_leader_more"] / (
-        _mib(gateway.processes["apiserver"]) + _mib(gateway.processes["etcd"])
-    )
     return figures
+
+
+def _middle(processes: list[Process]) -> float:
+    return median(_mib(process) for process in processes)
 
 
 _EDGE = """\
