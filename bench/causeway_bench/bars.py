@@ -98,4 +98,9 @@ BARS = (
         (value("handshakes-full", "per_s_and_core"),), why="handshakes"),
     Bar("10,000 edges back after a gateway restart (the design says 19,000, with two cores for the gateway)", "–", "–",
         (10.0,), (5.0,), (value("restart-10000", "seconds_from_start"),), higher=False, unit=" s"),
+    # One stream for each pool of fifty is the must; that no stream repeats what did not change is the aim.
+    Bar("200 readers in pools of 50: bytes over the cloud link, against 200 watches at kube-apiserver", "–", "–", (0.02,),
+        (0.005,), (ratio("readers", "link_bytes_per_change", "apiserver"),), higher=False),
+    Bar("memory of a pool's leader more than of an edge that reads nothing", "–", "320 MiB (kube-apiserver and etcd)",
+        (32.0,), (16.0,), (value("readers", "mib_leader_more"),), higher=False, unit=" MiB", why="readers"),
 )  # fmt: skip

@@ -132,6 +132,8 @@ def markdown(run: Run, why: Path) -> str:
     lines += ["## What falls short", "", *shortfalls(run, why)]
     if any(outcome.row.name.startswith("growth") for outcome in run.outcomes):
         lines += ["## Growth", "", (why / "growth.md").read_text().strip(), ""]
+    if any(outcome.row.name == "readers" for outcome in run.outcomes):
+        lines += ["## What nodes read", "", (why / "reading.md").read_text().strip(), ""]
     lines += ["## Ratios", ""]
     lines += [f"![{title}](pictures/{name})\n" for name, title in pictures.names(run.outcomes)]
     lines += [*ratios(run), "", "## Rows", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -213,9 +214,11 @@ def _long() -> list[Row]:
 
 def _reading() -> list[Row]:
     who = ("apiserver", "causeway")
+    # Network namespaces are not everybody's to make, and what is quick is for everybody.
+    quick = who if os.geteuid() == 0 else ()
     return [
         Row("readers", "1,000 EndpointSlices with 100 changes/s, and 200 readers in 4 pools of 5 edges with 10 each",
-            reading, "link_bytes_per_change", who, higher=False, start="own", reference="apiserver", quick=who, long=True,
+            reading, "link_bytes_per_change", who, higher=False, start="own", reference="apiserver", quick=quick, long=True,
             needs=("bench-load", "kube-apiserver", "etcd")),
     ]  # fmt: skip
 

@@ -7,4 +7,5 @@
 mod callers;
 mod fleet;
 mod process;
+mod reads;
 mod ways;
