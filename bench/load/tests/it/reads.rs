@@ -86,8 +86,8 @@ async fn slices_are_made_and_changed_and_a_refusal_is_told() {
     let load = format!("slices --url http://{url} --count 2 --callers 1");
     let (made, ()) = tokio::join!(result(&load), answer(&listener, "POST ", "201 Created", 2));
     assert_eq!((&made["requests"], &made["failed"]), (&json!(2), &json!(0)));
-    let changes = format!("{load} --changes 3 --rate 1000");
-    let (changed, ()) = tokio::join!(result(&changes), answer(&listener, "PUT ", "200 OK", 3));
+    let more = format!("{load} --changes 3 --rate 1000");
+    let (changed, ()) = tokio::join!(result(&more), answer(&listener, "PUT ", "200 OK", 3));
     assert_eq!(changed["requests"], 3);
     let (refused, ()) = tokio::join!(result(&load), answer(&listener, "POST ", "403 No", 1));
     assert_eq!(refused["failed"], 1);

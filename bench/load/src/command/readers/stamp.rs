@@ -59,7 +59,7 @@ mod tests {
     fn found(text: &str) -> (Vec<(usize, bool)>, usize) {
         let mut found = Vec::new();
         let looked = all(text.as_bytes(), b'm', |at, age| {
-            assert!(age.is_none_or(|age| age < Duration::from_secs(60)));
+            assert!(age.is_none_or(|age| age < Duration::from_mins(1)));
             found.push((at, age.is_some()));
         });
         (found, looked)
