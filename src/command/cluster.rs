@@ -137,51 +137,15 @@ impl Cluster {
             }
         };
         Box::pin(async move {
-            let listed = async {
-                match listed {
-                    Some(listed) => listed.run().await,
-                    None => std::future::pending().await,
-                }
-            };
-            let advertised = async {
-                match advertised {
-                    Some(advertised) => advertised.run().await,
-                    None => std::future::pending().await,
-                }
-            };
-            let signed = async {
-                match certificates {
-                    Some(certificates) => certificates.run().await,
-                    None => std::future::pending().await,
-                }
-            };
-            let read = async {
-                match read {
-                    Some(read) => read.run().await,
-                    None => std::future::pending().await,
-                }
-            };
-            let told = async {
-                match hubs {
-                    Some(hubs) => hubs.run().await,
-                    None => std::future::pending().await,
-                }
-            };
-            let own = async {
-                match own {
-                    Some(own) => own.run(|| reloader.names()).await,
-                    None => std::future::pending().await,
-                }
-            };
             let ((), (), never, ..) = tokio::join!(
                 informer.run(hold),
                 hosts,
-                listed,
-                signed,
-                advertised,
-                own,
-                read,
-                told
+                endless(listed.map(causeway_k8s::Ports::run)),
+                endless(certificates.map(causeway_k8s::Certificates::run)),
+                endless(advertised.map(causeway_k8s::Advertise::run)),
+                endless(own.map(|own| own.run(|| reloader.names()))),
+                endless(read.map(causeway_k8s::Follower::run)),
+                endless(hubs.map(causeway_k8s::Hubs::run)),
             );
             never
         })
@@ -255,6 +219,15 @@ impl Parts {
             metrics: bound.metrics(),
             gateway: this_gateway(),
         })
+    }
+}
+
+/// Some work, if there is any.
+#[cfg(feature = "k8s")]
+async fn endless(work: Option<impl Future<Output = Infallible>>) -> Infallible {
+    match work {
+        Some(work) => work.await,
+        None => std::future::pending().await,
     }
 }
 

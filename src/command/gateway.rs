@@ -52,15 +52,8 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         .bind()
         .inspect_err(|error| notify.status(&error.to_string()))?;
     let pool = bound.pool();
-    let objects = objects(dir.as_deref(), pool.as_ref())
+    hold(dir.as_deref(), pool.as_ref())
         .inspect_err(|error| notify.status(&format!("{error:#}")))?;
-    if let Some(objects) = objects {
-        tracing::info!(
-            objects = objects.count(),
-            "edges can read what the manifests say"
-        );
-        objects.hold();
-    }
     let (listing, heard) = Heard::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
@@ -73,10 +66,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         heard,
         text: Mutex::new(rules.text),
     };
-    let again = Arc::new(move |noted: &mut Noted| {
-        let done = live.reload(noted);
-        done.inspect_err(|_| live.reloader.refused())
-    });
+    let again = Arc::new(move |noted: &mut Noted| live.again(noted));
     let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
     let running = bound.run(stop);
     let live = notify.gateway(pulse, grace, running);
@@ -86,6 +76,18 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     store.remove_runtime(admin::NAME)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
+    }
+    Ok(())
+}
+
+/// Has edges read what the manifests say, if there are any.
+fn hold(dir: Option<&Path>, pool: Option<&Arc<Pool>>) -> anyhow::Result<()> {
+    if let Some(objects) = objects(dir, pool)? {
+        tracing::info!(
+            objects = objects.count(),
+            "edges can read what the manifests say"
+        );
+        objects.hold();
     }
     Ok(())
 }
@@ -138,6 +140,12 @@ impl Heard {
 }
 
 impl Live {
+    /// Reads everything anew, and notes where that is refused.
+    fn again(&self, noted: &mut Noted) -> anyhow::Result<String> {
+        let done = self.reload(noted);
+        done.inspect_err(|_| self.reloader.refused())
+    }
+
     /// Everything is read and built before anything is put into force.
     fn reload(&self, noted: &mut Noted) -> anyhow::Result<String> {
         noted.files(self.sources.file.clone());

@@ -439,7 +439,7 @@ async fn asked_once(change: impl FnOnce(&mut Config)) -> (World, Edge, App) {
         config.apps.insert(KUBELET, ours);
         change(config);
     });
-    let world = build.start().await;
+    let world = Box::pin(build.start()).await;
     let edge = edge(&world, "edge-1", &app).await;
     let answer = world.caller().get("https://edge-1:10250/").await;
     assert_eq!(answer.text(), "well");

@@ -235,7 +235,7 @@ async fn road(authority: &Authority, app: SocketAddr, change: impl FnOnce(&mut C
         config.apps.insert(9100, ours);
         change(config);
     });
-    Road::along(build, Scheme::Tcp, app).await
+    Box::pin(Road::along(build, Scheme::Tcp, app)).await
 }
 
 /// An app that takes so many streams at once, and the road to it.

@@ -53,7 +53,7 @@ impl Road {
             ..config::App::default()
         };
         let build = build.config(|config| drop(config.apps.insert(9100, ours)));
-        let road = Self::along(build, Scheme::Tcp, app.address()).await;
+        let road = Box::pin(Self::along(build, Scheme::Tcp, app.address())).await;
         (app, road)
     }
 

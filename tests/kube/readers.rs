@@ -16,8 +16,11 @@ use libtest_mimic::Trial;
 
 use scene::Scene;
 
+/// What a trial does.
+type Run = fn(&mut Scene);
+
 pub(crate) fn trials() -> Vec<Trial> {
-    let trials: [(&str, fn(&mut Scene)); 13] = [
+    let trials: [(&str, Run); 13] = [
         (
             "one_edge_of_a_pool_reads_for_all_of_it",
             cuts::one_edge_of_a_pool_reads_for_all_of_it,
@@ -74,7 +77,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.into_iter().map(trial).collect()
 }
 
-fn trial((name, run): (&str, fn(&mut Scene))) -> Trial {
+fn trial((name, run): (&str, Run)) -> Trial {
     Trial::test(format!("readers::{name}"), move || {
         let mut scene = scene::scene();
         scene.whole();

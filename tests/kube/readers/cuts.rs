@@ -21,12 +21,12 @@ pub(super) fn one_edge_of_a_pool_reads_for_all_of_it(scene: &mut Scene) {
     assert_eq!(reading["leader"], leads.name, "{reading:#}");
     assert_eq!(reading["members"].as_array().map(Vec::len), Some(2));
     // A connection, and a watch of each resource.
-    scene.until("one edge reads at the gateway", |scene| {
-        scene.metric("causeway_gateway_pool_readers ") == 1
+    scene.until("one edge reads at the gateway", |_| {
+        Scene::metric("causeway_gateway_pool_readers ") == 1
     });
     for resource in ["v1/services", "discovery.k8s.io/v1/endpointslices"] {
         let watchers = format!("causeway_gateway_pool_watchers{{resource=\"{resource}\"}} ");
-        assert_eq!(scene.metric(&watchers), 1, "{resource}");
+        assert_eq!(Scene::metric(&watchers), 1, "{resource}");
     }
     let status = scene.causeway("status").run().ok().text();
     assert!(

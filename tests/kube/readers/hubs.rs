@@ -10,7 +10,7 @@ use super::{
 };
 use crate::world::{
     net::CLOUD,
-    process::{PATIENCE, Process, Program, until, within},
+    process::{Process, until, within},
 };
 
 /// Where clients of a hub ask it.
@@ -64,7 +64,7 @@ fn told(scene: &Scene) -> Value {
 }
 
 /// A hub on an edge's node, which asks the cluster for its certificates.
-fn hub(scene: &Scene, edge: &Edge, bootstrap: &str) -> Process {
+fn hub(edge: &Edge, bootstrap: &str) -> Process {
     let folder = edge.folder.join("hub");
     // Those of a test that failed are of another run.
     let _ = fs::remove_dir_all(&folder);
@@ -101,56 +101,61 @@ fn is_up(edge: &Edge) -> bool {
     asked.args([HEALTH]).run().code == Some(0)
 }
 
-pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
+/// Whether hubs are told of both edges.
+fn both_are_told(scene: &Scene) -> bool {
+    let told = told(scene);
+    let leaders = told["leaders"].as_str().unwrap_or_default();
+    let mut edges = scene.edges.iter();
+    edges.all(|edge| leaders.contains(&format!("causeway:{}/", edge.name)))
+}
+
+/// Hubs on all nodes, once they have their certificates.
+fn start(scene: &Scene) -> Vec<Process> {
     furnish(scene);
-    let leaders = || told(scene)["leaders"].as_str().map(str::to_owned);
-    let both = |leaders: &str| {
-        scene
-            .edges
-            .iter()
-            .all(|edge| leaders.contains(&format!("causeway:{}/", edge.name)))
-    };
-    if !within(LOOKS, || leaders().is_some_and(|leaders| both(&leaders))) {
+    if !within(LOOKS, || both_are_told(scene)) {
         scene.fail(&format!("hubs are told {:#}", told(scene)));
     }
     let token = scene.cluster.token("kube-system", "hub-bootstrap");
     let bootstrap = scene.cluster.with_token("hub", &token);
     let edges = scene.edges.iter();
-    let hubs: Vec<Process> = edges.map(|edge| hub(scene, edge, &bootstrap)).collect();
+    let hubs: Vec<Process> = edges.map(|edge| hub(edge, &bootstrap)).collect();
     let up = within(STARTS, || {
         approve(scene);
         scene.edges.iter().all(is_up)
     });
-    let words = || {
-        hubs.iter()
-            .map(Process::said)
-            .collect::<Vec<_>>()
-            .join("\n---\n")
-    };
-    assert!(up, "{}", words());
+    assert!(up, "{}", words(&hubs));
+    hubs
+}
 
+fn words(hubs: &[Process]) -> String {
+    let said = hubs.iter().map(Process::said);
+    said.collect::<Vec<_>>().join("\n---\n")
+}
+
+pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
+    let hubs = start(scene);
     let mut views = Readers::default();
     views.start_at(&scene.edges, PROXY);
-    let agree = |scene: &Scene, views: &mut Readers, when: &str| {
+    let mut agree = |scene: &Scene, when: &str| {
         if let Err(why) = views.agree(&scene.cluster, |_| true) {
-            scene.fail(&format!("{when}: {why}\n{}", words()));
+            scene.fail(&format!("{when}: {why}\n{}", words(&hubs)));
         }
     };
     scene.change(40);
-    agree(scene, &mut views, "at first");
+    agree(scene, "at first");
     // Also the hub on the node whose edge leads reads at an edge.
-    scene.until("both hubs read at edges", |scene| {
-        scene.edges.iter().map(watches_of_hubs).sum::<u64>() >= 4
+    scene.until("both hubs watch both resources at edges", |scene| {
+        scene.edges.iter().map(connections_of_hubs).sum::<usize>() >= 4
     });
 
     // A hub without a way to the cloud sees what changes there, by the other edge's.
     let leader = scene.leader().expect("one leads");
     scene.edges[leader].site.cut();
     scene.change(40);
-    agree(scene, &mut views, "with the leader's uplink cut");
+    agree(scene, "with the leader's uplink cut");
     scene.edges[leader].site.mend();
     scene.change(40);
-    agree(scene, &mut views, "with it mended");
+    agree(scene, "with it mended");
 
     // With all cut hubs go on with what was last known, and are right again.
     scene.cut_all();
@@ -160,34 +165,34 @@ pub(super) fn read_at_the_pools_edges_through_cuts(scene: &mut Scene) {
         let asked = edge.site.at("curl").words("-q -sS --max-time 10 --fail");
         let said = asked.args([list]).run().ok();
         let list: Value = serde_json::from_slice(&said.stdout).unwrap();
-        assert!(
-            list["items"].as_array().is_some_and(|all| !all.is_empty()),
-            "{list:#}"
-        );
+        let items = list["items"].as_array();
+        assert!(items.is_some_and(|items| !items.is_empty()), "{list:#}");
     }
     for edge in &scene.edges {
         edge.site.mend();
     }
-    agree(scene, &mut views, "with all mended");
+    agree(scene, "with all mended");
+    names_another_writer(scene);
+}
 
-    // OpenYurt's own controller, if it writes, is named, and does not win.
-    let patch = json!({ "data": { "leaders": "edge-9/10.9.9.9" } }).to_string();
+/// `OpenYurt`'s own controller, if it writes, is named, and does not win.
+fn names_another_writer(scene: &Scene) {
+    let change = json!({ "data": { "leaders": "edge-9/10.9.9.9" } }).to_string();
     let line = format!(
         "patch -n kube-system configmap leader-hub-{POOL} --field-manager=yurt-manager --type=merge -p"
     );
-    scene.cluster.kubectl(&line).args([patch]).run().ok();
-    let right = || told(scene)["leaders"].as_str().is_some_and(both);
-    assert!(within(LOOKS, right), "{:#}", told(scene));
-    until("who changed it is named", || {
-        scene.gateway_said().contains("yurt-manager")
-    });
+    scene.cluster.kubectl(&line).args([change]).run().ok();
+    let right = within(LOOKS, || both_are_told(scene));
+    assert!(right, "{:#}", told(scene));
+    let named = || scene.gateway_said().contains("yurt-manager");
+    until("who changed it is named", named);
 }
 
-/// Watches that hubs have open at an edge: those that no program and no neighbour has.
-fn watches_of_hubs(edge: &Edge) -> u64 {
+/// Connections that hubs have open at an edge: one for each watch.
+fn connections_of_hubs(edge: &Edge) -> usize {
     let open = edge
         .site
         .at("ss")
         .words("-Htn state established sport = :10269");
-    u64::try_from(open.run().ok().text().lines().count()).unwrap_or_default()
+    open.run().ok().text().lines().count()
 }

@@ -25,14 +25,18 @@ fn same(scene: &Scene, line: &str) -> String {
     let equal = within(SEEN, || {
         let cloud: Ran = scene.cluster.kubectl("get").words(line).run();
         let edges = scene.edges.iter().map(|edge| edge.get(line));
-        said = [cloud].into_iter().chain(edges).map(told).collect();
+        said = [cloud]
+            .into_iter()
+            .chain(edges)
+            .map(|ran| told(&ran))
+            .collect();
         said.iter().all(|one| *one == said[0])
     });
     assert!(equal, "get {line}: {said:#?}");
     said.swap_remove(0)
 }
 
-fn told(ran: Ran) -> String {
+fn told(ran: &Ran) -> String {
     ran.text() + &ran.stderr
 }
 

@@ -85,8 +85,8 @@ pub(super) fn a_damaged_file_is_set_aside_and_told(scene: &mut Scene) {
 }
 
 /// Of what is kept at the gateway, Services.
-fn services(scene: &Scene) -> Value {
-    let kept = scene.kept();
+fn services() -> Value {
+    let kept = Scene::kept();
     let resources = kept["resources"].as_array().cloned().unwrap_or_default();
     let mut found = resources.into_iter();
     let found = found.find(|one| one["resource"] == "v1/services");
@@ -104,7 +104,7 @@ pub(super) fn a_right_that_the_gateway_misses_is_named(scene: &mut Scene) {
         said.contains("cannot list resource \\\"services\\\"")
             || said.contains("cannot list resource \"services\"")
     });
-    assert!(!services(scene)["lost"].is_null(), "{}", services(scene));
+    assert!(!services()["lost"].is_null(), "{}", services());
     let status = scene.causeway("status").run().ok().text();
     assert!(status.contains("v1/services"), "{status}");
     // What the edges had they still serve, and the rest goes on.
@@ -112,9 +112,7 @@ pub(super) fn a_right_that_the_gateway_misses_is_named(scene: &mut Scene) {
         edge.get("svc -n default kubernetes").ok();
     }
     scene.cluster.grant("readers");
-    scene.until("Services are read again", |scene| {
-        services(scene)["lost"].is_null()
-    });
+    scene.until("Services are read again", |_| services()["lost"].is_null());
     scene.change(10);
     scene.agree();
 }

@@ -166,7 +166,7 @@ impl Scene {
     /// Fails, with what everybody thinks.
     pub(super) fn fail(&self, what: &str) -> ! {
         let edges: Vec<Value> = self.edges.iter().map(Edge::reading).collect();
-        let (kept, said) = (self.kept(), self.edges.each_ref().map(Edge::last_words));
+        let (kept, said) = (Self::kept(), self.edges.each_ref().map(Edge::last_words));
         let gateway = self.gateway.as_ref().map(Process::said).unwrap_or_default();
         panic!(
             "{what}\ngateway: {kept:#}\n{}\nedges: {edges:#?}\n{}\n---\n{}",
@@ -197,20 +197,20 @@ impl Scene {
     }
 
     /// What the gateway keeps for edges, and who leads.
-    pub(super) fn kept(&self) -> Value {
+    pub(super) fn kept() -> Value {
         let asked = Program::new("curl").words(&format!("-q -sS {GATEWAY}/api/v1/pool"));
         serde_json::from_slice(&asked.run().stdout).unwrap_or_default()
     }
 
     /// The number of the edge that the gateway says to lead.
     pub(super) fn leader(&self) -> Option<usize> {
-        let kept = self.kept();
+        let kept = Self::kept();
         let led = kept["leaders"][POOL].as_str()?;
         self.edges.iter().position(|edge| edge.name == led)
     }
 
     /// The number that one of the gateway's metrics has.
-    pub(super) fn metric(&self, name: &str) -> u64 {
+    pub(super) fn metric(name: &str) -> u64 {
         let asked = Program::new("curl").words(&format!("-q -sS {GATEWAY}/metrics"));
         crate::nodes::number(&asked.run().ok().text(), name)
     }
@@ -275,15 +275,15 @@ impl Edge {
         let hubs_at = at_field(number);
         let certificate = format!("hubs-{number}");
         cluster.pki.server(&certificate, &[], &[hubs_at.into()]);
-        let path = |name: String| cluster.pki.path(&name);
+        let file = |name: String| cluster.pki.path(&name);
         let hubs = example_of(
             "hubs",
             "edge.yaml",
             &[
                 ("10.1.0.5", hubs_at.to_string()),
-                ("/etc/causeway/hubs.pem", path(format!("{certificate}.pem"))),
-                ("/etc/causeway/hubs.key", path(format!("{certificate}.key"))),
-                ("/etc/kubernetes/pki/ca.crt", path("ca.pem".into())),
+                ("/etc/causeway/hubs.pem", file(format!("{certificate}.pem"))),
+                ("/etc/causeway/hubs.key", file(format!("{certificate}.key"))),
+                ("/etc/kubernetes/pki/ca.crt", file("ca.pem".into())),
             ],
         );
         let config = with_lines_of(&config, &hubs, "reader:\n");

@@ -232,9 +232,10 @@ impl Reader {
         if let Some(first) = keys.next() {
             let (theirs, here) = (of(truth, first), of(&self.view, first));
             let more = keys.count();
-            wrong += &format!(
+            let found = format!(
                 " {first:?} is at {theirs:?} and seen at {here:?}, and {more} more are different"
             );
+            wrong += &found;
         }
         if wrong.is_empty() {
             return wrong;

@@ -103,6 +103,7 @@ impl Here {
 }
 
 /// What a pool was told, and when.
+#[derive(Clone)]
 struct Said {
     members: Arc<Members>,
     at: Instant,
@@ -118,7 +119,7 @@ pub(crate) struct Leaders {
     /// By pool.
     said: HashMap<Option<String>, Said>,
     /// What each tunnel was told.
-    told: HashMap<TunnelId, Arc<Members>>,
+    told: HashMap<TunnelId, Said>,
     /// Where each node that has been here serves its neighbours.
     met: BTreeMap<NodeName, Vec<String>>,
 }
@@ -186,11 +187,14 @@ impl Leaders {
                 hubs.insert(pool.to_owned(), of_pool);
             }
             let pool = pool.map(str::to_owned);
-            let next = Arc::new(members(pool.clone(), leader, (&own, absent)));
-            let saying = self.saying(&next, now);
+            let next = Said {
+                members: Arc::new(members(pool.clone(), leader, (&own, absent))),
+                at: now,
+            };
+            let saying = self.saying(&next);
             for here in own {
                 let leads = Some(&here.node) == leader;
-                self.tell(here, if leads { &next } else { &saying.members });
+                self.tell(here, if leads { &next } else { &saying }, &next);
             }
             said.insert(pool, saying);
         }
@@ -262,20 +266,16 @@ impl Leaders {
     }
 
     /// What a pool is told from now on: this, or what it was told last where that will do for a while.
-    fn saying(&mut self, next: &Arc<Members>, now: Instant) -> Said {
-        let fresh = || Said {
-            members: next.clone(),
-            at: now,
+    fn saying(&mut self, next: &Said) -> Said {
+        let Some(before) = self.said.remove(&next.members.pool) else {
+            return next.clone();
         };
-        let Some(before) = self.said.remove(&next.pool) else {
-            return fresh();
-        };
-        let same_leader = before.members.leader == next.leader;
-        let early = now.saturating_duration_since(before.at) < GATHER;
-        if before.members == *next || (same_leader && early) {
+        let same_leader = before.members.leader == next.members.leader;
+        let early = next.at.saturating_duration_since(before.at) < GATHER;
+        if before.members == next.members || (same_leader && early) {
             return before;
         }
-        fresh()
+        next.clone()
     }
 
     /// Nodes that have been here, are not now, and are still welcome, by their pools.
@@ -303,17 +303,20 @@ impl Leaders {
         away
     }
 
-    /// Tells each of its tunnels, unless it was told.
-    fn tell(&mut self, here: &Here, members: &Arc<Members>) {
+    /// Tells each of its tunnels, unless it was told that or something later. Who comes is told what holds `now`: it may be cut off
+    /// before long.
+    fn tell(&mut self, here: &Here, saying: &Said, now: &Said) {
         for edge in &here.tunnels {
             let told = self.told.get(&edge.id);
-            if told.is_some_and(|told| told == members) {
+            let known = |told: &Said| told.members == saying.members || told.at > saying.at;
+            if told.is_some_and(known) {
                 continue;
             }
-            let line = ToEdge::Pool(with_itself(members, here));
+            let saying = if told.is_some() { saying } else { now };
+            let line = ToEdge::Pool(with_itself(&saying.members, here));
             // One that has no room for a line now is told at the next look.
             if edge.admitted.control.try_send(Box::new(line)).is_ok() {
-                self.told.insert(edge.id, members.clone());
+                self.told.insert(edge.id, saying.clone());
             }
         }
     }

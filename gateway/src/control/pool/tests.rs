@@ -264,7 +264,7 @@ async fn told(edge: &mut FakeEdge) -> Members {
 #[tokio::test]
 async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it() {
     let world = World::read(&Readers::default());
-    for node in ["edge-1", "edge-2"] {
+    for node in ["edge-1", "edge-2", "edge-4"] {
         let of_north = Node {
             pool: Some("north".to_owned()),
             ..Node::default()
@@ -287,16 +287,20 @@ async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it
     assert_eq!(said, expected("edge-1", &[1, 2]));
     let (_alone, said) = member(&world, "edge-3", "10.0.0.3:10271").await;
     assert_eq!(said, Members::default());
-    // It hears of its neighbour with others that may have come as well.
+    // Who comes is told all, for it may be cut off before long.
+    let (_third, said) = member(&world, "edge-4", "10.0.0.4:10271").await;
+    assert_eq!(said, expected("edge-1", &[1, 2, 4]));
+    // The leader is told of each at once, the other with others that may have come as well.
     assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2]));
-    assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2]));
+    assert_eq!(told(&mut first).await, expected("edge-1", &[1, 2, 4]));
+    assert_eq!(told(&mut second).await, expected("edge-1", &[1, 2, 4]));
     world.until(|world| world.counted("pool_leaders 1")).await;
     drop(first);
     // Whoever lost its way to the cloud reads at the other, which is to let it in.
     let said = told(&mut second).await;
-    assert_eq!(said, expected("edge-2", &[2, 1]));
+    assert_eq!(said, expected("edge-2", &[2, 4, 1]));
     world.nodes.put(name("edge-1"), Node::default());
-    assert_eq!(told(&mut second).await, expected("edge-2", &[2]));
+    assert_eq!(told(&mut second).await, expected("edge-2", &[2, 4]));
     let led = world.reading.as_ref().unwrap().led.all();
     assert_eq!(led["north"], name("edge-2"));
 }
