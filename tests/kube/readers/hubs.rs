@@ -115,8 +115,7 @@ fn start(scene: &Scene) -> Vec<Process> {
     if !within(LOOKS, || both_are_told(scene)) {
         scene.fail(&format!("hubs are told {:#}", told(scene)));
     }
-    let token = scene.cluster.token("kube-system", "hub-bootstrap");
-    let bootstrap = scene.cluster.with_token("hub", &token);
+    let bootstrap = bootstrap(scene);
     let edges = scene.edges.iter();
     let hubs: Vec<Process> = edges.map(|edge| hub(edge, &bootstrap)).collect();
     let up = within(STARTS, || {
@@ -125,6 +124,20 @@ fn start(scene: &Scene) -> Vec<Process> {
     });
     assert!(up, "{}", words(&hubs));
     hubs
+}
+
+/// By what hubs ask for their certificates: a file that has the CA in it, and does not name one.
+fn bootstrap(scene: &Scene) -> String {
+    let cluster = &scene.cluster;
+    let file = cluster.with_token("hub", &cluster.token("kube-system", "hub-bootstrap"));
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let ca = fs::read(cluster.pki.path("ca.pem")).unwrap();
+    let api = config["clusters"][0]["cluster"].as_object_mut().unwrap();
+    api.remove("certificate-authority");
+    let ca = data_encoding::BASE64.encode(&ca);
+    api.insert("certificate-authority-data".into(), ca.into());
+    fs::write(&file, config.to_string()).unwrap();
+    file
 }
 
 fn words(hubs: &[Process]) -> String {
