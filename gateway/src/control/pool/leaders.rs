@@ -2,7 +2,7 @@
 //!
 //! Every second, and when an edge comes or a node is another:
 //! 1. edges with a reader are gathered by their confirmed pools;
-//! 2. each pool has a leader, by [`name`]: whoever leads goes on while it is connected, else the one with the fewest streams
+//! 2. each pool has a leader, by `name`: whoever leads goes on while it is connected, else the one with the fewest streams
 //!    of those that have been here for a while;
 //! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
 //!    next; the others hear together who came or went, for a site that comes back comes one by one.
