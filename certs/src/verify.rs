@@ -16,6 +16,7 @@ mod server;
 mod site;
 mod tickets;
 
+use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
 
 use rustls::RootCertStore;
@@ -51,6 +52,9 @@ pub enum TrustError {
     /// A root certificate is unusable.
     #[error("unusable root certificate: {0}")]
     Root(String),
+    /// A certificate is not for the address at which it is to be shown.
+    #[error("the certificate is not for {0}: {1}")]
+    Name(IpAddr, String),
     /// Certificates are required, but nobody is trusted to issue one.
     #[error("a client certificate is required but no CA is trusted to issue one")]
     NobodyTrusted,

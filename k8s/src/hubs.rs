@@ -12,19 +12,19 @@ mod content;
 
 use crate::{
     client::said,
-    ours::{LABEL, is_ours, metadata, others, writing},
+    ours::{LABEL, is_ours, last_other, metadata, others, writing},
     trouble::Trouble,
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{config, state};
 use causeway_tunnel::backoff::Backoff;
-use content::{Absent, Content, LABEL as HUBS, PREFIX};
+use content::{Content, LABEL as HUBS, Looks, PREFIX};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, Client, ResourceExt, api::ListParams};
 use std::{
     collections::{BTreeMap, BTreeSet},
     convert::Infallible,
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     sync::watch,
@@ -62,7 +62,7 @@ impl Hubs {
             namespace: self.rules.namespace,
             own: format!("{}_{:016x}", self.gateway, rand::random::<u64>()),
             nodes: self.nodes,
-            absent: Absent::default(),
+            absent: BTreeMap::new(),
             written: BTreeMap::new(),
         };
         let mut hubs = self.hubs;
@@ -70,26 +70,30 @@ impl Hubs {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
             let now = hubs.borrow_and_update().clone();
-            match writer.settle(&now).await {
-                Ok(()) => {
+            let pause = match writer.settle(&now).await {
+                Ok(failures) if failures.is_empty() => {
                     trouble.over();
                     backoff.reset();
-                    // Whoever changes it is there as long as the gateway is.
-                    let _ = timeout(LOOK, hubs.changed()).await;
-                    sleep(GATHER).await;
+                    LOOK
+                }
+                // The others are as they are to be.
+                Ok(failures) => {
+                    trouble.say(&failures.join("; "));
+                    backoff.reset();
+                    LOOK
                 }
                 Err(failure) => {
-                    if !failure.is_conflict() {
-                        trouble.say(&failure.to_string());
-                    }
-                    sleep(if failure.passes() {
+                    trouble.say(&failure.to_string());
+                    if failure.passes() {
                         backoff.silent(rand::random())
                     } else {
                         backoff.refused(None, rand::random())
-                    })
-                    .await;
+                    }
                 }
-            }
+            };
+            // Whoever changes it is there as long as the gateway is.
+            let _ = timeout(pause, hubs.changed()).await;
+            sleep(GATHER).await;
         }
     }
 }
@@ -100,14 +104,15 @@ struct Writer {
     namespace: String,
     own: String,
     nodes: state::Nodes,
-    absent: Absent,
+    /// Since when edges of each pool that were here are not.
+    absent: BTreeMap<String, BTreeMap<String, Instant>>,
     /// What was written last, by pool.
     written: BTreeMap<String, Content>,
 }
 
 impl Writer {
-    /// Makes all maps what they are to be; where one cannot be, the others are all the same.
-    async fn settle(&mut self, hubs: &state::Hubs) -> Result<(), Failure> {
+    /// Makes all maps what they are to be; says of those that could not be made so why.
+    async fn settle(&mut self, hubs: &state::Hubs) -> Result<Vec<String>, Failure> {
         let asked = ListParams::default().labels(HUBS);
         let listed = timeout(BOUND, self.api.list(&asked)).await??;
         let maps: BTreeMap<String, ConfigMap> = listed
@@ -116,13 +121,22 @@ impl Writer {
             .collect();
         let ours = maps.iter().filter(|(_, map)| is_ours(map));
         let pools: BTreeSet<&String> = ours.map(|(pool, _)| pool).chain(hubs.keys()).collect();
-        self.absent.look(&pools);
-        let mut failed = Ok(());
+        self.absent.retain(|pool, _| pools.contains(pool));
+        self.written.retain(|pool, _| pools.contains(pool));
+        let mut failures = Vec::new();
         for pool in pools {
-            let settled = self.put(pool, maps.get(pool), hubs.get(pool)).await;
-            failed = failed.and(settled);
+            let of_pool = hubs.get(pool);
+            let mut put = self.put(pool, maps.get(pool), of_pool).await;
+            if put.as_ref().is_err_and(Failure::is_conflict) {
+                // Somebody was faster, or it is there without the label by which it would have been listed.
+                put = match timeout(BOUND, self.api.get_opt(&format!("{PREFIX}{pool}"))).await? {
+                    Ok(map) => self.put(pool, map.as_ref(), of_pool).await,
+                    Err(error) => Err(error.into()),
+                };
+            }
+            failures.extend(put.err().map(|failure| format!("{pool}: {failure}")));
         }
-        failed
+        Ok(failures)
     }
 
     async fn put(
@@ -135,13 +149,7 @@ impl Writer {
             return Err(self.foreign(map));
         }
         let found = before.map(Content::read).unwrap_or_default();
-        // Where nothing is known of a node that is gone, nobody would take it out.
-        let known = |node: &str| {
-            let node = NodeName::parse(node).ok();
-            node.is_some_and(|node| self.nodes.get(&node).is_some())
-        };
-        let absent = self.absent.of(pool, Instant::now());
-        let wanted = found.next(hubs, &self.own, known, absent);
+        let wanted = self.wanted(pool, &found, hubs);
         if found == wanted {
             self.written.insert(pool.to_owned(), wanted);
             return Ok(());
@@ -157,23 +165,41 @@ impl Writer {
             Some(_) => timeout(BOUND, self.api.replace(&name, &parameters, &map)).await??,
             None => timeout(BOUND, self.api.create(&parameters, &map)).await??,
         };
-        let changed = self
-            .written
-            .get(pool)
-            .is_some_and(|before| *before != found);
-        if let Some(by) = before.and_then(others).filter(|_| changed) {
+        let known = self.written.get(pool);
+        let changed = known.is_some_and(|before| !before.tells(&found));
+        if let Some(by) = before.and_then(last_other).filter(|_| changed) {
             tracing::warn!(
                 configmap = name,
                 by,
                 "what YurtHubs are told was changed, and is put right; if that is OpenYurt's own controller, switch it off for good \
                  (yurt-manager --controllers=-hubleader,-hubleaderconfig,*)"
             );
-        } else {
+        } else if !wanted.tells(&found) {
             let leaders = wanted.leaders();
             tracing::info!(configmap = name, leaders, "YurtHubs are told where to read");
         }
         self.written.insert(pool.to_owned(), wanted);
         Ok(())
+    }
+
+    fn wanted(&mut self, pool: &str, found: &Content, hubs: Option<&state::PoolHubs>) -> Content {
+        let nodes = &self.nodes;
+        // Before the cluster has named its nodes, nobody is to conclude that there are none.
+        let may = |node: &str| {
+            NodeName::parse(node).is_ok_and(|node| {
+                nodes.revoked(&node).is_none()
+                    && (!nodes.has_cluster() || nodes.get(&node).is_some())
+            })
+        };
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let mut looks = Looks {
+            own: &self.own,
+            now: Instant::now(),
+            clock: since.map_or(0, |since| since.as_secs()),
+            absent: self.absent.entry(pool.to_owned()).or_default(),
+            may: &may,
+        };
+        found.next(hubs, &mut looks)
     }
 
     /// That a map is not ours, and what to do.
@@ -182,7 +208,7 @@ impl Writer {
         let (name, namespace) = (map.name_any(), &self.namespace);
         let by = others(map).map(|by| format!(" but {by}'s"));
         Failure::Foreign(format!(
-            "the ConfigMap {namespace}/{name} is not this gateway's{}, and is left as it is: hubs of that pool read where it says. Switch \
+            "the ConfigMap {namespace}/{name} is not a gateway's{}, and is left as it is: hubs of that pool read where it says. Switch \
              OpenYurt's controller off for good (yurt-manager --controllers=-hubleader,-hubleaderconfig,*), and hand it over \
              (kubectl -n {namespace} label configmap {name} {key}={value} --overwrite)",
             by.unwrap_or_default()
@@ -205,7 +231,7 @@ enum Failure {
 impl Failure {
     /// Whether somebody was faster: nobody's fault.
     fn is_conflict(&self) -> bool {
-        matches!(self, Self::Asked(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists() || status.is_not_found())
+        matches!(self, Self::Asked(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists())
     }
 
     /// Whether trying again soon may do.

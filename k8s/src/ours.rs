@@ -48,6 +48,13 @@ pub(crate) fn is_ours(map: &ConfigMap) -> bool {
     labelled || map.managed_fields().iter().any(by_us)
 }
 
+/// Who wrote it last, where that was somebody else.
+pub(crate) fn last_other(map: &ConfigMap) -> Option<&str> {
+    let last = map.managed_fields().iter();
+    let last = last.max_by_key(|entry| entry.time.as_ref().map(|time| time.0))?;
+    last.manager.as_deref().filter(|by| *by != MANAGER)
+}
+
 /// Who else wrote it last, by the name that one gave.
 pub(crate) fn others(map: &ConfigMap) -> Option<&str> {
     let fields = map.managed_fields().iter();

@@ -5,11 +5,13 @@
 //! Node authorizer has it). Nothing resumes, so each handshake says who comes.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{ServerConfig, version};
 use rustls_pki_types::{CertificateDer, UnixTime};
+use webpki::EndEntityCert;
 
 use super::known::Clients;
 use super::server::config;
@@ -35,11 +37,19 @@ impl fmt::Debug for Hubs {
 }
 
 impl Hubs {
-    /// Shows this certificate, and lets nodes in whose certificates hang below these roots.
+    /// Shows this certificate at that address, and lets nodes in whose certificates hang below these roots.
     ///
     /// # Errors
-    /// If a root is none.
-    pub fn new(leaf: &Leaf, roots: &[CertificateDer<'static>]) -> Result<Self, TrustError> {
+    /// If a root is none, or the certificate is not for that address: hubs would take it for healthy, and get nothing.
+    pub fn new(
+        leaf: &Leaf,
+        roots: &[CertificateDer<'static>],
+        at: IpAddr,
+    ) -> Result<Self, TrustError> {
+        let shown = leaf.chain().first().ok_or(TrustError::NobodyTrusted)?;
+        EndEntityCert::try_from(shown)
+            .and_then(|shown| shown.verify_is_valid_for_subject_name(&at.into()))
+            .map_err(|error| TrustError::Name(at, error.to_string()))?;
         let verifier = clients_below(roots)?;
         let asked = (Issuing::Callers, true);
         let clients = Clients::new(None, Some(verifier.clone()), asked);

@@ -27,7 +27,7 @@ pub struct Reader {
     /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub site: Option<Site>,
-    /// Where `YurtHub`s of this node's pool read, as at a hub that leads them; nowhere if absent.
+    /// Where `YurtHub`s of this node's pool read Services, Endpoints and `EndpointSlice`s, as at a hub that leads them; nowhere if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<Hubs>,
     /// Most that is kept of each resource on the disk, compressed, in the data directory.
@@ -73,10 +73,17 @@ impl Reader {
         site.map(|site| site.addresses.clone()).unwrap_or_default()
     }
 
+    /// What hubs read here: of what this node reads that which a pool shares. The rest is for this node's own programs.
+    pub fn of_hubs(&self) -> Vec<Resource> {
+        let mut shared = Resource::defaults();
+        shared.retain(|one| self.resources.contains(&one.to_string()));
+        shared
+    }
+
     /// Where hubs read, and what.
     pub fn for_hubs(&self) -> Option<HubsAt> {
         let at = self.hubs.as_ref()?.listen.ip().to_canonical();
-        let resources = self.resources.clone();
+        let resources = self.of_hubs().iter().map(ToString::to_string).collect();
         Some(HubsAt { at, resources })
     }
 }
@@ -163,6 +170,10 @@ impl Config {
         }
         if let Some(hubs) = &reader.hubs {
             hubs.check(faults);
+            if reader.of_hubs().is_empty() {
+                let message = "hubs read Services, Endpoints and EndpointSlices, and reader.resources names none of them; add v1/services there";
+                faults.add("reader.hubs", message);
+            }
         }
     }
 
@@ -260,6 +271,13 @@ mod tests {
             (site("0.0.0.0:10270"), "overlaps with the reader"),
             (hubs("0.0.0.0:10269"), "hubs are told it"),
             (hubs("127.0.0.1:10269"), "hubs are told it"),
+            (
+                json!({
+                    "resources": ["v1/pods"],
+                    "hubs": { "listen": "10.1.0.5:10269", "certificate": "c", "key": "k", "ca": "a" },
+                }),
+                "names none of them",
+            ),
             (json!({ "resources": [] }), "names nothing to read"),
             (json!({ "resources": ["services"] }), "reader.resources[0]"),
             (json!({ "window": 0 }), "reader.window"),

@@ -72,6 +72,9 @@ pub(crate) struct Listeners {
 /// What is to be done when a node that reads ends.
 pub(crate) struct Last(Keep);
 
+/// Who is read from, and how many tunnels stand.
+type Heard = (watch::Receiver<Arc<At>>, watch::Receiver<usize>);
+
 /// What it runs with, and until when.
 pub(crate) struct With<'a> {
     pub(crate) links: Arc<Links>,
@@ -170,7 +173,8 @@ impl Reading {
         parts.push(Box::pin(hold::release(self.pool.clone(), chosen.clone())));
         parts.push(Box::pin(chooser.run()));
         parts.push(Box::pin(report.run()));
-        let spawn = (tasks.clone(), links.node.clone(), chosen.clone());
+        let heard = (chosen.clone(), state.standing());
+        let spawn = (tasks.clone(), links.node.clone(), heard);
         tasks.spawn(
             info_span!("reader"),
             Box::pin(self.run(parts, spawn, done)) as BoxFuture<'static, ()>,
@@ -181,7 +185,7 @@ impl Reading {
     async fn run(
         self,
         parts: Vec<BoxFuture<'static, ()>>,
-        (tasks, node, at): (Arc<Tasks>, String, watch::Receiver<Arc<At>>),
+        (tasks, node, (at, standing)): (Arc<Tasks>, String, Heard),
         done: CancellationToken,
     ) {
         let Self {
@@ -199,10 +203,10 @@ impl Reading {
         if let Ok(address) = endpoint.local_addr() {
             info!(%address, resources = ?config.resources, "programs on this node can read");
         }
-        let router = endpoint::serving(pool.clone(), None);
+        let router = endpoint::serving(pool.clone(), None, None);
         let mut parts = parts;
         if let Some(listener) = site {
-            let router = endpoint::serving(pool.clone(), Some(at.clone()));
+            let router = endpoint::serving(pool.clone(), Some(at.clone()), None);
             let at = at.clone();
             let door = Door {
                 listener,
@@ -213,10 +217,11 @@ impl Reading {
             parts.push(Box::pin(door.run(router, done.clone())));
         }
         if let Some((listener, known)) = hubs {
-            let router = hubs::serving(pool, at.clone());
+            let touch = hubs::Touch { at, standing };
+            let router = hubs::serving(pool, config.of_hubs(), touch.clone());
             let door = Door {
                 listener,
-                host: Arc::new(hubs::Guests { known, at }),
+                host: Arc::new(hubs::Guests { known, touch }),
                 guests: "hub",
                 most: hubs::MOST,
             };

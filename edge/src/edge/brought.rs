@@ -7,7 +7,9 @@ use causeway_certs::{
     EdgeIdentity, Leaf, Store, given,
     verify::{Hubs, tunnel_client},
 };
+use rustls_pki_types::UnixTime;
 use std::{fmt, fs, path::Path};
+use tracing::warn;
 
 /// What the files say, with the gateways that were learned before.
 pub(super) fn open(files: &config::Identity, store: &Store) -> Result<EdgeIdentity, Error> {
@@ -44,7 +46,12 @@ pub(super) fn hubs(config: &config::Config) -> Result<Option<Hubs>, Error> {
     let (chain, key) = (text(&files.certificate)?, text(&files.key)?);
     let leaf = Leaf::load(&chain, &key).map_err(|error| fault(&files.certificate, &error))?;
     let roots = given::roots(&text(&files.ca)?).map_err(|error| fault(&files.ca, &error))?;
-    let hubs = Hubs::new(&leaf, &roots).map_err(|error| fault(&files.ca, &error))?;
+    let at = files.listen.ip().to_canonical();
+    let hubs = Hubs::new(&leaf, &roots, at).map_err(|error| fault(&files.certificate, &error))?;
+    if leaf.not_after() < UnixTime::now() {
+        // An edge is needed all the same.
+        warn!(path = %files.certificate.display(), "the certificate that hubs are shown has ended: hubs get nothing here until it is another");
+    }
     Ok(Some(hubs))
 }
 

@@ -20,23 +20,21 @@ pub struct PoolHubs {
 }
 
 impl PoolHubs {
-    /// One edge more, which lets these be read. False: there are as many as hubs are told.
-    pub(crate) fn add(
-        &mut self,
-        node: &NodeName,
-        at: IpAddr,
-        resources: BTreeSet<Resource>,
-    ) -> bool {
-        if self.at.len() >= MOST {
-            return false;
-        }
-        if self.at.is_empty() {
-            self.resources = resources;
+    /// One edge more, which lets these be read. It is left out where there are as many as hubs are told, where it has nothing of what those
+    /// before it have, and where nobody could reach it by what it says.
+    pub(crate) fn add(&mut self, node: &NodeName, at: IpAddr, resources: BTreeSet<Resource>) {
+        let nowhere = at.is_unspecified() || at.is_loopback() || at.is_multicast();
+        let common: BTreeSet<Resource> = if self.at.is_empty() {
+            resources
         } else {
-            self.resources.retain(|known| resources.contains(known));
+            &self.resources & &resources
+        };
+        if nowhere || common.is_empty() || self.at.len() >= MOST {
+            tracing::debug!(%node, %at, "YurtHubs are not told of this edge");
+            return;
         }
+        self.resources = common;
         self.at.insert(node.clone(), at);
-        true
     }
 }
 
@@ -48,22 +46,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hubs_are_told_what_all_of_a_pools_edges_have_and_no_more_edges_than_there_may_be() {
+    fn hubs_are_told_what_all_of_a_pools_edges_have_and_of_none_that_would_leave_them_nothing() {
         let set = |all: &[&str]| -> BTreeSet<Resource> {
             all.iter().map(|text| text.parse().unwrap()).collect()
         };
         let mut hubs = PoolHubs::default();
-        let at = IpAddr::from([10, 1, 0, 1]);
-        for number in 0..MOST {
-            let node = NodeName::parse(&format!("edge-{number}")).unwrap();
-            let has = if number == 3 {
-                set(&["v1/pods"])
-            } else {
-                set(&["v1/services", "v1/pods"])
-            };
-            assert!(hubs.add(&node, at, has));
+        let node = |name: String| NodeName::parse(&name).unwrap();
+        let add = |hubs: &mut PoolHubs, name: &str, at: &str, has: &[&str]| {
+            let before = hubs.at.len();
+            hubs.add(&node(name.to_owned()), at.parse().unwrap(), set(has));
+            hubs.at.len() > before
+        };
+        let both = ["v1/services", "v1/pods"];
+        for nowhere in ["0.0.0.0", "127.0.0.1", "::1", "224.0.0.1"] {
+            assert!(!add(&mut hubs, "edge-0", nowhere, &both), "{nowhere}");
         }
-        assert!(!hubs.add(&NodeName::parse("one-more").unwrap(), at, set(&[])));
+        assert!(!add(&mut hubs, "edge-0", "10.1.0.1", &[]));
+        assert!(add(&mut hubs, "edge-0", "10.1.0.1", &both));
+        assert!(!add(&mut hubs, "edge-1", "10.1.0.2", &["v1/nodes"]));
+        for number in 1..MOST {
+            let name = format!("edge-{number}");
+            assert!(add(&mut hubs, &name, "10.1.0.2", &["v1/pods"]));
+        }
+        assert!(!add(&mut hubs, "one-more", "10.1.0.3", &both));
         assert_eq!((hubs.at.len(), hubs.resources), (MOST, set(&["v1/pods"])));
     }
 }

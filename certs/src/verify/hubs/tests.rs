@@ -1,8 +1,12 @@
 use super::*;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    SanType,
 };
 use std::time::Duration;
+
+/// Where it is shown.
+const AT: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 1, 0, 5));
 
 struct Cluster {
     root: CertificateDer<'static>,
@@ -35,6 +39,7 @@ impl Cluster {
             .distinguished_name
             .push(DnType::OrganizationName, group);
         params.distinguished_name.push(DnType::CommonName, name);
+        params.subject_alt_names = vec![SanType::IpAddress(AT)];
         params.extended_key_usages = vec![usage];
         let now = std::time::SystemTime::now();
         params.not_before = (now - Duration::from_hours(2)).into();
@@ -53,7 +58,11 @@ fn only_a_nodes_own_certificate_of_the_clusters_ca_reads() {
     let client = ExtendedKeyUsagePurpose::ClientAuth;
     let node = ("system:nodes", "system:node:edge-1");
     let shown = cluster.made(node, server.clone(), day);
-    let hubs = Hubs::new(&shown, std::slice::from_ref(&cluster.root)).unwrap();
+    let roots = std::slice::from_ref(&cluster.root);
+    let hubs = Hubs::new(&shown, roots, AT).unwrap();
+    let other_address = Hubs::new(&shown, roots, IpAddr::from([10, 1, 0, 6]));
+    let why = other_address.unwrap_err().to_string();
+    assert!(why.contains("not for 10.1.0.6"), "{why}");
     let judged = |leaf: &Leaf, after: Duration| {
         let now = UnixTime::now().as_secs() + after.as_secs();
         hubs.node(

@@ -7,7 +7,14 @@ use axum::{Router, serve::Listener};
 use causeway_tunnel::{socket::AnyIo, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls_pki_types::CertificateDer;
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
@@ -15,7 +22,7 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info_span};
+use tracing::{debug, info_span, warn};
 
 /// A handshake takes two round trips of a site.
 const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -63,6 +70,7 @@ impl Door {
             guests: self.guests,
             hand_over,
             stop: stop.clone(),
+            said: Arc::default(),
         };
         tokio::select! {
             served = async { axum::serve(Any::Made(made, address), router).await } => {
@@ -81,6 +89,8 @@ struct Hall {
     guests: &'static str,
     hand_over: mpsc::Sender<(AnyIo, SocketAddr)>,
     stop: CancellationToken,
+    /// That somebody was refused has been said.
+    said: Arc<AtomicBool>,
 }
 
 impl Hall {
@@ -106,10 +116,20 @@ impl Hall {
                 drop(hand);
                 match shaken {
                     Ok(Ok(tls)) => hall.keep(tls, from, place).await,
-                    Ok(Err(why)) => debug!(why, "refused"),
-                    Err(_) => debug!("refused: no TLS in time"),
+                    Ok(Err(why)) => hall.refused(&why),
+                    Err(_) => hall.refused("no TLS in time"),
                 }
             });
+        }
+    }
+
+    /// Says why somebody was not let in: once aloud, for whoever wonders why nobody reads here.
+    fn refused(&self, why: &str) {
+        if self.said.swap(true, Relaxed) {
+            debug!(why, "refused");
+        } else {
+            let guests = self.guests;
+            warn!(why, guests, "refused; further ones are told at debug");
         }
     }
 
@@ -124,7 +144,7 @@ impl Hall {
         let chain: Chain = chain.iter().map(|one| one.clone().into_owned()).collect();
         let who = match self.host.guest(&chain) {
             Ok(who) => who,
-            Err(why) => return debug!(why, "refused"),
+            Err(why) => return self.refused(&why),
         };
         let over = self.stop.child_token();
         let kept = Kept::new(Box::new(tls), place, over.clone());

@@ -12,7 +12,7 @@ use axum::{
     http::{HeaderValue, header::AGE},
     middleware,
 };
-use causeway_pool::Pool;
+use causeway_pool::{Grant, Pool};
 use std::sync::Arc;
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
@@ -22,14 +22,18 @@ use tracing::debug;
 const MOST: usize = 256;
 
 /// What is served here; to neighbours (`at`) a view that comes from another one of them is as one that is out of touch, though
-/// not for long.
-pub(super) fn serving(pool: Arc<Pool>, at: Option<watch::Receiver<Arc<At>>>) -> Router {
+/// not for long. Who has a `grant` reads what that says, and who has none everything.
+pub(super) fn serving(
+    pool: Arc<Pool>,
+    at: Option<watch::Receiver<Arc<At>>>,
+    grant: Option<Arc<Grant>>,
+) -> Router {
     Router::new().fallback(move |request: Request| {
-        let (pool, at) = (pool.clone(), at.clone());
+        let (pool, at, grant) = (pool.clone(), at.clone(), grant.clone());
         async move {
             // What comes with a question is not looked at: there is nothing to write.
             let (head, _) = request.into_parts();
-            let mut answer = pool.answer(&head, None).await.map(Body::new);
+            let mut answer = pool.answer(&head, grant.as_deref()).await.map(Body::new);
             if at.is_some_and(|at| !at.borrow().is_first_hand()) {
                 let age = answer.headers_mut().entry(AGE);
                 age.or_insert(HeaderValue::from_static("0"));

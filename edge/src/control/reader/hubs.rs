@@ -17,27 +17,76 @@ use axum::{
     middleware::{self, Next},
 };
 use causeway_certs::verify::Hubs;
-use causeway_pool::Pool;
+use causeway_pool::{Grant, Pool, Resource};
 use futures_util::future::BoxFuture;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{sync::Arc, time::Duration};
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 use tokio_rustls::TlsAcceptor;
 
 /// Connections at once: a hub has one for each resource that it watches.
 pub(super) const MOST: usize = 1024;
 /// How often a hub that stays is looked at again: certificates end.
 const AGAIN: Duration = Duration::from_mins(1);
+/// A node is out of touch after this long without any tunnel, and without a neighbour that has one.
+const AWAY: Duration = Duration::from_secs(5);
 /// The longest watch, in seconds, while this node is out of touch.
 const SHORT: u64 = 30;
 /// By what a client says how long its watch may last (`ListOptions` of `k8s.io/apimachinery`).
 const TIMEOUT: &str = "timeoutSeconds";
 
+/// Whether this node is in touch with the cloud, by itself or by a neighbour.
+#[derive(Clone)]
+pub(super) struct Touch {
+    pub(super) at: watch::Receiver<Arc<At>>,
+    /// How many tunnels stand.
+    pub(super) standing: watch::Receiver<usize>,
+}
+
+impl Touch {
+    fn is(&self) -> bool {
+        match self.at.borrow().who {
+            Who::Nobody => false,
+            Who::Gateway => *self.standing.borrow() > 0,
+            Who::Leader(_) | Who::Neighbour(_) => true,
+        }
+    }
+
+    /// Waits for a change. False: this edge ends.
+    async fn changed(&mut self) -> bool {
+        tokio::select! {
+            changed = self.at.changed() => changed.is_ok(),
+            changed = self.standing.changed() => changed.is_ok(),
+        }
+    }
+
+    /// Returns once it has been lost for a while, after it was there.
+    async fn lost(mut self) {
+        let mut was = false;
+        loop {
+            let is = self.is();
+            if was && !is {
+                match timeout(AWAY, self.changed()).await {
+                    Ok(true) => continue,
+                    Ok(false) | Err(_) => return,
+                }
+            }
+            was |= is;
+            if !self.changed().await {
+                return;
+            }
+        }
+    }
+}
+
 /// Hubs, as they are let in.
 pub(super) struct Guests {
     /// Whom this node believes, and what it shows, now.
     pub(super) known: watch::Receiver<Option<Hubs>>,
-    pub(super) at: watch::Receiver<Arc<At>>,
+    pub(super) touch: Touch,
 }
 
 impl Host for Guests {
@@ -52,7 +101,7 @@ impl Host for Guests {
     }
 
     fn goes(&self, chain: Chain) -> BoxFuture<'static, String> {
-        let (mut known, mut at) = (self.known.clone(), self.at.clone());
+        let (mut known, touch) = (self.known.clone(), self.touch.clone());
         Box::pin(async move {
             let stranger = async {
                 loop {
@@ -67,14 +116,9 @@ impl Host for Guests {
                     }
                 }
             };
-            let lost = async {
-                // Whoever chooses is there as long as this is.
-                let _ = at.wait_for(|at| at.who != Who::Nobody).await;
-                let _ = at.wait_for(|at| at.who == Who::Nobody).await;
-            };
             tokio::select! {
                 why = stranger => why,
-                () = lost => "this node is out of touch".to_owned(),
+                () = touch.lost() => "this node is out of touch".to_owned(),
             }
         })
     }
@@ -90,17 +134,21 @@ fn guest(
     node.map_err(|refused| refused.to_string())
 }
 
-/// What hubs are served.
-pub(super) fn serving(pool: Arc<Pool>, at: watch::Receiver<Arc<At>>) -> Router {
+/// What hubs are served: these resources.
+pub(super) fn serving(pool: Arc<Pool>, resources: Vec<Resource>, touch: Touch) -> Router {
     let bounded = move |mut request: Request, next: Next| {
-        if at.borrow().who == Who::Nobody
+        if !touch.is()
             && let Some(uri) = bounded(request.uri())
         {
             *request.uri_mut() = uri;
         }
         next.run(request)
     };
-    endpoint::serving(pool, None).layer(middleware::from_fn(bounded))
+    let grant = Arc::new(Grant {
+        resources,
+        namespaces: None,
+    });
+    endpoint::serving(pool, None, Some(grant)).layer(middleware::from_fn(bounded))
 }
 
 /// The same request, whose watch lasts no longer than [`SHORT`].
@@ -125,6 +173,42 @@ fn bounded(uri: &Uri) -> Option<Uri> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::time::Instant;
+
+    fn at(who: Who) -> Arc<At> {
+        Arc::new(At {
+            who,
+            ..At::clone(&At::nobody())
+        })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_node_without_neighbours_is_out_of_touch_when_its_last_tunnel_is_gone_for_a_while() {
+        let (who, heard) = watch::channel(at(Who::Nobody));
+        let (tunnels, standing) = watch::channel(0);
+        let touch = Touch {
+            at: heard,
+            standing,
+        };
+        assert!(!touch.is());
+        let lost = touch.clone().lost();
+        let began = Instant::now();
+        let changes = async {
+            who.send_replace(at(Who::Gateway));
+            tunnels.send_replace(1);
+            sleep(Duration::from_mins(1)).await;
+            assert!(touch.is());
+            tunnels.send_replace(0);
+            sleep(AWAY / 2).await;
+            assert!(!touch.is());
+            // It came back in time.
+            tunnels.send_replace(1);
+            sleep(Duration::from_mins(1)).await;
+            tunnels.send_replace(0);
+        };
+        tokio::join!(lost, changes);
+        assert_eq!(began.elapsed(), Duration::from_mins(2) + AWAY / 2 + AWAY);
+    }
 
     #[test]
     fn a_watch_at_a_node_that_is_out_of_touch_is_short() {

@@ -258,11 +258,9 @@ impl Leaders {
             };
             let named = hubs.resources.iter().filter_map(|text| text.parse().ok());
             let read = named.filter(|resource| granted.contains(resource));
-            if !all.add(&here.node, hubs.at, read.collect()) {
-                break;
-            }
+            all.add(&here.node, hubs.at, read.collect());
         }
-        (!all.at.is_empty() && !all.resources.is_empty()).then_some(all)
+        (!all.at.is_empty()).then_some(all)
     }
 
     /// What a pool is told from now on: this, or what it was told last where that will do for a while.

@@ -3,16 +3,23 @@ use causeway_certs::NodeName;
 
 type Change = fn(&mut ConfigMap);
 
-fn hubs(all: &[(&str, &str)]) -> PoolHubs {
+const CLOCK: u64 = 1_800_000_000;
+const BOTH: [&str; 2] = ["v1/services", "discovery.k8s.io/v1/endpointslices"];
+
+fn reading(all: &[(&str, &str)], resources: &[&str]) -> PoolHubs {
     let at = all.iter().map(|(node, at)| {
         let node = NodeName::parse(node).unwrap();
         (node, at.parse().unwrap())
     });
-    let resources = ["v1/services", "discovery.k8s.io/v1/endpointslices"];
+    let resources = resources.iter().map(|text| text.parse().unwrap());
     PoolHubs {
         at: at.collect(),
-        resources: resources.map(|text| text.parse().unwrap()).into(),
+        resources: resources.collect(),
     }
+}
+
+fn hubs(all: &[(&str, &str)]) -> PoolHubs {
+    reading(all, &BOTH)
 }
 
 fn map(content: &Content) -> ConfigMap {
@@ -22,16 +29,45 @@ fn map(content: &Content) -> ConfigMap {
     map
 }
 
-/// What follows, by one gateway, with nothing absent before.
-fn next(before: &Content, now: Option<&PoolHubs>, own: &str) -> Content {
-    let mut absent = BTreeMap::new();
-    before.next(now, own, |_| true, (&mut absent, Instant::now()))
+/// A gateway that looks.
+struct Gateway {
+    own: &'static str,
+    absent: BTreeMap<String, Instant>,
 }
 
-#[test]
-fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_node_has() {
+impl Gateway {
+    fn called(own: &'static str) -> Self {
+        let absent = BTreeMap::new();
+        Self { own, absent }
+    }
+
+    fn looks(&mut self, before: &Content, now: Option<&PoolHubs>) -> Content {
+        self.looks_at(before, now, CLOCK, true)
+    }
+
+    fn looks_at(
+        &mut self,
+        before: &Content,
+        now: Option<&PoolHubs>,
+        clock: u64,
+        may: bool,
+    ) -> Content {
+        let mut looks = Looks {
+            own: self.own,
+            now: Instant::now(),
+            clock,
+            absent: &mut self.absent,
+            may: &|_| may,
+        };
+        before.next(now, &mut looks)
+    }
+}
+
+#[tokio::test]
+async fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_node_has() {
     let both = hubs(&[("edge-2", "fd00::2"), ("edge-1", "10.1.0.1")]);
-    let content = next(&Content::default(), Some(&both), "gw");
+    let mut gateway = Gateway::called("gw");
+    let content = gateway.looks(&Content::default(), Some(&both));
     let map = map(&content);
     let data = map.data.clone().unwrap();
     let said = |key: &str| data[key].as_str();
@@ -49,45 +85,89 @@ fn hubs_are_told_as_openyurts_own_controller_tells_them_by_names_that_no_node_ha
         assert!(NodeName::parse(name).is_err());
     }
     assert_eq!(Content::read(&map), content, "it reads as it was written");
-    assert_eq!(next(&content, Some(&both), "gw"), content, "and stays");
+    assert_eq!(gateway.looks(&content, Some(&both)), content, "and stays");
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_gateway_takes_out_its_own_edges_alone_and_not_before_a_while() {
+async fn an_edge_stands_there_as_long_as_one_gateway_has_it_and_none_writes_for_another() {
+    let (mut one, mut two) = (Gateway::called("gw-1"), Gateway::called("gw-2"));
     let north = hubs(&[("edge-1", "10.1.0.1")]);
-    let south = hubs(&[("edge-2", "10.1.0.2")]);
-    let one = next(&Content::default(), Some(&north), "gw-1");
-    let two = next(&one, Some(&south), "gw-2");
-    assert_eq!(
-        two.leaders(),
-        "causeway:edge-1/10.1.0.1,causeway:edge-2/10.1.0.2"
-    );
-    let mut absent = BTreeMap::new();
-    let gone = two.next(None, "gw-1", |_| true, (&mut absent, Instant::now()));
-    assert_eq!(gone, two, "it may come back");
+    let first = one.looks(&Content::default(), Some(&north));
+    // The same edge has tunnels at both: what one has written, the other leaves.
+    let both = two.looks(&first, Some(&north));
+    assert_eq!(one.looks(&both, Some(&north)), both);
+    assert_eq!(two.looks(&both, Some(&north)), both);
+    assert_eq!(one.looks(&both, None), both, "it may come back");
     tokio::time::advance(GRACE).await;
-    let gone = two.next(None, "gw-1", |_| true, (&mut absent, Instant::now()));
-    assert_eq!(gone.leaders(), "causeway:edge-2/10.1.0.2");
-    assert!(absent.is_empty());
-    // The other one's is the other's to take out; one that comes here is ours from then on.
-    assert_eq!(next(&gone, None, "gw-1"), gone);
-    let moved = next(&gone, Some(&south), "gw-1");
-    assert_eq!(moved.leaders(), gone.leaders());
-    assert_ne!(moved, gone);
-    // A node that is gone from the cluster is nobody's.
-    let mut absent = BTreeMap::new();
-    let none = gone.next(None, "gw-1", |_| false, (&mut absent, Instant::now()));
-    assert_eq!(map(&none).data.unwrap()["enable-leader-election"], "false");
+    let left = one.looks(&both, None);
+    assert_eq!(left.leaders(), both.leaders());
+    assert_eq!(
+        one.looks(&both, None),
+        left,
+        "a write that failed changes nothing"
+    );
+    assert_eq!(two.looks(&left, Some(&north)), left);
+    assert_eq!(one.looks(&left, None), left);
+    assert!(one.absent.is_empty());
+    assert_eq!(two.looks(&left, None), left);
+    tokio::time::advance(GRACE).await;
+    let none = two.looks(&left, None);
+    assert_eq!(none.leaders(), "");
+    let data = map(&none).data.unwrap();
+    assert_eq!(data["enable-leader-election"], "false");
+    assert_eq!(
+        data["pool-scoped-metadata"],
+        map(&left).data.unwrap()["pool-scoped-metadata"]
+    );
 }
 
-#[test]
-fn what_somebody_else_has_written_into_it_is_put_right() {
+#[tokio::test]
+async fn what_a_gateway_left_that_has_ended_goes_after_a_while_and_with_its_node_at_once() {
     let north = hubs(&[("edge-1", "10.1.0.1")]);
-    let right = next(&Content::default(), Some(&north), "gw");
+    let left = Gateway::called("gw-1").looks(&Content::default(), Some(&north));
+    let mut other = Gateway::called("gw-2");
+    assert_eq!(other.looks_at(&left, None, CLOCK + ENDED - 1, true), left);
+    let later = other.looks_at(&left, None, CLOCK + ENDED, true);
+    assert_eq!(later.leaders(), "");
+    assert_eq!(other.looks_at(&left, None, CLOCK, false).leaders(), "");
+    // Who has it says so again in time, and not at each look.
+    let mut own = Gateway::called("gw-1");
+    assert_eq!(
+        own.looks_at(&left, Some(&north), CLOCK + AGAIN - 1, true),
+        left
+    );
+    let again = own.looks_at(&left, Some(&north), CLOCK + AGAIN, true);
+    assert!(again != left && again.tells(&left));
+}
+
+#[tokio::test]
+async fn hubs_are_told_what_all_edges_have_and_an_edge_that_has_nothing_of_it_is_left_out() {
+    let all = Gateway::called("gw-1").looks(&Content::default(), Some(&hubs(&[("a", "10.1.0.1")])));
+    let mut two = Gateway::called("gw-2");
+    let less = reading(&[("b", "10.1.0.2")], &["v1/services"]);
+    let both = two.looks(&all, Some(&less));
+    assert_eq!(
+        map(&both).data.unwrap()["pool-scoped-metadata"],
+        "/v1/services"
+    );
+    assert_eq!(
+        Gateway::called("gw-1").looks(&both, Some(&hubs(&[("a", "10.1.0.1")]))),
+        both
+    );
+    for nothing in [&["v1/nodes"][..], &[]] {
+        let none = reading(&[("c", "10.1.0.3")], nothing);
+        assert_eq!(Gateway::called("gw-3").looks(&both, Some(&none)), both);
+    }
+}
+
+#[tokio::test]
+async fn what_somebody_else_has_written_into_it_is_put_right() {
+    let north = hubs(&[("edge-1", "10.1.0.1")]);
+    let right = Gateway::called("gw").looks(&Content::default(), Some(&north));
     let changes: [Change; 5] = [
         |map| {
             let data = map.data.as_mut().unwrap();
-            data.insert("leaders".into(), "edge-9/10.1.0.9".into());
+            data.insert("leaders".into(), "edge-9/10.9.9.9".into());
         },
         |map| {
             let data = map.data.as_mut().unwrap();
@@ -104,6 +184,6 @@ fn what_somebody_else_has_written_into_it_is_put_right() {
         change(&mut map);
         let found = Content::read(&map);
         assert_ne!(found, right);
-        assert_eq!(next(&found, Some(&north), "gw"), right);
+        assert_eq!(Gateway::called("gw").looks(&found, Some(&north)), right);
     }
 }

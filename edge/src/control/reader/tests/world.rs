@@ -224,7 +224,7 @@ impl Gateway {
             trust,
         };
         tasks.spawn(info_span!("serve"), async move {
-            let _ = axum::serve(Any::Made(made, address), serving(pool, None)).await;
+            let _ = axum::serve(Any::Made(made, address), serving(pool, None, None)).await;
         });
         tasks.spawn(info_span!("gateway"), async move {
             let connections = Tasks::default();
