@@ -1,0 +1,112 @@
+//! What a source says of its objects, and what a client asks of them: whatever both say, nobody panics, and what is served can be read.
+//!
+//! Three parts, each behind a byte 0xFF: a question (path, blank, `Accept`), a list, and a watch that follows it.
+
+#![no_main]
+
+use bytes::Bytes;
+use causeway_pool::{Answer, Limits, Pool, Resource, Source, follow};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
+use http::{HeaderMap, Request, StatusCode};
+use http_body_util::BodyExt;
+use libfuzzer_sys::fuzz_target;
+use std::sync::{
+    LazyLock,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+use tokio::runtime::{Builder, Runtime};
+
+static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
+    let runtime = Builder::new_current_thread().enable_time().build();
+    runtime.expect("a runtime")
+});
+
+/// A source that says each of these once, and is away behind them.
+struct Says {
+    all: [Bytes; 2],
+    asked: AtomicUsize,
+}
+
+impl Source for Says {
+    fn get(&self, _path_and_query: String) -> BoxFuture<'_, Result<Answer, String>> {
+        let said = self.all.get(self.asked.fetch_add(1, Relaxed)).cloned();
+        let answer = said.ok_or_else(|| "away".to_owned()).map(|said| Answer {
+            status: StatusCode::OK,
+            headers: HeaderMap::new(),
+            body: stream::iter([Ok(said)]).boxed(),
+        });
+        Box::pin(async { answer })
+    }
+}
+
+fuzz_target!(|input: &[u8]| {
+    let mut parts = input.splitn(3, |byte| *byte == 0xff);
+    let mut part = || parts.next().unwrap_or_default();
+    let (question, list, watch) = (part(), part(), part());
+    let resource: Resource = "v1/services".parse().expect("a resource");
+    let limits = Limits {
+        cache: 1 << 16,
+        window: 1 << 16,
+    };
+    RUNTIME.block_on(async {
+        let pool = Pool::new(&[resource], &limits);
+        let store = &pool.stores()[0];
+        let says = Says {
+            all: [list, watch].map(Bytes::copy_from_slice),
+            asked: AtomicUsize::default(),
+        };
+        drop(follow(store, &says).await);
+        let synced = store.status().synced;
+        let (path, accept) = asked(question);
+        for (ours, path, accept) in [
+            (false, path, accept),
+            (true, "/api/v1/services".into(), "application/json".into()),
+            (
+                true,
+                "/api/v1/services".into(),
+                "application/vnd.kubernetes.protobuf".into(),
+            ),
+            (
+                true,
+                "/api/v1/services".into(),
+                "application/json;as=Table;g=meta.k8s.io;v=v1".into(),
+            ),
+        ] {
+            let request = Request::get(&path).header("accept", &accept).body(());
+            let Ok(request) = request else { continue };
+            let answer = pool.answer(&request.into_parts().0, None).await;
+            if answer.body().is_watch() {
+                // It goes on for as long as somebody reads.
+                let mut body = answer.into_body();
+                for _ in 0..4 {
+                    // Nothing is asked for behind its end.
+                    if let Some(None) = body.frame().now_or_never() {
+                        break;
+                    }
+                }
+                continue;
+            }
+            let status = answer.status();
+            let body = answer.into_body().collect().await;
+            let bytes = body.expect("a list does not fail").to_bytes();
+            // What is asked by others may be refused.
+            if !ours {
+                continue;
+            }
+            // What is of an unknown kind has no protobuf.
+            if accept == "application/json" {
+                assert_eq!(status.is_success(), synced, "{status}");
+            }
+            if accept.starts_with("application/json") {
+                serde_json::from_slice::<serde_json::Value>(&bytes).expect("JSON");
+            }
+        }
+    });
+});
+
+/// A question's path, and what it accepts.
+fn asked(question: &[u8]) -> (String, String) {
+    let text = String::from_utf8_lossy(question);
+    let (path, accept) = text.split_once(' ').unwrap_or((&text, "*/*"));
+    (path.to_owned(), accept.to_owned())
+}
