@@ -70,7 +70,7 @@ fn said(ran: &Ran) -> (u16, String) {
 async fn keys_that_rotate_are_taken_up_and_count_on_when_their_issuer_is_gone() {
     need!("curl");
     let (old, new) = (Key::new("old"), Key::new("new"));
-    let mut issuer = Issuer::start(&old).await;
+    let mut issuer = Issuer::start(&old);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
     let mut world = build.front(jwts(jwt, Callers::default())).start().await;
@@ -137,7 +137,7 @@ async fn assert_refused(world: &World, token: &str, says: &str) {
 async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
     need!("curl");
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let build = World::build();
     let opaque = build.token("bob");
     let callers = Callers {
@@ -196,7 +196,7 @@ async fn each_refusal_says_which_method_failed_and_why_and_repeats_nothing() {
 #[tokio::test]
 async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     let key = Key::new("key");
-    let mut issuer = Issuer::silent(&key).await;
+    let mut issuer = Issuer::silent(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
     let world = build.front(jwts(jwt, Callers::default())).start().await;
@@ -219,7 +219,7 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     );
     let failed = world.metrics().await;
     assert!(failed.sum("jwks_fetches_total", &[("outcome", "failed")]) > 0);
-    issuer.answer().await;
+    issuer.answer();
     until("the keys are here", async || {
         caller.get(URL).await.status == 200
     })
@@ -229,7 +229,7 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
 #[tokio::test]
 async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
     let key = Key::new("key");
-    let (there, meant) = (Issuer::start(&key).await, Issuer::silent(&key).await);
+    let (there, meant) = (Issuer::start(&key), Issuer::silent(&key));
     let build = World::build();
     let jwt = Jwt {
         jwks_ca: meant.jwt(build.folder()).jwks_ca,
@@ -250,7 +250,7 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
 #[tokio::test]
 async fn a_kept_connection_is_let_in_as_long_as_its_token_counts() {
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let build = World::build();
     let jwt = issuer.jwt(build.folder());
     let world = build.front(jwts(jwt, Callers::default())).start().await;
@@ -334,7 +334,7 @@ fn lying(caller: Caller) -> Caller {
 #[tokio::test]
 async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_credential() {
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let build = World::build();
     let opaque = build.token("bob");
     let front = telling(&build, issuer.jwt(build.folder()));
@@ -398,7 +398,7 @@ async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_
 #[tokio::test]
 async fn trailers_do_not_tell_an_app_who_calls() {
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let build = World::build();
     let front = Front {
         identity_headers: told(),
@@ -424,7 +424,7 @@ async fn trailers_do_not_tell_an_app_who_calls() {
 #[tokio::test]
 async fn a_connect_front_takes_a_jwt_as_it_takes_a_token() {
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let build = World::build();
     let connect = Front {
         kind: Kind::Connect,

@@ -239,7 +239,7 @@ async fn a_token_that_the_cluster_does_not_know_or_that_names_others_is_401() {
 #[tokio::test]
 async fn of_several_ways_to_be_known_each_token_goes_one_and_the_cluster_is_asked_last() {
     let key = Key::new("key");
-    let issuer = Issuer::start(&key).await;
+    let issuer = Issuer::start(&key);
     let (build, cluster) = building();
     let opaque = build.token("bob");
     let all = reviewed("reviewed", Kind::Https);

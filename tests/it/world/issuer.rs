@@ -13,7 +13,7 @@ use rustls::{
 };
 use serde_json::{Value, json};
 use std::{
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     path::Path,
     sync::{
         Arc, Mutex,
@@ -23,7 +23,7 @@ use std::{
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
+    net::{TcpSocket, TcpStream},
     task::JoinSet,
 };
 use tokio_rustls::TlsAcceptor;
@@ -88,12 +88,14 @@ pub(crate) struct Issuer {
     asked: Arc<AtomicUsize>,
     acceptor: TlsAcceptor,
     serving: JoinSet<()>,
+    // Keeps the address while nobody listens there.
+    silent: Option<TcpSocket>,
     root: String,
 }
 
 impl Issuer {
     /// It has an address; it does not answer yet.
-    pub(crate) async fn silent(key: &Key) -> Self {
+    pub(crate) fn silent(key: &Key) -> Self {
         let ca = Ca::create(&TrustDomain::parse("id.test").unwrap()).unwrap();
         let names = [HostName::parse("127.0.0.1").unwrap()];
         let leaf = ca.issue_gateway(&names, LIFE).unwrap();
@@ -103,27 +105,30 @@ impl Issuer {
             .unwrap()
             .with_no_client_auth()
             .with_single_cert(leaf.chain().to_vec(), secret.unwrap());
-        let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let silent = TcpSocket::new_v4().unwrap();
+        silent.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
         Self {
-            address: free.local_addr().unwrap(),
+            address: silent.local_addr().unwrap(),
             set: Arc::new(Mutex::new(key.set())),
             asked: Arc::default(),
             acceptor: Arc::new(config.unwrap()).into(),
             serving: JoinSet::new(),
+            silent: Some(silent),
             root: ca.root_pem(),
         }
     }
 
     /// It answers.
-    pub(crate) async fn start(key: &Key) -> Self {
-        let mut issuer = Self::silent(key).await;
-        issuer.answer().await;
+    pub(crate) fn start(key: &Key) -> Self {
+        let mut issuer = Self::silent(key);
+        issuer.answer();
         issuer
     }
 
     /// It answers from now on.
-    pub(crate) async fn answer(&mut self) {
-        let listener = TcpListener::bind(self.address).await.unwrap();
+    pub(crate) fn answer(&mut self) {
+        let silent = self.silent.take().expect("it did not answer so far");
+        let listener = silent.listen(128).unwrap();
         let (set, asked) = (self.set.clone(), self.asked.clone());
         let acceptor = self.acceptor.clone();
         self.serving.spawn(async move {
