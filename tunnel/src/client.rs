@@ -35,6 +35,7 @@ use std::{
     task::{Context, Poll, ready},
     time::Duration,
 };
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// What the gateway's end of a tunnel needs to know.
@@ -90,6 +91,9 @@ struct Shared {
     load: Arc<Load>,
     settings: Settings,
     suspect: AtomicBool,
+    /// When the probe was sent that nothing has been read since, in milliseconds from `began`; none is 0.
+    probed_ms: AtomicU64,
+    began: Instant,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
     turn: Turn,
@@ -106,12 +110,23 @@ impl Shared {
             load,
             settings: settings.clone(),
             suspect: AtomicBool::new(false),
+            probed_ms: AtomicU64::new(0),
+            began: Instant::now(),
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
             turn: Turn::default(),
             leaving: close.child_token(),
             close,
         }
+    }
+
+    /// Notes since when a probe is without an answer.
+    fn unanswered(&self, probed: Option<Instant>) {
+        let after = probed.map(|probed| probed.saturating_duration_since(self.began));
+        let after = after.map_or(0, |after| {
+            u64::try_from(after.as_millis()).unwrap_or(1).max(1)
+        });
+        self.probed_ms.store(after, Relaxed);
     }
 }
 
@@ -222,6 +237,19 @@ impl Tunnel {
     /// Whether a probe went unanswered.
     pub fn is_suspect(&self) -> bool {
         self.shared.suspect.load(Relaxed)
+    }
+
+    /// How long a probe has been without an answer; nothing while none is. Long before the tunnel is suspect, it may say that
+    /// another one would do better.
+    pub fn unanswered_for(&self) -> Duration {
+        match self.shared.probed_ms.load(Relaxed) {
+            0 => Duration::ZERO,
+            probed => self
+                .shared
+                .began
+                .elapsed()
+                .saturating_sub(Duration::from_millis(probed)),
+        }
     }
 
     /// Whether the tunnel takes no further streams because one end leaves.

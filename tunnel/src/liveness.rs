@@ -64,6 +64,11 @@ impl Liveness {
         }
     }
 
+    /// When the probe was sent that nothing has been read since.
+    pub(crate) fn unanswered(&self) -> Option<Instant> {
+        self.probed
+    }
+
     pub(crate) fn check(&mut self, now: Instant, read: Instant, written: Instant) -> Verdict {
         if self.probed.is_some_and(|probed| read >= probed) {
             self.probed = None;

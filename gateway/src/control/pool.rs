@@ -9,6 +9,7 @@
 //! `leaders` says in each pool which edge reads here for all of its neighbours.
 
 pub mod leaders;
+mod members;
 
 #[cfg(test)]
 mod tests;

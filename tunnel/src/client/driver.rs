@@ -212,6 +212,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             let verdict = self.liveness.check(now, read, written);
             let suspect = matches!(verdict, Verdict::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);
+            self.shared.unanswered(self.liveness.unanswered());
             let (until, sent) = match verdict {
                 Verdict::Dead => return Poll::Ready(Some(Ended::Silent)),
                 Verdict::Well(until) | Verdict::Suspect(until) => (until, false),

@@ -476,8 +476,16 @@ async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
     // The edge is never polled: it hears nothing and answers no PING.
     let (tunnel, mut ended, _edge) = pair(Settings::default()).await;
     let started = Instant::now();
-    tokio::time::sleep(Duration::from_millis(9_500)).await;
+    tokio::time::sleep(Duration::from_millis(4_400)).await;
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
+    tokio::time::sleep(Duration::from_secs(5)).await;
     assert!(tunnel.is_open());
+    // The probe was sent after 4.5 to 5 s.
+    let late = tunnel.unanswered_for();
+    assert!(
+        (Duration::from_millis(4_300)..Duration::from_secs(5)).contains(&late),
+        "{late:?}"
+    );
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(tunnel.is_suspect());
     assert_eq!(ended.recv().await, Some(Ended::Silent));
@@ -491,6 +499,7 @@ async fn an_idle_tunnel_is_kept_alive_by_round_trips_and_both_ends_hear_them() {
     let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
     tokio::time::sleep(Duration::from_mins(10)).await;
     assert!(tunnel.is_open());
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
     assert!(ended.try_recv().is_err());
     assert!(!edge.is_finished());
 }

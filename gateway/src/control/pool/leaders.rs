@@ -2,8 +2,8 @@
 //!
 //! Every second, and when an edge comes or a node is another:
 //! 1. edges with a reader are gathered by their confirmed pools;
-//! 2. each pool has a leader, by `name`: whoever leads goes on while it is connected, else the one with the fewest streams
-//!    of those that have been here for a while;
+//! 2. each pool has a leader, by `name`: whoever leads goes on while it is connected and answers, else the one with the fewest
+//!    streams of those that have been here for a while;
 //! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
 //!    next; the others hear together who came or went, for a site that comes back comes one by one.
 //!
@@ -11,7 +11,10 @@
 //!
 //! Who leads is advice: an edge that finds its leader silent reads at the gateway itself.
 
-use super::Reading;
+use super::{
+    Reading,
+    members::{members, with_itself},
+};
 use crate::state::{
     Edge, Hubs, Nodes, NodesWriter, PoolHubs, Registry, TunnelId, advertised::Told,
 };
@@ -20,7 +23,6 @@ use causeway_config::host_port;
 use causeway_tunnel::{
     Tunnel,
     hello::{HubsAt, MemberAt, Members, ToEdge},
-    wire::MAX_MESSAGE,
 };
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -37,14 +39,16 @@ const LOOK: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(100);
 /// An edge that has been here for so long is likely to stay.
 const STEADY: Duration = Duration::from_secs(10);
+/// Whoever has not answered a probe for so long leads on only where nobody does better. Its tunnel is suspect no sooner than 5 s after
+/// the probe, which comes after 5 s of silence (`tunnel.ping_after`): with what a look takes, its pool would be without a leader for
+/// more than 10 s. A link whose round trips take longer has twice its own.
+const LATE: Duration = Duration::from_millis(2_500);
 /// Neighbours that came or went are told this often.
 const GATHER: Duration = Duration::from_secs(3);
 /// Addresses of one edge that are passed on: one of each family on each of two networks.
 const MOST_ADDRESSES: usize = 4;
 /// Longest of them: a name of DNS and a port.
 const LONGEST: usize = 260;
-/// What a line needs beside names and addresses, for each member and in all.
-const AROUND: usize = 32;
 
 /// The leader of each pool, for whoever shows it.
 pub type Led = Told<BTreeMap<String, NodeName>>;
@@ -56,26 +60,30 @@ struct Candidate<'a> {
     /// How long it has been connected.
     lasts: Duration,
     streams: usize,
+    /// It has not answered for [`LATE`].
+    late: bool,
 }
 
 /// Who leads a pool of these.
 fn name<'a>(current: Option<&NodeName>, candidates: &[Candidate<'a>]) -> Option<&'a NodeName> {
+    let all_late = candidates.iter().all(|one| one.late);
+    let able = || candidates.iter().filter(|one| all_late || !one.late);
     let leads = |one: &&Candidate<'_>| Some(one.node) == current;
     let fewest = |steady: Duration| {
-        let fit = candidates.iter().filter(move |one| one.lasts >= steady);
+        let fit = able().filter(move |one| one.lasts >= steady);
         fit.min_by_key(|one| (one.streams, one.node))
     };
-    let named = candidates.iter().find(leads);
+    let named = able().find(leads);
     let named = named.or_else(|| fewest(STEADY));
     named.or_else(|| fewest(Duration::ZERO)).map(|one| one.node)
 }
 
 /// A node with a reader, as it is connected here.
-struct Here {
-    node: NodeName,
+pub(super) struct Here {
+    pub(super) node: NodeName,
     pool: Option<String>,
     /// Where it serves its neighbours.
-    at: Vec<String>,
+    pub(super) at: Vec<String>,
     /// Where it serves hubs.
     hubs: Option<Box<HubsAt>>,
     instance: String,
@@ -89,7 +97,7 @@ impl Here {
     }
 
     /// Neighbours are to know of it.
-    fn serves(&self) -> bool {
+    pub(super) fn serves(&self) -> bool {
         !self.at.is_empty() && self.handles().any(|tunnel| !tunnel.is_draining())
     }
 
@@ -99,6 +107,11 @@ impl Here {
 
     fn is_open(&self) -> bool {
         self.handles().any(Tunnel::is_open)
+    }
+
+    fn is_late(&self) -> bool {
+        let mut open = self.handles().filter(|tunnel| tunnel.is_open());
+        open.all(|tunnel| tunnel.unanswered_for() >= LATE.max(2 * tunnel.round_trip()))
     }
 }
 
@@ -241,6 +254,7 @@ impl Leaders {
                     .get(&here.node)
                     .map_or(Duration::ZERO, |(_, since)| now - *since),
                 streams: here.handles().map(|tunnel| tunnel.load().streams()).sum(),
+                late: here.is_late(),
             })
             .collect();
         name(current, &candidates)
@@ -347,75 +361,6 @@ fn gather(registry: &Registry, nodes: &Nodes) -> Vec<Here> {
     all.into_iter().filter_map(here).collect()
 }
 
-/// What a pool is told: the leader first, so that it is among them however many there are, the others by name, and then those
-/// who are away.
-fn members(
-    pool: Option<String>,
-    leader: Option<&NodeName>,
-    (own, absent): (&[&Here], &[MemberAt]),
-) -> Members {
-    if pool.is_none() {
-        return Members::default();
-    }
-    let leads = |here: &&&Here| Some(&here.node) == leader;
-    let serving = || own.iter().filter(|here| here.serves());
-    let others = serving().filter(|here| !leads(here));
-    let ordered = serving().filter(leads).chain(others);
-    let mut room = room();
-    let ordered = ordered.map(|here| at(here)).chain(absent.iter().cloned());
-    let fitting = ordered.take_while(|member| {
-        let size = size(member);
-        let fits = size <= room;
-        room = room.saturating_sub(size);
-        fits
-    });
-    Members {
-        members: fitting.take(Members::MOST).collect(),
-        leader: leader.map(ToString::to_string),
-        pool,
-    }
-}
-
-/// The same with the edge itself among them, if it is a member.
-fn with_itself(members: &Members, here: &Here) -> Members {
-    let mut own = members.clone();
-    let known = own.members.iter().any(|one| one.node == here.node.as_str());
-    if members.pool.is_none() || known || !here.serves() {
-        return own;
-    }
-    let member = at(here);
-    let mut left = room();
-    for one in &own.members {
-        left = left.saturating_sub(size(one));
-    }
-    while own.members.len() >= Members::MOST || left < size(&member) {
-        match own.members.pop() {
-            Some(last) => left += size(&last),
-            None => return own,
-        }
-    }
-    own.members.push(member);
-    own
-}
-
-fn at(here: &Here) -> MemberAt {
-    MemberAt {
-        node: here.node.to_string(),
-        at: here.at.clone(),
-    }
-}
-
-/// What a member takes of a line, at most.
-fn size(member: &MemberAt) -> usize {
-    let at = member.at.iter().map(|at| at.len() + AROUND);
-    member.node.len() + AROUND + at.sum::<usize>()
-}
-
-/// What there is for members in a line: the rest is for the names of pool and leader.
-fn room() -> usize {
-    MAX_MESSAGE - MAX_MESSAGE / 8
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -428,7 +373,7 @@ mod tests {
     fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
         let nodes = ["a", "b", "c"].map(node);
         let seconds = Duration::from_secs;
-        // Of each: how long it is here, and its streams.
+        // Of each: how long it is here, and its streams; whoever has a hundred streams more is late.
         for (current, candidates, expected) in [
             (None, vec![], None),
             (None, vec![(0, 0, 0)], Some(0)),
@@ -437,11 +382,20 @@ mod tests {
             (None, vec![(0, 2, 3), (1, 3, 3)], Some(0)),
             (Some(2), vec![(0, 30, 0), (2, 1, 9)], Some(2)),
             (Some(2), vec![(0, 30, 4), (1, 10, 0)], Some(1)),
+            (Some(2), vec![(0, 1, 4), (1, 30, 5), (2, 30, 100)], Some(1)),
+            (
+                Some(2),
+                vec![(0, 30, 100), (1, 1, 5), (2, 30, 100)],
+                Some(1),
+            ),
+            (Some(2), vec![(0, 30, 100), (2, 30, 102)], Some(2)),
+            (None, vec![(0, 30, 101), (2, 30, 100)], Some(2)),
         ] {
             let of = |(which, lasts, streams): &(usize, u64, usize)| Candidate {
                 node: &nodes[*which],
                 lasts: seconds(*lasts),
                 streams: *streams,
+                late: *streams >= 100,
             };
             let all: Vec<_> = candidates.iter().map(of).collect();
             let current = current.map(|which: usize| &nodes[which]);
