@@ -95,7 +95,7 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Edge(cli::Edge {
             order: Some(order), ..
         }) => Job::brief(nodes::run(order)),
-        Command::Edge(cli::Edge { run, .. }) => match configure(run, PROXY, |_| Ok(()))? {
+        Command::Edge(cli::Edge { run, .. }) => match configure(run, PROXY, edge::check)? {
             Some((config, sources)) => Job::new(config.log.clone(), edge::run(config, sources)),
             None => return Ok(None),
         },

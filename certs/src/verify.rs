@@ -13,6 +13,7 @@ mod hubs;
 mod known;
 mod peer;
 mod server;
+mod shown;
 mod site;
 mod tickets;
 
@@ -33,6 +34,7 @@ pub use client::{
 pub use hubs::Hubs;
 pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};
 pub use server::{front_server, join_server, tunnel_server};
+pub use shown::Shown;
 pub use site::{IsMember, Site, SiteRefused};
 pub use tickets::TicketSecret;
 

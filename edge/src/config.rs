@@ -21,7 +21,7 @@ pub use causeway_config::{Fault, Log, LogFormat, Reloads, Secret, Validate};
 use causeway_config::{HumanAddress, HumanDuration, HumanSize};
 pub(crate) use ranges::Listable;
 pub use ranges::PortRange;
-pub use reader::{Hubs, Reader, Site};
+pub use reader::{Hubs, Reader, Shown, Site};
 
 /// The configuration of `causeway edge`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -111,8 +111,7 @@ impl Config {
         let of_port = |port: &Port| [&port.ca, &port.certificate, &port.key].map(Clone::clone);
         let identity = self.identity.iter().flat_map(Identity::files);
         let ports = self.ports.values().flat_map(of_port).flatten();
-        let hubs = self.reader.iter().flat_map(|reader| &reader.hubs);
-        let given = identity.chain(hubs.flat_map(Hubs::files));
+        let given = identity.chain(self.reader.iter().flat_map(Reader::files));
         given.cloned().chain(ports).collect()
     }
 }

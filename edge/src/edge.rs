@@ -30,6 +30,7 @@ use crate::{
     state::{self, Reader, Status},
 };
 use arc_swap::ArcSwap;
+use brought::Faces;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
 use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
@@ -147,11 +148,15 @@ impl Edge {
         let admin = reading::bind(listen, "admin.listen")?;
         let address = admin.local_addr().unwrap_or(listen);
         let reading = Listeners::bind(&self.config)?;
-        let hubs = brought::hubs(&self.config)?;
+        let faces = Faces::read(&self.config);
+        for fault in &faces.faults {
+            warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
+        }
         let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
         let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
+        metrics.listeners_end(&faces.ends);
         let Self {
             config,
             store,
@@ -181,7 +186,8 @@ impl Edge {
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
-                hubs: watch::Sender::new(hubs),
+                shown: watch::Sender::new(faces.endpoint),
+                hubs: watch::Sender::new(faces.hubs),
             }),
             reading,
             reloads: Reloads::default(),
@@ -193,6 +199,18 @@ impl Edge {
             claim,
         })
     }
+}
+
+/// Reads the files of the reader's listeners: an edge runs without them, and serves nobody there.
+///
+/// # Errors
+/// If one cannot be used.
+pub fn check(config: &Config) -> Result<(), Error> {
+    Faces::read(config)
+        .faults
+        .into_iter()
+        .next()
+        .map_or(Ok(()), Err)
 }
 
 impl Bound {
@@ -284,7 +302,7 @@ impl Bound {
         let made = parts.given.subscribe();
         announce(&config, (&node, address), &parts.ports.load());
         let held = Held::new(identity, store);
-        let reading = reading::of(&config, (&held, &parts.hubs), reading)?;
+        let reading = reading::of((&config, parts), &held, reading)?;
         let links = Arc::new(Links {
             node,
             instance,

@@ -20,5 +20,5 @@ mod metrics;
 pub use config::Config;
 pub use control::enrol::EnrolError;
 pub use control::vouch::{Answer, Cluster, NoAnswer};
-pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader};
+pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader, check};
 pub use proxy::TlsError;

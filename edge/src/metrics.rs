@@ -18,6 +18,7 @@ use prometheus_client::{
     },
     registry::{Registry, Unit},
 };
+use rustls_pki_types::UnixTime;
 use std::{fmt, sync::OnceLock, time::Duration};
 
 /// How a stream ended.
@@ -51,6 +52,11 @@ impl Ending {
 struct StreamLabels {
     kind: &'static str,
     outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ListenerLabel {
+    listener: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -129,6 +135,7 @@ pub(crate) struct Metrics {
     tunnels: Gauge,
     attempts: Family<OutcomeLabel, Counter>,
     certificate_expiry: Gauge,
+    listener_certificate_expiry: Family<ListenerLabel, Gauge>,
     renewals: Family<OutcomeLabel, Counter>,
     reloads: Family<OutcomeLabel, Counter>,
     last_reload_successful: Gauge,
@@ -155,6 +162,7 @@ impl Default for Metrics {
             tunnels: Gauge::default(),
             attempts: Family::default(),
             certificate_expiry: Gauge::default(),
+            listener_certificate_expiry: Family::default(),
             renewals: Family::default(),
             reloads: Family::default(),
             last_reload_successful: Gauge::default(),
@@ -163,6 +171,7 @@ impl Default for Metrics {
         // The one that it begins with is in force.
         metrics.last_reload_successful.set(1);
         metrics.register();
+        metrics.register_expiries();
         metrics
     }
 }
@@ -206,12 +215,6 @@ impl Metrics {
             "Attempts at a tunnel, by outcome",
             attempts,
         );
-        registry.register_with_unit(
-            "certificate_expiry_timestamp",
-            "When this node's certificate ends, in Unix time",
-            Unit::Seconds,
-            self.certificate_expiry.clone(),
-        );
         let renewals = self.renewals.clone();
         registry.register(
             "renewals",
@@ -228,6 +231,23 @@ impl Metrics {
             "last_reload_successful",
             "Whether the newest configuration that was read is the one in force",
             self.last_reload_successful.clone(),
+        );
+    }
+
+    fn register_expiries(&mut self) {
+        let registry = &mut self.registry;
+        registry.register_with_unit(
+            "certificate_expiry_timestamp",
+            "When this node's certificate ends, in Unix time",
+            Unit::Seconds,
+            self.certificate_expiry.clone(),
+        );
+        let listeners = self.listener_certificate_expiry.clone();
+        registry.register_with_unit(
+            "listener_certificate_expiry_timestamp",
+            "When what a listener of the reader's shows ends, in Unix time",
+            Unit::Seconds,
+            listeners,
         );
     }
 
@@ -271,6 +291,16 @@ impl Metrics {
     pub(crate) fn certificate_ends(&self, seconds: u64) {
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
         self.certificate_expiry.set(seconds);
+    }
+
+    /// What these listeners show ends then.
+    pub(crate) fn listeners_end(&self, ends: &[(&'static str, UnixTime)]) {
+        for (listener, end) in ends {
+            let seconds = i64::try_from(end.as_secs()).unwrap_or(i64::MAX);
+            let listener = ListenerLabel { listener };
+            let gauge = self.listener_certificate_expiry.get_or_create(&listener);
+            gauge.set(seconds);
+        }
     }
 
     /// An attempt to renew the certificate ended: `renewed`, or why not.

@@ -71,6 +71,11 @@ fn reloaded(sources: &Sources, reloader: &Reloader, noted: &mut Noted) -> anyhow
     Ok(reloader.prepare(&config)?.apply().to_string())
 }
 
+/// Reads what the configuration names, as far as an edge would run without it.
+pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
+    Ok(causeway_edge::check(config)?)
+}
+
 /// All files that count.
 fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
     sources.file.iter().cloned().chain(config.files()).collect()

@@ -2,7 +2,7 @@
 //! do, through outages, restarts and damage.
 
 use crate::world::{
-    process::{Causeway, Process, Site, address_after},
+    process::{Causeway, Process, Site, address_after, causeway},
     tool::{Tool, need},
     until,
 };
@@ -236,6 +236,98 @@ async fn of_a_pool_one_reads_at_the_gateway_and_the_others_at_it_and_another_tak
         leaders == 1
     })
     .await;
+}
+
+/// Makes the certificate that programs are shown, which is its own CA, in a folder.
+fn show(folder: &Path) {
+    let names = ["kubernetes.default.svc", "127.0.0.1"].map(str::to_owned);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let made = rcgen::CertificateParams::new(names).unwrap();
+    let made = made.self_signed(&key).unwrap();
+    fs::write(folder.join("key.pem"), key.serialize_pem()).unwrap();
+    fs::write(folder.join("endpoint.pem"), made.pem()).unwrap();
+}
+
+/// curl at an endpoint with TLS, by the CA that is in the folder now or was there once.
+fn over_tls(node: &Reading, ca: &Path, path: &str) -> Tool {
+    let url = format!("https://{}/{path}", node.at);
+    let ca = ca.display().to_string();
+    Tool::curl().args(["--no-buffer", "--max-time", "60", "--cacert", &ca, &url])
+}
+
+/// A pair that does not fit leaves the last one in place.
+async fn spoilt(node: &mut Reading, folder: &Path) {
+    let kept = folder.join("kept.pem");
+    fs::copy(folder.join("endpoint.pem"), &kept).unwrap();
+    fs::write(folder.join("key.pem"), "no key").unwrap();
+    let told = node.edge.said("stays as it was").await;
+    assert!(told.contains("reader.tls"), "{told}");
+    let version = over_tls(node, &kept, "version").run().await;
+    assert!(version.text().contains("gitVersion"));
+}
+
+#[tokio::test]
+async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_while_watches_go_on()
+ {
+    need!("curl");
+    let (objects, site) = gateway(1).await;
+    let folder = tempfile::tempdir().unwrap();
+    let (shown, kept) = (
+        folder.path().join("endpoint.pem"),
+        folder.path().join("kept.pem"),
+    );
+    let key = folder.path().join("key.pem").display().to_string();
+    let reader = format!(
+        "{{ listen: \"127.0.0.1:0\", tls: {{ certificate: {}, key: {key} }} }}",
+        shown.display()
+    );
+    let check = causeway("edge").args(["--check-config"]);
+    let check = check.flag("--reader", &reader).run().await;
+    assert!(
+        check.code != Some(0) && check.stderr.contains("reader.tls"),
+        "{}",
+        check.stderr
+    );
+    // An edge is needed without it, too.
+    let mut node = Reading::join(&site, "edge-1", &reader).await;
+    let told = node
+        .edge
+        .said("nobody is let in there until this is mended")
+        .await;
+    assert!(
+        told.contains("reader.tls") && told.contains("endpoint.pem"),
+        "{told}"
+    );
+    until("it reads all the same", async || {
+        node.status().await["ready"] == true
+    })
+    .await;
+    show(folder.path());
+    let version = async |ca: &Path| over_tls(&node, ca, "version").run().await.text();
+    until("programs read over TLS", async || {
+        version(&shown).await.contains("gitVersion")
+    })
+    .await;
+    let plain = Tool::curl().args([format!("http://{}/version", node.at)]);
+    assert!(!plain.run().await.status.success());
+
+    let mut watch = over_tls(&node, &shown, &format!("{SLICES}?watch=true")).start();
+    let event = watch.json().await;
+    assert_eq!(event["object"]["metadata"]["name"], "slice-0", "{event}");
+    fs::copy(&shown, &kept).unwrap();
+    show(folder.path());
+    until("another certificate is shown", async || {
+        version(&shown).await.contains("gitVersion")
+    })
+    .await;
+    assert_eq!(version(&kept).await, "");
+    spoilt(&mut node, folder.path()).await;
+    write(objects.path(), "slice-0", "10.0.0.2");
+    let event = watch.json().await;
+    assert_eq!(
+        event["object"]["endpoints"][0]["addresses"][0], "10.0.0.2",
+        "{event}"
+    );
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Reading at the edge: what a node keeps of its cluster's objects, for its own programs and for its neighbours.
 //!
-//! Three listeners, and none knows callers one by one: whoever reaches the first one reads, so it is on loopback; the second one
+//! Three listeners, and none knows callers one by one: whoever reaches the first one reads, so it is on loopback, with TLS or without; the second one
 //! speaks TLS with members of the node's pool and with nobody else; the third one with `YurtHub`s, by their cluster's certificates. Who is
 //! a member, and who of them reads at the gateway, a gateway says; nothing of that is configured here.
 
@@ -19,9 +19,12 @@ const MOST_ADDRESSES: usize = 8;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Reader {
-    /// Address at which this node's programs read, over HTTP without TLS. It knows no callers, so it is on loopback.
+    /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is there. It knows no callers, so it is on loopback.
     #[serde(with = "HumanAddress")]
     pub listen: SocketAddr,
+    /// What those programs are shown, for which they read by `https://` there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<Shown>,
     /// What is read: group, version and plural (`discovery.k8s.io/v1/endpointslices`, `v1/services`). A gateway has to serve it.
     pub resources: Vec<String>,
     /// Where the neighbours of this node's pool read. Without it this node serves none of them, and never leads.
@@ -49,6 +52,7 @@ impl Default for Reader {
         Self {
             // Beside the admin listener and YurtHub's ports, of which it is none.
             listen: SocketAddr::from(([127, 0, 0, 1], 10270)),
+            tls: None,
             resources: Resource::defaults()
                 .iter()
                 .map(ToString::to_string)
@@ -67,6 +71,28 @@ impl Default for Reader {
 }
 
 impl Reader {
+    /// The files that it names.
+    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        let shown = self.tls.iter().flat_map(Shown::files);
+        shown.chain(self.hubs.iter().flat_map(Hubs::files))
+    }
+
+    /// The same without the paths of [`Self::files`].
+    pub(crate) fn without_files(&self) -> Self {
+        let mut same = self.clone();
+        if let Some(Shown { certificate, key }) = &mut same.tls {
+            for path in [certificate, key] {
+                path.clear();
+            }
+        }
+        if let Some(hubs) = &mut same.hubs {
+            for path in [&mut hubs.certificate, &mut hubs.key, &mut hubs.ca] {
+                path.clear();
+            }
+        }
+        same
+    }
+
     /// Where neighbours read; nowhere without a site.
     pub fn neighbours(&self) -> Vec<String> {
         let site = self.site.as_ref();
@@ -85,6 +111,23 @@ impl Reader {
         let at = self.hubs.as_ref()?.listen.ip().to_canonical();
         let resources = self.of_hubs().iter().map(ToString::to_string).collect();
         Some(HubsAt { at, resources })
+    }
+}
+
+/// What a listener shows. Another system makes and renews it; the files are watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Shown {
+    /// PEM file of the certificate and the intermediates behind it, for the names and addresses by which programs on this node read (`127.0.0.1`, `localhost`, or what leads there).
+    pub certificate: PathBuf,
+    /// PEM file of its key.
+    pub key: PathBuf,
+}
+
+impl Shown {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.certificate, &self.key].into_iter()
     }
 }
 
@@ -117,7 +160,7 @@ pub struct Hubs {
 }
 
 impl Hubs {
-    pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.certificate, &self.key, &self.ca].into_iter()
     }
 

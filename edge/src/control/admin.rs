@@ -47,6 +47,7 @@ pub(crate) async fn run(
     let own = Arc::new(Own {
         address: listener.local_addr().map(|address| address.ip()).ok(),
         node: reader.status().node,
+        shown: None,
     });
     let router = Router::new()
         .route("/healthz", get(health))

@@ -11,6 +11,7 @@ use axum::{
     response::{IntoResponse, Response},
     serve::Listener,
 };
+use causeway_certs::verify::Shown;
 use causeway_tunnel::{socket::AnyIo, target};
 use socket2::{SockRef, TcpKeepalive};
 use std::{
@@ -24,7 +25,7 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
 };
 use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
 use tracing::warn;
@@ -204,7 +205,7 @@ pub(super) async fn guard(own: Arc<Own>, request: Request, next: Next) -> Respon
     if authority.or(host).is_none_or(|host| own.is(host)) {
         return next.run(request).await;
     }
-    let said = "the Host is neither localhost nor this node nor this listener's address\n";
+    let said = "the Host is neither localhost nor this node nor this listener's address or certificate's name\n";
     (StatusCode::MISDIRECTED_REQUEST, said).into_response()
 }
 
@@ -214,6 +215,8 @@ pub(super) struct Own {
     pub(super) address: Option<IpAddr>,
     /// The node: callers that come through the road know it by that.
     pub(super) node: String,
+    /// What it shows: names that a certificate has are no page's own.
+    pub(super) shown: Option<watch::Receiver<Option<Shown>>>,
 }
 
 impl Own {
@@ -229,23 +232,33 @@ impl Own {
                     || self
                         .address
                         .is_some_and(|own| own == ip || own.is_unspecified())
+                    || self.shows(host)
             }
             Err(_) => {
-                host.eq_ignore_ascii_case("localhost") || host.eq_ignore_ascii_case(&self.node)
+                host.eq_ignore_ascii_case("localhost")
+                    || host.eq_ignore_ascii_case(&self.node)
+                    || self.shows(host)
             }
         }
+    }
+
+    fn shows(&self, host: &str) -> bool {
+        let shown = self.shown.as_ref().map(watch::Receiver::borrow);
+        shown.is_some_and(|shown| shown.as_ref().is_some_and(|shown| shown.is_for(host)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use causeway_certs::Leaf;
     use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 
     fn own(address: &str) -> Own {
         Own {
             address: address.parse().ok(),
             node: "edge-1".into(),
+            shown: None,
         }
     }
 
@@ -272,6 +285,26 @@ mod tests {
             assert!(!own_address.is(host), "{host}");
         }
         assert!(own("0.0.0.0").is("10.0.0.6"));
+    }
+
+    #[test]
+    fn names_and_addresses_of_the_certificate_that_is_shown_are_this_machines_as_well() {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let names = ["kubernetes.default.svc", "10.96.0.1"].map(str::to_owned);
+        let made = rcgen::CertificateParams::new(names).unwrap();
+        let made = made.self_signed(&key).unwrap();
+        let leaf = Leaf::load(&made.pem(), &key.serialize_pem()).unwrap();
+        let shown = Shown::new(&leaf).unwrap();
+        let known = Own {
+            shown: Some(watch::channel(Some(shown)).1),
+            ..own("127.0.0.1")
+        };
+        for host in ["kubernetes.default.svc:10270", "10.96.0.1", "localhost"] {
+            assert!(known.is(host), "{host}");
+        }
+        for host in ["kubernetes.default", "10.96.0.2", "evil.example"] {
+            assert!(!known.is(host), "{host}");
+        }
     }
 
     #[tokio::test]

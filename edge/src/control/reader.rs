@@ -19,17 +19,19 @@ mod keep;
 mod line;
 mod neighbour;
 mod report;
+mod share;
 mod site;
 mod source;
 mod told;
 
 use super::{held::Held, link::Links};
 use crate::{config, state};
-use causeway_certs::verify::Hubs;
+use causeway_certs::verify::{Hubs, Shown};
 use causeway_pool::{Limits, Pool, Resource};
 use causeway_tunnel::{backoff::Backoff, hello::Members, task::Tasks};
 use choose::{At, Chooser};
 use door::Door;
+use endpoint::Endpoint;
 use futures_util::future::{BoxFuture, select_all};
 use gateway::Gateway;
 use keep::Keep;
@@ -54,15 +56,18 @@ pub(crate) struct Reading {
     told: Told,
     keep: Keep,
     tls: Tls,
-    endpoint: TcpListener,
+    endpoint: Endpoint,
     site: Option<TcpListener>,
     hubs: Option<(TcpListener, watch::Receiver<Option<Hubs>>)>,
 }
 
 /// Where is listened.
 pub(crate) struct Listeners {
-    /// For this node's own programs.
-    pub(crate) endpoint: std::net::TcpListener,
+    /// For this node's own programs, with what they are shown if they read over TLS.
+    pub(crate) endpoint: (
+        std::net::TcpListener,
+        Option<watch::Receiver<Option<Shown>>>,
+    ),
     /// For its neighbours.
     pub(crate) site: Option<std::net::TcpListener>,
     /// For hubs, with whom of them to let in.
@@ -113,7 +118,10 @@ impl Reading {
         Ok(Self {
             keep: Keep::new(pool.clone(), saved, known),
             tls: Tls::new(held.clone(), told.clone()),
-            endpoint: TcpListener::from_std(listeners.endpoint)?,
+            endpoint: Endpoint {
+                listener: TcpListener::from_std(listeners.endpoint.0)?,
+                shown: listeners.endpoint.1,
+            },
             site: listeners.site.map(TcpListener::from_std).transpose()?,
             hubs: listeners
                 .hubs
@@ -200,8 +208,9 @@ impl Reading {
         } = self;
         // Nobody is answered before what is known is there.
         keep.load().await;
-        if let Ok(address) = endpoint.local_addr() {
-            info!(%address, resources = ?config.resources, "programs on this node can read");
+        if let Ok(address) = endpoint.listener.local_addr() {
+            let tls = endpoint.shown.is_some();
+            info!(%address, tls, resources = ?config.resources, "programs on this node can read");
         }
         let router = endpoint::serving(pool.clone(), None, None);
         let mut parts = parts;
@@ -212,7 +221,8 @@ impl Reading {
                 listener,
                 host: Arc::new(Neighbours { tls, at }),
                 guests: "neighbour",
-                most: site::MOST,
+                most: site::most(config.resources.len()),
+                each: site::each(config.resources.len()),
             };
             parts.push(Box::pin(door.run(router, done.clone())));
         }
@@ -224,10 +234,11 @@ impl Reading {
                 host: Arc::new(hubs::Guests { known, touch }),
                 guests: "hub",
                 most: hubs::MOST,
+                each: hubs::EACH,
             };
             parts.push(Box::pin(door.run(router, done.clone())));
         }
-        parts.push(Box::pin(endpoint::run(endpoint, (router, node), done)));
+        parts.push(Box::pin(endpoint.run((router, node), done)));
         parts.push(Box::pin(keep.run(config.save_every)));
         for part in parts {
             tasks.spawn(Span::current(), part);

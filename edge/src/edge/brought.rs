@@ -5,7 +5,7 @@ use super::Error;
 use crate::config;
 use causeway_certs::{
     EdgeIdentity, Leaf, Store, given,
-    verify::{Hubs, tunnel_client},
+    verify::{Hubs, Shown, tunnel_client},
 };
 use rustls_pki_types::UnixTime;
 use std::{fmt, fs, path::Path};
@@ -32,27 +32,98 @@ pub(super) fn read(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     Ok(identity)
 }
 
-/// Whom the listener for hubs lets in, and what it shows them, if there is one.
-pub(super) fn hubs(config: &config::Config) -> Result<Option<Hubs>, Error> {
-    let reader = config.reader.as_ref();
-    let Some(files) = reader.and_then(|reader| reader.hubs.as_ref()) else {
-        return Ok(None);
-    };
-    let fault = |path: &Path, why: &dyn fmt::Display| Error::Hubs {
-        path: path.display().to_string(),
-        why: why.to_string(),
-    };
-    let text = |path: &Path| fs::read_to_string(path).map_err(|error| fault(path, &error));
-    let (chain, key) = (text(&files.certificate)?, text(&files.key)?);
-    let leaf = Leaf::load(&chain, &key).map_err(|error| fault(&files.certificate, &error))?;
-    let roots = given::roots(&text(&files.ca)?).map_err(|error| fault(&files.ca, &error))?;
-    let at = files.listen.ip().to_canonical();
-    let hubs = Hubs::new(&leaf, &roots, at).map_err(|error| fault(&files.certificate, &error))?;
-    if leaf.not_after() < UnixTime::now() {
-        // An edge is needed all the same.
-        warn!(path = %files.certificate.display(), "the certificate that hubs are shown has ended: hubs get nothing here until it is another");
+/// What the reader's listeners show, and whom they let in, as far as it can be had: an edge is needed whether these files are sound
+/// or not.
+#[derive(Default)]
+pub(super) struct Faces {
+    /// What this node's programs are shown where they read.
+    pub(super) endpoint: Option<Shown>,
+    /// Whom the listener for hubs lets in, and what it shows them.
+    pub(super) hubs: Option<Hubs>,
+    /// When what is shown ends, by its listener.
+    pub(super) ends: Vec<(&'static str, UnixTime)>,
+    /// Why what is configured and missing here cannot be had.
+    pub(super) faults: Vec<Error>,
+}
+
+impl Faces {
+    /// What the files say.
+    pub(super) fn read(config: &config::Config) -> Self {
+        let mut faces = Self::default();
+        let Some(reader) = &config.reader else {
+            return faces;
+        };
+        faces.endpoint = faces.noted("endpoint", reader.tls.as_ref().map(shown));
+        faces.hubs = faces.noted("hubs", reader.hubs.as_ref().map(hubs));
+        faces
     }
-    Ok(Some(hubs))
+
+    fn noted<T>(
+        &mut self,
+        listener: &'static str,
+        read: Option<Result<(T, UnixTime), Error>>,
+    ) -> Option<T> {
+        match read? {
+            Ok((face, end)) => {
+                self.ends.push((listener, end));
+                Some(face)
+            }
+            Err(fault) => {
+                self.faults.push(fault);
+                None
+            }
+        }
+    }
+}
+
+fn shown(files: &config::Shown) -> Result<(Shown, UnixTime), Error> {
+    let of = Files("reader.tls");
+    let leaf = of.leaf(&files.certificate, &files.key)?;
+    let shown = Shown::new(&leaf);
+    let shown = shown.map_err(|error| of.fault(&files.certificate, &error))?;
+    Ok((shown, of.end(&leaf, &files.certificate)))
+}
+
+fn hubs(files: &config::Hubs) -> Result<(Hubs, UnixTime), Error> {
+    let of = Files("reader.hubs");
+    let leaf = of.leaf(&files.certificate, &files.key)?;
+    let roots = given::roots(&of.text(&files.ca)?);
+    let roots = roots.map_err(|error| of.fault(&files.ca, &error))?;
+    let at = files.listen.ip().to_canonical();
+    let hubs = Hubs::new(&leaf, &roots, at);
+    let hubs = hubs.map_err(|error| of.fault(&files.certificate, &error))?;
+    Ok((hubs, of.end(&leaf, &files.certificate)))
+}
+
+/// What a listener of the reader's is made of, by the key that names the files.
+struct Files(&'static str);
+
+impl Files {
+    fn text(&self, path: &Path) -> Result<String, Error> {
+        fs::read_to_string(path).map_err(|error| self.fault(path, &error))
+    }
+
+    fn leaf(&self, certificate: &Path, key: &Path) -> Result<Leaf, Error> {
+        let (chain, key) = (self.text(certificate)?, self.text(key)?);
+        Leaf::load(&chain, &key).map_err(|error| self.fault(certificate, &error))
+    }
+
+    fn fault(&self, path: &Path, why: &dyn fmt::Display) -> Error {
+        Error::Reader {
+            key: self.0,
+            path: path.display().to_string(),
+            why: why.to_string(),
+        }
+    }
+
+    /// When it ends, which is said if that is over.
+    fn end(&self, leaf: &Leaf, path: &Path) -> UnixTime {
+        let end = leaf.not_after();
+        if end < UnixTime::now() {
+            warn!(key = self.0, path = %path.display(), "the certificate has ended: whoever looks at it reads nothing here until it is another");
+        }
+        end
+    }
 }
 
 /// The certificate is not this node's: of those that another system makes the right one may be there soon.

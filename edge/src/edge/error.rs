@@ -35,9 +35,11 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
-    /// A file of the listener for hubs cannot be used.
-    #[error("reader.hubs: {path}: {why}")]
-    Hubs {
+    /// A file of one of the reader's listeners cannot be used.
+    #[error("{key}: {path}: {why}")]
+    Reader {
+        /// The key that names it.
+        key: &'static str,
         /// The file.
         path: String,
         /// Why.
@@ -95,7 +97,7 @@ impl Error {
             Self::Enrol(error) => error.is_of_token(),
             // Whoever makes the certificate may come to it later.
             Self::Identity { .. }
-            | Self::Hubs { .. }
+            | Self::Reader { .. }
             | Self::Store(_)
             | Self::App(_)
             | Self::Tls(_)

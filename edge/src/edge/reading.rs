@@ -11,14 +11,12 @@ use crate::{
     },
     state::Reader,
 };
-use causeway_certs::verify::Hubs;
 use causeway_tunnel::listener;
 use std::{
     io,
     net::{SocketAddr, TcpListener},
     sync::Arc,
 };
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Where this node's programs, and its neighbours, read.
@@ -71,8 +69,8 @@ pub(super) fn own_ports(admin: SocketAddr, reading: Option<&Listeners>) -> Vec<u
 
 /// What this node reads with, if it is to.
 pub(super) fn of(
-    config: &Config,
-    (held, known): (&Held, &watch::Sender<Option<Hubs>>),
+    (config, parts): (&Config, &Parts),
+    held: &Held,
     listeners: Option<Listeners>,
 ) -> Result<Option<Reading>, Error> {
     let (Some(rules), Some(listeners)) = (&config.reader, listeners) else {
@@ -85,9 +83,12 @@ pub(super) fn of(
         hubs,
     } = listeners;
     let listeners = reader::Listeners {
-        endpoint,
+        endpoint: (
+            endpoint,
+            rules.tls.is_some().then(|| parts.shown.subscribe()),
+        ),
         site,
-        hubs: hubs.map(|listener| (listener, known.subscribe())),
+        hubs: hubs.map(|listener| (listener, parts.hubs.subscribe())),
     };
     let reading = Reading::new((rules, &config.data_dir), held, listeners);
     reading.map(Some).map_err(fault)

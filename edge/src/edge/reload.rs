@@ -3,15 +3,21 @@
 //! Streams that are open keep the way that they began on, with its connections to apps. What cannot change while an
 //! edge runs is named, and takes effect at the next start.
 
-use super::{Error, brought};
+use super::{
+    Error,
+    brought::{self, Faces},
+};
 use crate::{
-    config::Config,
+    config::{Config, Reader},
     control::link::{List, Serve},
     metrics::Metrics,
     proxy::{Own, Policy, Way},
 };
 use arc_swap::ArcSwap;
-use causeway_certs::{EdgeIdentity, TrustDomain, verify::Hubs};
+use causeway_certs::{
+    EdgeIdentity, TrustDomain,
+    verify::{Hubs, Shown},
+};
 use causeway_tunnel::{hello::Listed, task::Tasks};
 use std::{
     fmt,
@@ -81,6 +87,8 @@ pub(super) struct Parts {
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+    /// What this node's programs are shown where they read, if they read over TLS.
+    pub(super) shown: watch::Sender<Option<Shown>>,
     /// Whom the listener for hubs lets in, where there is one.
     pub(super) hubs: watch::Sender<Option<Hubs>>,
 }
@@ -165,7 +173,7 @@ pub struct Prepared<'a> {
     parts: &'a Parts,
     policy: Policy,
     given: Option<EdgeIdentity>,
-    hubs: Option<Hubs>,
+    faces: Faces,
     at_restart: Vec<&'static str>,
 }
 
@@ -176,6 +184,8 @@ pub struct Changed {
     pub ports: Vec<u16>,
     /// Keys that differ from what the edge began with, and wait for its next start.
     pub at_restart: Vec<&'static str>,
+    /// What stays as it was, and why: files of the reader's listeners, which keep nothing else waiting.
+    pub left: Vec<String>,
 }
 
 impl Reloader {
@@ -202,7 +212,8 @@ impl Reloader {
         Ok(Prepared {
             policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
-            hubs: brought::hubs(config)?,
+            // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
+            faces: Faces::read(config),
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
         })
@@ -240,18 +251,30 @@ impl Prepared<'_> {
             parts: edge,
             policy,
             given,
-            hubs,
+            faces,
             at_restart,
         } = self;
         if given.is_some() {
             edge.given.send_replace(given);
         }
-        if hubs.is_some() {
-            edge.hubs.send_replace(hubs);
+        if faces.endpoint.is_some() {
+            edge.shown.send_replace(faces.endpoint);
+        }
+        if faces.hubs.is_some() {
+            edge.hubs.send_replace(faces.hubs);
+        }
+        edge.metrics.listeners_end(&faces.ends);
+        let left: Vec<String> = faces.faults.iter().map(Error::to_string).collect();
+        for fault in &left {
+            warn!(fault, "what a listener shows stays as it was");
         }
         let ports = edge.allow(|allowed| allowed.policy = policy);
-        edge.metrics.reloaded(true);
-        Changed { ports, at_restart }
+        edge.metrics.reloaded(left.is_empty());
+        Changed {
+            ports,
+            at_restart,
+            left,
+        }
     }
 }
 
@@ -272,7 +295,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("labels", began.labels != now.labels),
         ("addresses", began.addresses != now.addresses),
         ("pool", began.pool != now.pool),
-        ("reader", began.reader != now.reader),
+        ("reader", lasting(began) != lasting(now)),
         ("tunnels", began.tunnels != now.tunnels),
         ("timeouts", began.timeouts != now.timeouts),
         ("backoff", began.backoff != now.backoff),
@@ -280,6 +303,11 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     ];
     let differs = keys.into_iter().filter(|(_, differs)| *differs);
     differs.map(|(key, _)| key).collect()
+}
+
+/// The reader's keys without the paths that each reload reads.
+fn lasting(config: &Config) -> Option<Reader> {
+    config.reader.as_ref().map(Reader::without_files)
 }
 
 /// For people, in one line.
@@ -294,6 +322,9 @@ impl fmt::Display for Changed {
         if !self.at_restart.is_empty() {
             let keys = self.at_restart.join(", ");
             write!(f, "; waits for the next start: {keys}")?;
+        }
+        for fault in &self.left {
+            write!(f, "; stays as it was: {fault}")?;
         }
         Ok(())
     }
@@ -330,6 +361,7 @@ mod tests {
             metrics,
             tasks,
             given: watch::Sender::default(),
+            shown: watch::Sender::default(),
             hubs: watch::Sender::default(),
         });
         edge.parts().list(listed(&[9051, 10266]), None);
@@ -371,6 +403,29 @@ mod tests {
         let done = alone.prepare(&config(json!({ "kubernetes": {} })));
         let done = done.unwrap().apply();
         assert_eq!((done.ports, done.at_restart), (vec![], vec!["kubernetes"]));
+    }
+
+    #[tokio::test]
+    async fn files_of_the_readers_listeners_are_read_anew_and_what_is_faulty_there_keeps_nothing_waiting()
+     {
+        let reader = |key: &str, listen: &str| json!({ "kubernetes": {}, "reader": { "listen": listen, "tls": { "certificate": "/nowhere/c.pem", "key": key } } });
+        let edge = began(reader("/nowhere/k.pem", "127.0.0.1:10270"));
+        for (said, waits) in [
+            (reader("/elsewhere/k.pem", "127.0.0.1:10270"), vec![]),
+            (reader("/nowhere/k.pem", "127.0.0.1:10280"), vec!["reader"]),
+            (json!({ "kubernetes": {}, "reader": {} }), vec!["reader"]),
+        ] {
+            let faulty = said["reader"]["tls"].is_object();
+            let mut narrowed = said.clone();
+            narrowed["listed_ports"] = json!([]);
+            let done = edge.prepare(&config(narrowed)).unwrap().apply();
+            assert_eq!((&done.ports, &done.at_restart), (&vec![], &waits), "{said}");
+            assert_eq!(
+                done.to_string().contains("stays as it was: reader.tls"),
+                faulty,
+                "{done}"
+            );
+        }
     }
 
     #[tokio::test]

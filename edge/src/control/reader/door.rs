@@ -1,24 +1,23 @@
-//! Where whoever is not of this machine comes in, over TLS: handshakes are tasks, a bounded number of them, each with a bound in
-//! time; connections are bounded, too, and handed over to one server. Who comes is asked after the handshake and for as long as
-//! the connection stays.
+//! Where readers come in over TLS: handshakes are tasks, a bounded number of them, each with a bound in
+//! time; connections are bounded, too, and handed over to one server. Of both each has a share, by its address and by its name.
+//! Who comes is asked after the handshake and for as long as the connection stays.
 
+use super::share::Shares;
 use crate::control::listen::{Any, Kept, watch_over};
 use axum::{Router, serve::Listener};
 use causeway_tunnel::{socket::AnyIo, task::Tasks};
 use futures_util::future::BoxFuture;
+use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
 use std::{
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
@@ -27,7 +26,11 @@ use tracing::{debug, info_span, warn};
 /// A handshake takes two round trips of a site.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Handshakes at once: each costs a signature or two.
-const HANDS: usize = 64;
+const HANDS: usize = 256;
+/// Of these, from one address, while less than half of them are left: one that shakes no hands holds up itself.
+const HANDS_EACH: usize = 32;
+/// How long what was said once is told at debug only.
+const QUIET: Duration = Duration::from_mins(10);
 
 /// What whoever comes has shown: its certificate, and what stands behind it.
 pub(super) type Chain = Arc<[CertificateDer<'static>]>;
@@ -55,6 +58,8 @@ pub(super) struct Door {
     pub(super) guests: &'static str,
     /// Connections at once.
     pub(super) most: usize,
+    /// Of these, for one of its guests.
+    pub(super) each: usize,
 }
 
 impl Door {
@@ -66,11 +71,15 @@ impl Door {
         let (hand_over, made) = mpsc::channel(1);
         let tasks = Arc::new(Tasks::new(&stop));
         let hall = Hall {
+            shaking: Shares::new(),
+            staying: Shares::new(),
+            each: self.each,
             host: self.host,
             guests: self.guests,
             hand_over,
             stop: stop.clone(),
-            said: Arc::default(),
+            refused: Arc::default(),
+            full: Arc::default(),
         };
         tokio::select! {
             served = async { axum::serve(Any::Made(made, address), router).await } => {
@@ -85,12 +94,32 @@ impl Door {
 /// Between the listener and the server.
 #[derive(Clone)]
 struct Hall {
+    /// Whose handshakes, and whose connections, there are.
+    shaking: Shares<IpAddr>,
+    staying: Shares<String>,
+    each: usize,
     host: Arc<dyn Host>,
     guests: &'static str,
     hand_over: mpsc::Sender<(AnyIo, SocketAddr)>,
     stop: CancellationToken,
-    /// That somebody was refused has been said.
-    said: Arc<AtomicBool>,
+    /// When it was said that somebody was refused, and that there is no place.
+    refused: Arc<Rarely>,
+    full: Arc<Rarely>,
+}
+
+/// What is said aloud once in a while, for whoever wonders why nobody reads here.
+#[derive(Default)]
+struct Rarely(Mutex<Option<Instant>>);
+
+impl Rarely {
+    fn is_due(&self) -> bool {
+        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = said.is_none_or(|said| said.elapsed() > QUIET);
+        if due {
+            *said = Some(Instant::now());
+        }
+        due
+    }
 }
 
 impl Hall {
@@ -106,14 +135,21 @@ impl Hall {
             };
             let (tcp, from) = Listener::accept(&mut listener).await;
             let Ok(place) = places.clone().try_acquire_owned() else {
-                debug!(%from, guests = self.guests, "there are as many connections as are taken");
+                self.is_full(from);
+                continue;
+            };
+            // Where all are one guest, their address is the same, too.
+            let crowded = hands.available_permits() < HANDS / 2 && self.each < most;
+            let many = if crowded { HANDS_EACH } else { HANDS };
+            let Some(share) = self.shaking.take(from.ip().to_canonical(), many) else {
+                self.refused("as many handshakes of its address are under way as one may have");
                 continue;
             };
             watch_over(&tcp);
             let hall = self.clone();
             tasks.spawn(info_span!("guest", kind = self.guests, %from), async move {
                 let shaken = timeout(HANDSHAKE, hall.shake(tcp)).await;
-                drop(hand);
+                drop((hand, share));
                 match shaken {
                     Ok(Ok(tls)) => hall.keep(tls, from, place).await,
                     Ok(Err(why)) => hall.refused(&why),
@@ -123,19 +159,38 @@ impl Hall {
         }
     }
 
-    /// Says why somebody was not let in: once aloud, for whoever wonders why nobody reads here.
+    /// Says why somebody was not let in.
     fn refused(&self, why: &str) {
-        if self.said.swap(true, Relaxed) {
-            debug!(why, "refused");
+        let guests = self.guests;
+        if self.refused.is_due() {
+            warn!(
+                why,
+                guests, "refused; for ten minutes others are told at debug"
+            );
         } else {
-            let guests = self.guests;
-            warn!(why, guests, "refused; further ones are told at debug");
+            debug!(why, guests, "refused");
+        }
+    }
+
+    fn is_full(&self, from: SocketAddr) {
+        let guests = self.guests;
+        if self.full.is_due() {
+            warn!(%from, guests, "there are as many connections as are taken; for ten minutes others are told at debug");
+        } else {
+            debug!(%from, guests, "there are as many connections as are taken");
         }
     }
 
     async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, String> {
         let tls = self.host.accepts()?.accept(tcp).await;
-        tls.map_err(|error| error.to_string())
+        tls.map_err(|error| {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            let content = InvalidMessage::InvalidContentType;
+            if inner == Some(&rustls::Error::InvalidMessage(content)) {
+                return "it does not speak TLS, and this listener does: https://".to_owned();
+            }
+            error.to_string()
+        })
     }
 
     /// Hands the connection over, and closes it once whoever came has to go.
@@ -145,6 +200,9 @@ impl Hall {
         let who = match self.host.guest(&chain) {
             Ok(who) => who,
             Err(why) => return self.refused(&why),
+        };
+        let Some(_share) = self.staying.take(who.clone(), self.each) else {
+            return self.refused("it has as many connections here as one may have");
         };
         let over = self.stop.child_token();
         let kept = Kept::new(Box::new(tls), place, over.clone());

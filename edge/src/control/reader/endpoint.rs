@@ -1,9 +1,12 @@
-//! Where this node's programs read: Kubernetes' own API over HTTP/1.1 or HTTP/2 without TLS, on loopback.
+//! Where this node's programs read: Kubernetes' own API over HTTP/1.1 or HTTP/2, with TLS or without, on loopback.
 //!
 //! It knows no callers and serves nothing but reading. A page in a browser on this machine does not read it under a name of its
-//! own (`listen`).
+//! own (`listen`): over TLS those count that the certificate has.
 
-use super::choose::At;
+use super::{
+    choose::At,
+    door::{Chain, Door, Host},
+};
 use crate::control::listen::{Any, Own, guard};
 use axum::{
     Router,
@@ -12,9 +15,13 @@ use axum::{
     http::{HeaderValue, header::AGE},
     middleware,
 };
+use causeway_certs::verify::Shown;
 use causeway_pool::{Grant, Pool};
-use std::sync::Arc;
+use futures_util::future::BoxFuture;
+use rustls_pki_types::CertificateDer;
+use std::{future::pending, sync::Arc};
 use tokio::{net::TcpListener, sync::watch};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -43,22 +50,65 @@ pub(super) fn serving(
     })
 }
 
-/// Serves this machine until `stop`.
-pub(super) async fn run(
-    listener: TcpListener,
-    (router, node): (Router, String),
-    stop: CancellationToken,
-) {
-    let address = listener.local_addr().map(|address| address.ip()).ok();
-    let own = Arc::new(Own { address, node });
-    let router = router.layer(middleware::from_fn(move |request, next| {
-        guard(own.clone(), request, next)
-    }));
+/// The listener, with what is shown there if programs read over TLS.
+pub(super) struct Endpoint {
+    pub(super) listener: TcpListener,
+    pub(super) shown: Option<watch::Receiver<Option<Shown>>>,
+}
+
+impl Endpoint {
+    /// Serves this machine until `stop`.
+    pub(super) async fn run(self, (router, node): (Router, String), stop: CancellationToken) {
+        let Self { listener, shown } = self;
+        let own = Arc::new(Own {
+            address: listener.local_addr().map(|address| address.ip()).ok(),
+            node,
+            shown: shown.clone(),
+        });
+        let router = router.layer(middleware::from_fn(move |request, next| {
+            guard(own.clone(), request, next)
+        }));
+        let Some(shown) = shown else {
+            return plain(listener, router, stop).await;
+        };
+        let door = Door {
+            listener,
+            host: Arc::new(Programs(shown)),
+            guests: "program",
+            most: MOST,
+            // They are all one guest here.
+            each: MOST,
+        };
+        door.run(router, stop).await;
+    }
+}
+
+async fn plain(listener: TcpListener, router: Router, stop: CancellationToken) {
     let listener = Any::at_most(MOST, listener, stop.clone());
     tokio::select! {
         served = async { axum::serve(listener, router).await } => {
             debug!(?served, "the reader's endpoint ended");
         }
         () = stop.cancelled() => {}
+    }
+}
+
+/// This node's own programs: any of them, by what it is shown now.
+struct Programs(watch::Receiver<Option<Shown>>);
+
+impl Host for Programs {
+    fn accepts(&self) -> Result<TlsAcceptor, String> {
+        let shown = self.0.borrow();
+        let shown = shown.as_ref().ok_or("there is no certificate to show")?;
+        Ok(shown.server().into())
+    }
+
+    fn guest(&self, _: &[CertificateDer<'_>]) -> Result<String, String> {
+        Ok("a program on this node".to_owned())
+    }
+
+    /// It has shown nothing that could end.
+    fn goes(&self, _: Chain) -> BoxFuture<'static, String> {
+        Box::pin(pending())
     }
 }

@@ -29,6 +29,8 @@ use tokio_rustls::TlsAcceptor;
 
 /// Connections at once: a hub has one for each resource that it watches.
 pub(super) const MOST: usize = 1024;
+/// Of these, for the hub of one node.
+pub(super) const EACH: usize = 128;
 /// How often a hub that stays is looked at again: certificates end.
 const AGAIN: Duration = Duration::from_mins(1);
 /// A node is out of touch after this long without any tunnel, and without a neighbour that has one.

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::control::held::Held;
 use causeway_certs::verify::Site;
+use causeway_tunnel::hello::Members;
 use futures_util::future::BoxFuture;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{
@@ -22,8 +23,16 @@ use tokio::{sync::watch, time::sleep};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tracing::info;
 
-/// Connections at once: each watch of a member is one, and there are 256 members.
-pub(super) const MOST: usize = 512;
+/// Connections at once: each watch of a member is one, and each list for a moment.
+pub(super) const fn most(resources: usize) -> usize {
+    Members::MOST * (resources + 1)
+}
+
+/// Of these, for one member, with what has not ended yet.
+pub(super) const fn each(resources: usize) -> usize {
+    4 * (resources + 1)
+}
+
 /// How often a neighbour that stays is looked at again: certificates end, and roots go out of use.
 const AGAIN: Duration = Duration::from_mins(1);
 

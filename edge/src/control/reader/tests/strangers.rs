@@ -1,15 +1,18 @@
 //! Who is not let in on the site network.
 
+use super::super::site::each;
 use super::world::{Cloud, Edge, Gateway, SOON, World, at, identity, pool, raw};
 use causeway_certs::{Ca, EdgeIdentity, GatewayName, TrustDomain, verify::Site};
+use causeway_pool::Resource;
 use causeway_tunnel::hello::Members;
+use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
 use serde_json::json;
-use std::{sync::Arc, time::Duration};
+use std::{str::FromStr, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::timeout,
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -132,6 +135,100 @@ async fn handshakes_that_are_not_begun_hold_up_nobody() {
         .await
         .unwrap();
     assert!(member.starts_with("HTTP/1.1 200"), "{member}");
+}
+
+#[tokio::test]
+async fn an_address_that_shakes_no_hands_holds_up_itself() {
+    let world = World::new();
+    let (_gateway, edge, _) = served(&world).await;
+    let mut silent = Vec::new();
+    // More than there are handshakes at once.
+    for _ in 0..300 {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+        silent.push(socket.connect(edge.site).await.unwrap());
+    }
+    let member = answered(&edge, dials(&identity(&world.ca, "edge-2")))
+        .await
+        .unwrap();
+    assert!(member.starts_with("HTTP/1.1 200"), "{member}");
+    // It has not waited until those who came first were given up.
+    let ended = silent[0].read_u8().now_or_never();
+    assert!(ended.is_none(), "{ended:?}");
+    let ended = timeout(SOON, silent[299].read_u8()).await.unwrap();
+    assert!(ended.is_err(), "{ended:?}");
+}
+
+#[tokio::test]
+async fn one_member_does_not_take_the_places_of_others() {
+    let world = World::new();
+    let (gateway, edge, mut members) = served(&world).await;
+    members.members.push(at("edge-3", edge.site));
+    gateway.tell(&members);
+    edge.until(|reader| reader.members.len() == 3).await;
+    let greedy = dials(&identity(&world.ca, "edge-2"));
+    let mut held = Vec::new();
+    while let Ok(tls) = watches(&edge, greedy.clone(), "v1/services").await {
+        held.push(tls);
+        assert!(held.len() <= each(1));
+    }
+    assert_eq!(held.len(), each(1));
+    let other = answered(&edge, dials(&identity(&world.ca, "edge-3")))
+        .await
+        .unwrap();
+    assert!(other.starts_with("HTTP/1.1 200"), "{other}");
+    drop(held);
+    let again = timeout(SOON, async {
+        while watches(&edge, greedy.clone(), "v1/services").await.is_err() {}
+    });
+    assert!(again.await.is_ok());
+}
+
+#[tokio::test]
+async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
+    let resources = [
+        "v1/services",
+        "v1/endpoints",
+        "discovery.k8s.io/v1/endpointslices",
+    ];
+    let world = World::new();
+    let gateway = Gateway::start(&world.ca, Cloud::with(&resources)).await;
+    let node = world.edge("edge-1");
+    let edge = node
+        .start(&[&gateway], json!({ "resources": resources }))
+        .await;
+    let mut members = pool("edge-1", &[&edge]);
+    let names: Vec<_> = (1..Members::MOST)
+        .map(|at| format!("member-{at}"))
+        .collect();
+    members
+        .members
+        .extend(names.iter().map(|name| at(name, edge.site)));
+    gateway.tell(&members);
+    edge.until(|reader| reader.ready && reader.members.len() == Members::MOST)
+        .await;
+    let each = names.iter().map(|name| dials(&identity(&world.ca, name)));
+    let all: Vec<_> = each
+        .flat_map(|config| resources.map(|resource| watches(&edge, config.clone(), resource)))
+        .collect();
+    let held: Vec<_> = stream::iter(all).buffered(16).try_collect().await.unwrap();
+    assert_eq!(held.len(), (Members::MOST - 1) * resources.len());
+}
+
+/// A watch that has begun.
+async fn watches(
+    edge: &Edge,
+    config: Arc<ClientConfig>,
+    resource: &str,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let mut tls = dial(edge, config).await?;
+    let path = Resource::from_str(resource).unwrap().path();
+    let ask = format!("GET {path}?watch=1 HTTP/1.1\r\nHost: {}\r\n\r\n", edge.node);
+    tls.write_all(ask.as_bytes()).await?;
+    let mut read = [0; 12];
+    timeout(SOON, tls.read_exact(&mut read)).await.unwrap()?;
+    assert_eq!(read, *b"HTTP/1.1 200");
+    Ok(tls)
 }
 
 /// Shows no certificate.
