@@ -34,6 +34,9 @@ use libtest_mimic::{Arguments, Trial};
 use world::{Way, assets, cage};
 
 fn main() -> ExitCode {
+    if let Some(ended) = readers::reflector::run() {
+        return ended;
+    }
     let mut arguments = Arguments::from_args();
     if arguments.list {
         return libtest_mimic::run(&arguments, trials()).exit_code();

@@ -1,15 +1,18 @@
 //! What nodes read of their cluster: two edges of one pool, with a network of their own beside their ways to the cloud.
 //!
-//! kubectl, informers of client-go, `CoreDNS` and kube-proxy read at the edges what `examples/readers` says. Whatever is cut,
+//! kubectl, informers of client-go, reflectors of kube-rs, `CoreDNS` and kube-proxy read at the edges what `examples/readers` says. Whatever is cut,
 //! restarted or killed, all of them see in the end what the API server has, and meanwhile nobody is without an answer. A trial
 //! leaves everything running; the informers read through all of them.
 
 mod apps;
 mod cuts;
+mod examples;
 mod hubs;
 mod kubectl;
+pub(crate) mod reflector;
 mod restarts;
 mod scene;
+mod tls;
 mod views;
 
 use libtest_mimic::Trial;
@@ -20,7 +23,7 @@ use scene::Scene;
 type Run = fn(&mut Scene);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let trials: [(&str, Run); 13] = [
+    let trials: [(&str, Run); 14] = [
         (
             "one_edge_of_a_pool_reads_for_all_of_it",
             cuts::one_edge_of_a_pool_reads_for_all_of_it,
@@ -64,6 +67,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         (
             "a_damaged_file_is_set_aside_and_told",
             restarts::a_damaged_file_is_set_aside_and_told,
+        ),
+        (
+            "programs_that_want_tls_read_by_it",
+            tls::programs_that_want_tls_read_by_it,
         ),
         (
             "yurthubs_read_at_the_pools_edges_through_cuts",

@@ -7,7 +7,10 @@ use std::{
 
 use serde_json::json;
 
-use super::scene::{Edge, Scene, example};
+use super::{
+    examples::example,
+    scene::{Edge, Scene},
+};
 use crate::world::process::{PATIENCE, Process, within};
 
 /// How soon what was changed while a node was cut off is what its names mean.

@@ -4,7 +4,10 @@ use std::{fs, path::PathBuf, time::SystemTime};
 
 use serde_json::Value;
 
-use super::scene::{Edge, Scene, example};
+use super::{
+    examples::example,
+    scene::{Edge, Scene},
+};
 use crate::world::process::until;
 
 /// Where an edge keeps the Services that it has read.

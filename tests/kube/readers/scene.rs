@@ -9,17 +9,22 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::views::Readers;
+use super::{
+    examples::{example, example_of, with_lines_of},
+    views::Readers,
+};
 use crate::world::{
     assets, cage,
     causeway::BINARY,
     cluster::Cluster,
     net::{self, CLOUD, Site},
+    pki::Pki,
     process::{PATIENCE, Process, Program, Ran, until, within},
 };
 
-/// Where programs on a node read.
+/// Where programs on a node read, and where those do that want TLS.
 pub(super) const ENDPOINT: &str = "http://127.0.0.1:10270";
+pub(super) const BY_TLS: &str = "https://127.0.0.1:10270";
 
 /// The admin listeners of both sides.
 const GATEWAY: &str = "http://127.0.0.1:10265";
@@ -44,6 +49,8 @@ pub(super) struct Edge {
     pub(super) folder: PathBuf,
     assets: PathBuf,
     process: Option<Process>,
+    /// Whose certificate programs are shown where they read, if they read over TLS.
+    ca: Option<String>,
 }
 
 /// The scene, which is there after the first call.
@@ -52,23 +59,6 @@ pub(super) fn scene() -> MutexGuard<'static, Scene> {
     let scene = SCENE.get_or_init(|| Mutex::new(Scene::start()));
     // What a test that failed has left cut or ended is whole again before the next.
     scene.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A file of the example, with this cloud's addresses and files.
-pub(super) fn example(name: &str, changes: &[(&str, String)]) -> String {
-    example_of("readers", name, changes)
-}
-
-/// The same of another example.
-fn example_of(example: &str, name: &str, changes: &[(&str, String)]) -> String {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
-    let folder = folder.join(example);
-    let mut text = fs::read_to_string(folder.join(name)).unwrap();
-    for (theirs, here) in changes {
-        assert!(text.contains(theirs), "{name} has no {theirs}");
-        text = text.replace(theirs, here);
-    }
-    text
 }
 
 impl Scene {
@@ -132,6 +122,9 @@ impl Scene {
         }
         for edge in &mut self.edges {
             edge.site.mend();
+            if edge.ca.is_some() {
+                edge.shows(None);
+            }
             if edge.process.is_none() {
                 edge.starts(None);
             }
@@ -220,6 +213,11 @@ impl Scene {
         self.readers.change(&self.cluster, count);
     }
 
+    /// Makes as few as are made in no time.
+    pub(super) fn change_a_few(&mut self) {
+        self.readers.change_a_few(&self.cluster, 10);
+    }
+
     /// All readers see what the API server has.
     pub(super) fn agree(&mut self) {
         let all = |_: &str| true;
@@ -246,13 +244,6 @@ impl Scene {
             edges.all(|edge| edge.reading()["ready"] == false)
         });
     }
-}
-
-/// A configuration with what stands below this key in another one.
-fn with_lines_of(config: &str, other: &str, key: &str) -> String {
-    let (_, lines) = other.split_once(key).unwrap();
-    assert_eq!(config.matches(key).count(), 1, "{config}");
-    config.replace(key, &format!("{key}{lines}"))
 }
 
 /// A node's address in the network that all share.
@@ -305,7 +296,25 @@ impl Edge {
             folder,
             assets: assets.to_owned(),
             process: None,
+            ca: None,
         }
+    }
+
+    /// Ends it; from its next start on it shows programs this certificate of the CA, or has no TLS.
+    pub(super) fn shows(&mut self, shown: Option<(&Pki, &str)>) {
+        self.dies();
+        let (file, key) = (self.folder.join("edge.yaml"), "reader:\n");
+        let config = fs::read_to_string(&file).unwrap();
+        let lines = config.split_inclusive('\n');
+        let mut config: String = lines.filter(|line| !line.starts_with("  tls:")).collect();
+        if let Some((pki, name)) = shown {
+            let [certificate, private] =
+                ["pem", "key"].map(|end| pki.path(&format!("{name}.{end}")));
+            let line = format!("  tls: {{ certificate: {certificate}, key: {private} }}\n");
+            config = config.replace(key, &format!("{key}{line}"));
+        }
+        fs::write(&file, config).unwrap();
+        self.ca = shown.map(|(pki, _)| pki.path("ca.pem"));
     }
 
     /// Starts it, and waits until programs can read there. What it said before is kept beside.
@@ -353,7 +362,10 @@ impl Edge {
             .site
             .at("curl")
             .words("-q -sS --max-time 5 --fail-with-body");
-        curl.args([format!("{ENDPOINT}{path}")])
+        match &self.ca {
+            Some(ca) => curl.args(["--cacert", ca, &format!("{BY_TLS}{path}")]),
+            None => curl.args([format!("{ENDPOINT}{path}")]),
+        }
     }
 
     /// A part of Kubernetes on its node.

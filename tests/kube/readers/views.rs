@@ -1,4 +1,4 @@
-//! Informers at the cloud and at each edge, whose views are compared with what the API server has.
+//! Informers and reflectors at the cloud and at each edge, whose views are compared with what the API server has.
 //!
 //! Each tells its events in lines; what it knows is their sum. No object may ever be seen older than it was seen before.
 
@@ -12,7 +12,10 @@ use std::{
 
 use serde::Deserialize;
 
-use super::scene::{ENDPOINT, Edge};
+use super::{
+    reflector,
+    scene::{ENDPOINT, Edge},
+};
 use crate::{
     steps::full,
     world::{
@@ -22,42 +25,72 @@ use crate::{
 };
 
 const SLICES: &str = "discovery.k8s.io/v1/endpointslices";
-const SERVICES: &str = "v1/services";
+pub(super) const SERVICES: &str = "v1/services";
 
 /// Changes in the cloud are of this many; with all of the tests, of more.
 fn times() -> usize {
     if full() { 25 } else { 1 }
 }
 
-/// How an informer of client-go reads.
-#[derive(Clone, Copy)]
+/// Who reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum By {
+    /// An informer of client-go.
+    Json,
+    /// The same by protobuf.
+    Protobuf,
+    /// A reflector of kube-rs.
+    KubeRs,
+}
+use By::{Json, KubeRs, Protobuf};
+
+/// How it reads.
+#[derive(Clone, Copy, Debug)]
 struct Way {
     resource: &'static str,
-    protobuf: bool,
+    by: By,
     /// By a watch that begins with all there is, or by a list before it.
     watch_list: bool,
 }
 
-/// All ways for slices, and two for Services.
-const WAYS: [Way; 6] = [
-    way(SLICES, false, false),
-    way(SLICES, false, true),
-    way(SLICES, true, false),
-    way(SLICES, true, true),
-    way(SERVICES, false, true),
-    way(SERVICES, true, false),
+/// All ways for slices, and some for Services.
+const WAYS: [Way; 9] = [
+    way(SLICES, Json, false),
+    way(SLICES, Json, true),
+    way(SLICES, Protobuf, false),
+    way(SLICES, Protobuf, true),
+    way(SLICES, KubeRs, false),
+    way(SLICES, KubeRs, true),
+    way(SERVICES, Json, true),
+    way(SERVICES, Protobuf, false),
+    way(SERVICES, KubeRs, false),
+];
+/// Those in the cloud.
+const CLOUD: [Way; 3] = [
+    way(SLICES, Protobuf, true),
+    way(SLICES, KubeRs, true),
+    way(SERVICES, Protobuf, false),
+];
+/// Those that read somewhere else for a while.
+const SOME: [Way; 4] = [
+    way(SLICES, Json, false),
+    way(SLICES, Protobuf, false),
+    way(SLICES, KubeRs, false),
+    way(SERVICES, Protobuf, false),
 ];
 
-const fn way(resource: &'static str, protobuf: bool, watch_list: bool) -> Way {
+const fn way(resource: &'static str, by: By, watch_list: bool) -> Way {
     Way {
         resource,
-        protobuf,
+        by,
         watch_list,
     }
 }
 
-/// Version and hash of each object, by namespace and name.
-type View = BTreeMap<(String, String), (u64, String)>;
+/// An object's namespace and name.
+type Key = (String, String);
+/// Version and hash of each object.
+type View = BTreeMap<Key, (u64, String)>;
 
 /// A line of an informer.
 #[derive(Deserialize)]
@@ -81,6 +114,8 @@ struct Reader {
     /// So much of what it said is in the view.
     heard: u64,
     view: View,
+    /// At which version objects have gone.
+    gone: BTreeMap<Key, u64>,
     /// An object that was older than before.
     fault: Option<String>,
 }
@@ -93,52 +128,56 @@ pub(super) struct Readers {
 }
 
 impl Readers {
-    /// Starts them: in the cloud one for each resource, on each node all ways.
+    /// Starts them: in the cloud some, on each node all ways.
     pub(super) fn start(&mut self, folder: &Path, cluster: &Cluster, edges: &[Edge]) {
-        for way in [WAYS[3], WAYS[5]] {
-            self.begin(folder, "cloud", in_the_cloud(cluster), way);
+        for way in CLOUD {
+            let admin = cluster.pki.path("admin.kubeconfig");
+            let program = match way.by {
+                KubeRs => reflector::program(None, &admin, way.read()),
+                Json | Protobuf => way.informer(in_the_cloud(cluster)),
+            };
+            self.begin((folder, "cloud"), program, way);
         }
         for edge in edges {
             for way in WAYS {
-                let program = edge.part("informer").args(["-server", ENDPOINT]);
-                self.begin(folder, &edge.name, program, way);
+                self.begin((folder, &edge.name), way.on(edge, ENDPOINT), way);
             }
         }
     }
 
-    /// Starts some on each node, for slices by both encodings and for Services, that read there by this server.
-    pub(super) fn start_at(&mut self, edges: &[Edge], server: &str) {
+    /// Starts some on each node, for slices in all ways and for Services, that read there at this URL, or by this kubeconfig.
+    pub(super) fn start_at(&mut self, edges: &[Edge], at: &str) {
         for edge in edges {
-            for way in [way(SLICES, false, false), way(SLICES, true, false), WAYS[5]] {
-                let program = edge.part("informer").args(["-server", server]);
-                self.begin(&edge.folder, &edge.name, program, way);
+            for way in SOME {
+                self.begin((&edge.folder, &edge.name), way.on(edge, at), way);
             }
         }
     }
 
-    fn begin(&mut self, folder: &Path, place: &str, program: Program, way: Way) {
-        let (encoding, beginning) = (way.protobuf, way.watch_list);
+    fn begin(&mut self, (folder, place): (&Path, &str), program: Program, way: Way) {
         let log = format!("informer-{place}-{}.log", self.all.len());
-        let process = program
-            .args(["-resource", way.resource])
-            .args([format!("-protobuf={encoding}")])
-            .env("KUBE_FEATURE_WatchListClient", beginning.to_string())
-            .start(&folder.join(log));
+        let process = program.start(&folder.join(log));
         self.all.push(Reader {
             place: place.to_owned(),
             way,
             process,
             heard: 0,
             view: View::new(),
+            gone: BTreeMap::new(),
             fault: None,
         });
     }
 
     /// Makes changes in the cloud.
     pub(super) fn change(&mut self, cluster: &Cluster, count: usize) {
+        self.change_a_few(cluster, count * times());
+    }
+
+    /// Makes as many, however many are made elsewhere.
+    pub(super) fn change_a_few(&mut self, cluster: &Cluster, count: usize) {
         self.seed += 1;
         in_the_cloud(cluster)
-            .args(["-change".to_owned(), (count * times()).to_string()])
+            .args(["-change".to_owned(), count.to_string()])
             .args(["-seed".to_owned(), self.seed.to_string()])
             .within(5 * PATIENCE)
             .run()
@@ -176,29 +215,60 @@ fn in_the_cloud(cluster: &Cluster) -> Program {
 fn truth(cluster: &Cluster, resource: &str) -> View {
     let asked = in_the_cloud(cluster).args(["-once", "-resource", resource]);
     let said = asked.within(Duration::from_secs(30)).run().ok().text();
-    let mut view = View::new();
+    let (mut view, mut gone) = (View::new(), BTreeMap::new());
     for line in said.lines() {
-        let fault = take(&mut view, serde_json::from_str(line).unwrap());
+        let said = serde_json::from_str(line).unwrap();
+        let fault = take((&mut view, &mut gone), said);
         assert_eq!(fault, None);
     }
     view
 }
 
 /// Adds what was said to a view; what cannot be.
-fn take(view: &mut View, said: Said) -> Option<String> {
+fn take((view, gone): (&mut View, &mut BTreeMap<Key, u64>), said: Said) -> Option<String> {
     let key = (said.namespace, said.name);
     let version: u64 = said.version.parse().unwrap_or_default();
-    let before = view.get(&key).map_or(0, |(version, _)| *version);
+    let gone_at = gone.get(&key).copied().unwrap_or_default();
+    let before = view.get(&key).map_or(gone_at, |(version, _)| *version);
     match said.event.as_str() {
         "synced" => return None,
         "deleted" => {
             view.remove(&key);
+            gone.insert(key.clone(), version);
         }
         _ => {
             view.insert(key.clone(), (version, said.hash));
         }
     }
     (version < before).then(|| format!("{key:?} was at {before} and is at {version}"))
+}
+
+impl Way {
+    /// What is read, and whether by a watch from the beginning.
+    fn read(self) -> (&'static str, bool) {
+        (self.resource, self.watch_list)
+    }
+
+    /// The program on a node.
+    fn on(self, edge: &Edge, at: &str) -> Program {
+        if self.by == KubeRs {
+            return reflector::program(Some(&edge.site), at, self.read());
+        }
+        let flag = if at.contains("://") {
+            "-server"
+        } else {
+            "-kubeconfig"
+        };
+        self.informer(edge.part("informer").args([flag, at]))
+    }
+
+    fn informer(self, program: Program) -> Program {
+        let protobuf = self.by == Protobuf;
+        program
+            .args(["-resource", self.resource])
+            .args([format!("-protobuf={protobuf}")])
+            .env("KUBE_FEATURE_WatchListClient", self.watch_list.to_string())
+    }
 }
 
 impl Reader {
@@ -212,11 +282,11 @@ impl Reader {
         let said = &said[..whole.map_or(0, |end| end + 1)];
         self.heard += said.len() as u64;
         for line in said.split(|byte| *byte == b'\n') {
-            // client-go's own words are in between.
+            // The clients' own words are in between.
             let Ok(said) = serde_json::from_slice::<Said>(line) else {
                 continue;
             };
-            if let Some(fault) = take(&mut self.view, said) {
+            if let Some(fault) = take((&mut self.view, &mut self.gone), said) {
                 self.fault.get_or_insert(fault);
             }
         }
@@ -240,12 +310,7 @@ impl Reader {
         if wrong.is_empty() {
             return wrong;
         }
-        let Way {
-            resource,
-            protobuf,
-            watch_list,
-        } = self.way;
-        let place = &self.place;
-        format!("{place}, {resource}, protobuf {protobuf}, watch list {watch_list}: {wrong}\n")
+        let (place, way) = (&self.place, self.way);
+        format!("{place}, {way:?}: {wrong}\n")
     }
 }
