@@ -1,5 +1,6 @@
 //! Edges that read, over real sockets and TLS, at gateways that are made from the tunnel's other end and a pool.
 
+mod renewed;
 mod strangers;
 mod world;
 
