@@ -10,15 +10,17 @@ use crate::world::{
     tool::{Tool, need},
     until,
 };
+use flate2::read::GzDecoder;
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     convert::Infallible,
-    fs, io,
+    fs,
+    io::{self, BufRead},
     path::Path,
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 use tempfile::TempDir;
 use tokio::{
@@ -111,6 +113,16 @@ fn write(objects: &Path, name: &str, number: u8) {
 fn number(slice: &Value) -> u8 {
     let address = slice["endpoints"][0]["addresses"][0].as_str().unwrap();
     address.strip_prefix("10.0.0.").unwrap().parse().unwrap()
+}
+
+/// The number of the state in a saved file: behind a line that says what it is there is gzip, an object a line.
+fn saved(file: &Path) -> Option<u8> {
+    let bytes = fs::read(file).unwrap();
+    let end = bytes.iter().position(|byte| *byte == b'\n')?;
+    let lines = io::BufReader::new(GzDecoder::new(&bytes[end + 1..])).lines();
+    let objects = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap());
+    let mut states = objects.filter(|object: &Value| object["metadata"]["name"] == STATE);
+    states.next().map(|state| number(&state))
 }
 
 /// What a client on a node has read.
@@ -271,16 +283,16 @@ impl<'a> Node<'a> {
         status["reader"].clone()
     }
 
-    /// Whether its disk has what came after this moment.
-    fn saved_since(&self, cloud: &Cloud, moment: SystemTime) -> bool {
+    /// Whether its disk has this state.
+    fn has_saved(&self, cloud: &Cloud, state: u8) -> bool {
         let folder = cloud.site.edge_data(&self.name).join("pool");
         let mut files = fs::read_dir(folder).unwrap().map(Result::unwrap);
         files.any(|file| {
             let name = file.file_name().into_string().unwrap();
             // One that is being written has another end.
             let slices = name.strip_suffix(".pool");
-            let slices = slices.is_some_and(|name| name.contains("endpointslices"));
-            slices && file.metadata().unwrap().modified().unwrap() > moment
+            slices.is_some_and(|name| name.contains("endpointslices"))
+                && saved(&file.path()) == Some(state)
         })
     }
 
@@ -466,12 +478,12 @@ impl<'a> Sites<'a> {
 
     /// Cuts all uplinks, and reboots a node of each pool; all show what they had.
     async fn lose_all(&self, left: [&[usize]; 2], reboots: [usize; 2]) {
-        let saved = SystemTime::now();
         self.cloud.change();
         self.show("before all is cut", self.nodes()).await;
+        let last = self.cloud.newest.get();
         for node in self.each(reboots) {
             until("it is on the disk", async || {
-                node.saved_since(self.cloud, saved)
+                node.has_saved(self.cloud, last)
             })
             .await;
         }
@@ -480,7 +492,6 @@ impl<'a> Sites<'a> {
                 pool.nodes[*which].host.cut();
             }
         }
-        let last = self.cloud.newest.get();
         self.cloud.change();
         for node in self.each(reboots) {
             node.reboot(self.cloud).await;
