@@ -6,7 +6,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 /// What the engine needs for a frame besides its bytes.
@@ -14,9 +17,13 @@ const PLACE: usize = 256;
 /// Frames of this many bytes have places that count no more.
 const LARGE: usize = 1024;
 
-/// By stream, of those that are open: how many small frames it holds.
+/// How many small frames the streams that are open hold.
 #[derive(Debug, Default)]
-pub(crate) struct Small(Mutex<HashMap<u32, usize>>);
+pub(crate) struct Small {
+    streams: Mutex<HashMap<u32, usize>>,
+    /// All of them.
+    held: AtomicUsize,
+}
 
 impl Small {
     /// A frame has arrived.
@@ -25,7 +32,13 @@ impl Small {
             && let Some(count) = self.streams().get_mut(&stream)
         {
             *count += 1;
+            self.held.fetch_add(1, Relaxed);
         }
+    }
+
+    /// Bytes that the small frames of all streams cost besides their own. Asks nobody.
+    pub(crate) fn cost_of_all(&self) -> usize {
+        self.held.load(Relaxed) * PLACE
     }
 
     /// Bytes that a stream's small frames cost besides their own.
@@ -37,13 +50,15 @@ impl Small {
     fn went(&self, stream: u32, length: usize) {
         if length < LARGE
             && let Some(count) = self.streams().get_mut(&stream)
+            && let Some(left) = count.checked_sub(1)
         {
-            *count = count.saturating_sub(1);
+            *count = left;
+            self.held.fetch_sub(1, Relaxed);
         }
     }
 
     fn streams(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -71,7 +86,10 @@ impl Counted {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.small.streams().remove(&self.stream);
+        let count = self.small.streams().remove(&self.stream);
+        self.small
+            .held
+            .fetch_sub(count.unwrap_or_default(), Relaxed);
     }
 }
 
@@ -89,15 +107,18 @@ mod tests {
             small.came(1, length);
             small.came(3, length);
         }
-        assert_eq!(small.cost(1), 3 * PLACE);
+        assert_eq!((small.cost(1), small.cost_of_all()), (3 * PLACE, 3 * PLACE));
         stream.took(LARGE);
         stream.took(1);
-        assert_eq!(small.cost(1), 2 * PLACE);
+        let other = Counted::new(&small, 5);
+        small.came(5, 1);
+        assert_eq!((small.cost(1), small.cost_of_all()), (2 * PLACE, 3 * PLACE));
         for _ in 0..9 {
             stream.took(0);
         }
-        assert_eq!(small.cost(1), 0);
-        drop(stream);
+        assert_eq!((small.cost(1), small.cost_of_all()), (0, PLACE));
+        drop((stream, other));
         assert!(small.streams().is_empty());
+        assert_eq!(small.cost_of_all(), 0, "what a stream held goes with it");
     }
 }

@@ -1,7 +1,8 @@
 //! What lies unread in a tunnel's streams, and whether that is more than an honest edge may have sent.
 //!
 //! Asking every stream costs, so all are weighed once per [`WEIGH_AFTER`]. Between two weighings a fast edge could send more
-//! than all that it may leave here: they are glanced at, too, whenever a whole budget of bytes has been read.
+//! than all that it may leave here: they are glanced at, too, whenever a whole budget of bytes has been read, or small frames
+//! that nobody takes cost a part of it more than at the last glance.
 
 use super::Load;
 use crate::unread::{Held, WEIGH_AFTER};
@@ -10,6 +11,8 @@ use tokio::time::Instant;
 /// How many times a tunnel's budget may be unread before the edge is taken for one that keeps to no window: a change of
 /// windows takes a round trip.
 const EXCESS: usize = 4;
+/// What part of a budget small frames may cost more until somebody looks: ten bytes from the socket cost hundreds.
+const PART: usize = 4;
 /// The least window, which each stream has beyond the budget.
 const FLOOR: usize = 64 << 10;
 
@@ -20,6 +23,8 @@ pub(super) struct Scales {
     weighed: Instant,
     /// What had been read from the socket at the last glance, in bytes.
     glanced: u64,
+    /// What small frames have cost at the last glance, or less, in bytes.
+    small: usize,
 }
 
 impl Scales {
@@ -28,6 +33,7 @@ impl Scales {
             held: Held::default(),
             weighed: Instant::now(),
             glanced: 0,
+            small: 0,
         }
     }
 
@@ -50,17 +56,20 @@ impl Scales {
     /// socket, and `budget` what the tunnel may leave unread.
     pub(super) fn excess(&mut self, load: &Load, read: u64, budget: usize) -> Option<usize> {
         let most = budget.saturating_mul(EXCESS) + load.streams() * FLOOR;
-        let held = self.held.all.max(self.glance(load, read, budget as u64));
-        (held > most).then_some(held)
+        let held = self.held.all.max(self.glance(load, read, budget));
+        // The engine's list of frames grows by copying, and what it was before is given back later: what they cost counts twice.
+        (held + load.small().cost_of_all() > most).then_some(held)
     }
 
-    /// What the streams hold, where a whole budget has been read behind the last glance; else nothing.
-    fn glance(&mut self, load: &Load, read: u64, budget: u64) -> usize {
-        if read - self.glanced < budget {
+    /// What the streams hold, where much has come behind the last glance; else nothing.
+    fn glance(&mut self, load: &Load, read: u64, budget: usize) -> usize {
+        let small = load.small().cost_of_all();
+        self.small = self.small.min(small);
+        if read - self.glanced < budget as u64 && small - self.small < budget / PART {
             return 0;
         }
-        self.glanced = read;
-        load.unread()
+        (self.glanced, self.small) = (read, small);
+        load.unread() + small
     }
 
     /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as
