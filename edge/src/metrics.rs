@@ -3,6 +3,8 @@
 //! The way touches them through guards and single calls; no label is made anywhere else. A field that nothing
 //! touches is dead code and fails the build.
 
+mod reading;
+
 use crate::state::ReaderStatus;
 use causeway_tunnel::{Refusal, server::Kind};
 use prometheus_client::{
@@ -18,6 +20,7 @@ use prometheus_client::{
     },
     registry::{Registry, Unit},
 };
+use reading::Reading;
 use rustls_pki_types::UnixTime;
 use std::{fmt, sync::OnceLock, time::Duration};
 
@@ -67,60 +70,6 @@ struct KindLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct RoleLabel {
-    role: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResourceLabel {
-    resource: String,
-}
-
-/// What an edge reads. One that reads nothing has none of it.
-struct Reading {
-    registry: Registry,
-    role: Family<RoleLabel, Gauge>,
-    ready: Gauge,
-    lost: Gauge,
-    objects: Family<ResourceLabel, Gauge>,
-    watchers: Family<ResourceLabel, Gauge>,
-    changes: Counter,
-}
-
-impl Reading {
-    fn new() -> Self {
-        let mut reading = Self {
-            registry: Registry::with_prefix("causeway_edge"),
-            role: Family::default(),
-            ready: Gauge::default(),
-            lost: Gauge::default(),
-            objects: Family::default(),
-            watchers: Family::default(),
-            changes: Counter::default(),
-        };
-        let registry = &mut reading.registry;
-        let role =
-            "Whether this edge is pending (has not read everything yet), follows or leads its pool";
-        registry.register("reader_role", role, reading.role.clone());
-        let ready = "Whether all that is read is there and in touch with its source";
-        registry.register("reader_ready", ready, reading.ready.clone());
-        registry.register_with_unit(
-            "reader_lost_timestamp",
-            "Since when something that is read has not been in touch with its source, in Unix time; 0 while all is",
-            Unit::Seconds,
-            reading.lost.clone(),
-        );
-        let objects = "Objects that are known, by resource";
-        registry.register("reader_objects", objects, reading.objects.clone());
-        let watchers = "Watches that are open here, by resource";
-        registry.register("reader_watchers", watchers, reading.watchers.clone());
-        let changes = "Changes of who is read from";
-        registry.register("reader_changes", changes, reading.changes.clone());
-        reading
-    }
 }
 
 /// The metrics of one edge.
@@ -256,7 +205,7 @@ impl Metrics {
         let mut text = String::new();
         encode_registry(&mut text, &self.registry)?;
         if let Some(reading) = self.reading.get() {
-            encode_registry(&mut text, &reading.registry)?;
+            reading.write(&mut text)?;
         }
         encode_eof(&mut text)?;
         Ok(text)
@@ -317,34 +266,12 @@ impl Metrics {
 
     /// Reading goes so now.
     pub(crate) fn reads(&self, status: &ReaderStatus) {
-        let reading = self.reading.get_or_init(Reading::new);
-        for role in ["pending", "follower", "leader"] {
-            let gauge = reading.role.get_or_create(&RoleLabel { role });
-            gauge.set((status.role == role).into());
-        }
-        reading.ready.set(status.ready.into());
-        let whole = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        let lost = status.resources.iter().filter_map(|one| one.lost).min();
-        let lost = i64::try_from(lost.unwrap_or(0) / 1000).unwrap_or(i64::MAX);
-        reading.lost.set(lost);
-        for one in &status.resources {
-            let label = ResourceLabel {
-                resource: one.resource.clone(),
-            };
-            reading
-                .objects
-                .get_or_create(&label)
-                .set(whole(one.objects));
-            reading
-                .watchers
-                .get_or_create(&label)
-                .set(whole(one.watchers));
-        }
+        self.reading.get_or_init(Reading::new).goes(status);
     }
 
     /// Somebody else is read from.
     pub(crate) fn reads_elsewhere(&self) {
-        self.reading.get_or_init(Reading::new).changes.inc();
+        self.reading.get_or_init(Reading::new).changed();
     }
 
     /// A tunnel stands as long as the guard lives.

@@ -4,6 +4,8 @@
 //! goes back by itself: a source that knows less is no source, unless it is in touch with the cloud and stays so for half a
 //! minute; then the cloud itself has gone back.
 
+mod said;
+
 use crate::{
     delta::Delta,
     object::{Named, Object},
@@ -15,10 +17,8 @@ use futures_util::{
     future::BoxFuture,
     stream::{BoxStream, StreamExt},
 };
-use http::{
-    HeaderMap, StatusCode,
-    header::{AGE, CONTENT_ENCODING, RETRY_AFTER},
-};
+use http::{HeaderMap, StatusCode, header::CONTENT_ENCODING};
+use said::{Said, age, refused};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::{io::Read, time::Duration};
@@ -30,8 +30,6 @@ const PAGE: usize = 500;
 const MOST: usize = 64 << 20;
 /// All parts of a list together: a source that goes on and on fills no memory.
 const ALL: usize = 512 << 20;
-/// How long a source may tell its reader to stay away.
-const AWAY: Duration = Duration::from_mins(5);
 /// How long a list may take to come.
 const LIST: Duration = Duration::from_mins(1);
 /// How long a source may take to begin a watch: one of ours waits 3 s for a version that it does not know yet.
@@ -231,57 +229,6 @@ async fn drained(answer: &mut Answer) -> Result<Vec<u8>, Ended> {
     }
 }
 
-fn age(headers: &HeaderMap) -> Option<Duration> {
-    let seconds = headers.get(AGE)?.to_str().ok()?.parse().ok()?;
-    Some(Duration::from_secs(seconds))
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Said {
-    message: String,
-    code: u16,
-    details: Details,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Details {
-    causes: Vec<Cause>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Cause {
-    reason: String,
-}
-
-/// What a failure means, by its status and its words.
-fn refused(store: &Store, answer: &Answer, bytes: &[u8]) -> Ended {
-    let said: Said = serde_json::from_slice(bytes).unwrap_or_default();
-    let message = if said.message.is_empty() {
-        answer.status.to_string()
-    } else {
-        said.message
-    };
-    if is_behind(&said.details) && age(&answer.headers).is_none() {
-        store.behind();
-        return Ended::Stale(message);
-    }
-    let retry = answer.headers.get(RETRY_AFTER);
-    let retry = retry
-        .and_then(|text| text.to_str().ok()?.parse().ok())
-        .map(|seconds| Duration::from_secs(seconds).min(AWAY));
-    Ended::Refused(answer.status, message, retry)
-}
-
-fn is_behind(details: &Details) -> bool {
-    details
-        .causes
-        .iter()
-        .any(|cause| cause.reason == "ResourceVersionTooLarge")
-}
-
 async fn watch(store: &Store, source: &dyn Source) -> Result<Watched, Ended> {
     if is_right(store) {
         return Ok(Watched::Expired);
@@ -395,7 +342,7 @@ fn event(store: &Store, line: &[u8]) -> Result<Option<Watched>, Ended> {
         }
         "ERROR" => {
             let said: Said = serde_json::from_str(object.get()).unwrap_or_default();
-            if said.code == StatusCode::GONE.as_u16() {
+            if said.is_gone() {
                 return Ok(Some(Watched::Expired));
             }
             return Err(broken(format!("the watch says: {}", said.message)));

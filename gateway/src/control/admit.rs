@@ -7,6 +7,7 @@
 //! belongs to [`Admission::run`], whose end ends them.
 
 mod conversation;
+mod end;
 mod link;
 mod tls;
 

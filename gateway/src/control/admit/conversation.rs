@@ -8,6 +8,7 @@
 
 use super::{
     Admission, Arrived,
+    end::End,
     link::{Leaving, Link, Registered, explain, over, retire},
 };
 use crate::control::{
@@ -16,11 +17,10 @@ use crate::control::{
     rotation,
 };
 use crate::state::{Admitted, registry::Shown};
-use crate::{audit, seldom::Seldom};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
-    Ended, StreamError,
+    Ended,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
     wire,
 };
@@ -30,64 +30,12 @@ use tokio::{
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 /// Lines that wait for an edge; one that does not read them is about to end.
 const LINES: usize = 8;
 /// Longest name that an edge may give its process.
 const MAX_INSTANCE: usize = 64;
-
-/// How a conversation ended.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum End {
-    #[error("{0}")]
-    Tunnel(Ended),
-    #[error("the edge left: {0:?}")]
-    Left(String),
-    #[error("another tunnel of the same process has taken over, and its last stream has ended")]
-    TakenOver,
-    #[error("{1}")]
-    Dismissed(Dismissal, String),
-    #[error("the nodes of the cluster are not known yet")]
-    Early,
-    #[error("control stream: {0}")]
-    Control(#[from] ControlError),
-}
-
-impl End {
-    /// One word, for metrics.
-    fn word(&self) -> &'static str {
-        match self {
-            Self::Tunnel(ended) => ended.word(),
-            Self::Left(_) => "left",
-            Self::TakenOver => "taken_over",
-            Self::Early => "early",
-            Self::Dismissed(why, _) => why.word(),
-            Self::Control(ControlError::TooSlow(_)) => "hello_timeout",
-            Self::Control(
-                ControlError::TooLong
-                | ControlError::Malformed(_)
-                | ControlError::Stream(StreamError::Nonsense(_)),
-            ) => "malformed",
-            Self::Control(ControlError::Stream(_) | ControlError::Closed) => "control_lost",
-        }
-    }
-
-    /// An edge whose link broke during the hello is ordinary; one that was refused wants a look.
-    fn log_refusal(&self, edge: &str, from: SocketAddr, early: &Seldom) {
-        if matches!(self, Self::Early) {
-            if let Some(times) = early.happened() {
-                warn!(edge, peer = %from, times, why = %self, "sent edges away for now");
-                audit::refused_edge(edge, &from, self.word(), self);
-            }
-        } else if self.word() == "control_lost" {
-            debug!(edge, peer = %from, why = %self, "an edge hung up during its hello");
-        } else {
-            warn!(edge, peer = %from, why = %self, "refused an edge");
-            audit::refused_edge(edge, &from, self.word(), self);
-        }
-    }
-}
 
 /// Talks with an edge until its tunnel is gone.
 pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
@@ -108,7 +56,7 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
             }
             let end = conversation.talk(&mut link).await;
             let ended = link.close().await;
-            let end = blame(end, ended);
+            let end = end.blame(ended);
             admission.metrics.tunnel_ended(end.word());
             (node, end)
         }
@@ -123,15 +71,6 @@ pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
         }
     };
     info!("{node} disconnected: {end}");
-}
-
-/// A control stream breaks with its tunnel: then the tunnel's own words say more.
-fn blame(end: End, ended: Ended) -> End {
-    match (end, ended) {
-        (end @ End::Control(_), Ended::Closed) => end,
-        (End::Control(_), ended) => End::Tunnel(ended),
-        (end, _) => end,
-    }
 }
 
 /// What both ends say once the tunnel is registered.

@@ -4,7 +4,7 @@
 //! conversation. It belongs to the [`Link`], and the place to [`Registered`]: dropping either on
 //! any path leaves nothing behind.
 
-use super::{Admission, Arrived, conversation::End};
+use super::{Admission, Arrived, end::End};
 use crate::{
     control::expel::dismissal,
     metrics::TunnelGuard,
