@@ -5,7 +5,11 @@
 //! frame hang for ever. The engine does not show that SETTINGS were acknowledged, but refuses new ones
 //! while they are not: where that is in doubt the next probe is SETTINGS that change nothing.
 
-use super::{Load, Settings, Shared, Tunnel, scales::Scales, turn::Again};
+use super::{
+    Load, Settings, Shared, Tunnel,
+    scales::{self, Scales},
+    turn::Again,
+};
 use crate::{
     cork::Cork,
     error::Ended,
@@ -292,7 +296,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let excess = self.scales.excess(&self.shared.load, read, budget);
         if let Some(held) = excess {
             return Some(format!(
-                "the edge has sent {held} bytes that nobody has taken: more than its windows allow"
+                "what the edge has sent and nobody has taken costs {held} bytes: more than its windows allow"
             ));
         }
         let owed = self.unanswered.filter(|since| since.elapsed() >= ANSWER);
@@ -323,7 +327,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             return 0;
         }
         let stalled = self.shared.load.siblings().stalled();
-        self.settings.budget.saturating_sub(stalled)
+        // Small frames cost more than a window knows of: an honest edge is slowed down long before they are excess.
+        let small = scales::doubled(&self.shared.load);
+        self.settings.budget.saturating_sub(stalled.max(small))
     }
 
     /// Changes the windows of both ends if the crowd, the round trip or what is unread asks for it. True if

@@ -16,6 +16,11 @@ const PART: usize = 4;
 /// The least window, which each stream has beyond the budget.
 const FLOOR: usize = 64 << 10;
 
+/// What small frames cost, twice, in bytes: the engine's list of them grows by copying, and what it was before is given back later.
+pub(super) fn doubled(load: &Load) -> usize {
+    load.small().cost_of_all().saturating_mul(2)
+}
+
 /// When the streams of one tunnel were asked, and what they held then.
 #[derive(Debug)]
 pub(super) struct Scales {
@@ -56,9 +61,10 @@ impl Scales {
     /// socket, and `budget` what the tunnel may leave unread.
     pub(super) fn excess(&mut self, load: &Load, read: u64, budget: usize) -> Option<usize> {
         let most = budget.saturating_mul(EXCESS) + load.streams() * FLOOR;
-        let held = self.held.all.max(self.glance(load, read, budget));
-        // The engine's list of frames grows by copying, and what it was before is given back later: what they cost counts twice.
-        (held + load.small().cost_of_all() > most).then_some(held)
+        let (small, glanced) = (load.small().cost_of_all(), self.glance(load, read, budget));
+        // What was weighed counts small frames once.
+        let held = self.held.all.saturating_add(small).max(glanced);
+        (held > most).then_some(held)
     }
 
     /// What the streams hold, where much has come behind the last glance; else nothing.
@@ -69,7 +75,7 @@ impl Scales {
             return 0;
         }
         (self.glanced, self.small) = (read, small);
-        load.unread() + small
+        load.unread() + doubled(load)
     }
 
     /// Whether there can be anything to weigh: a tunnel that has nothing but its control stream, whose lines are taken as

@@ -122,6 +122,48 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
 }
 
 #[tokio::test]
+async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
+    const FRAME: usize = 105;
+    let Turning {
+        tunnel, mut asked, ..
+    } = taking_turns(settings(Arc::default())).await;
+    let (mut sending, mut stalled) = (Vec::new(), Vec::new());
+    for _ in 0..6 {
+        let opened = open(&tunnel, true).await;
+        let stream = asked.recv().await.unwrap();
+        let mut send = stream.reply.send(Response::new(()), false).unwrap();
+        sending.push(tokio::spawn(async move {
+            let chunk = Bytes::from_static(&[0; FRAME]);
+            let mut count = 0;
+            while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+                sent.unwrap();
+                count += 1;
+            }
+            (send, count)
+        }));
+        stalled.push(opened.answer.await.unwrap());
+    }
+    let mut sent = Vec::new();
+    for task in sending {
+        sent.push(task.await.unwrap());
+    }
+    assert!(tunnel.is_open());
+    let all: usize = sent.iter().map(|(_, count)| count).sum();
+    let windows = BUDGET - 6 * FLOOR;
+    assert!(all * FRAME < windows / 2, "{all} frames for nobody");
+
+    // All of it is there for whoever comes back to it.
+    for ((_send, count), response) in sent.iter().zip(stalled) {
+        let mut body = response.into_body();
+        let mut length = 0;
+        while length < count * FRAME {
+            length += body.data().await.unwrap().unwrap().len();
+        }
+    }
+    assert!(tunnel.is_open());
+}
+
+#[tokio::test]
 async fn under_pressure_of_the_whole_process_every_window_is_small() {
     let pressure = Arc::new(Pressure::new(4 * FLOOR));
     let mut first = taking_turns(settings(pressure.clone())).await;
