@@ -16,6 +16,7 @@ use crate::{
     hello::Control,
     liveness::Bounds,
     load::{Load, Moved, Open},
+    socket::Traffic,
     stream::{Receive, Send},
     target::Target,
     unread::{Pressure, Siblings},
@@ -90,7 +91,10 @@ pub struct Tunnel {
 struct Shared {
     load: Arc<Load>,
     settings: Settings,
+    traffic: Arc<Traffic>,
     suspect: AtomicBool,
+    /// A probe is to be sent before it is due.
+    hurry: AtomicBool,
     /// When the probe was sent that nothing has been read since, in milliseconds from `began`; none is 0.
     probed_ms: AtomicU64,
     began: Instant,
@@ -103,13 +107,15 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(load: Arc<Load>, settings: &Settings) -> Self {
+    fn new(load: Arc<Load>, traffic: Arc<Traffic>, settings: &Settings) -> Self {
         let round_trip = u64::try_from(settings.round_trip.as_micros()).unwrap_or(u64::MAX);
         let close = CancellationToken::new();
         Self {
             load,
             settings: settings.clone(),
+            traffic,
             suspect: AtomicBool::new(false),
+            hurry: AtomicBool::new(false),
             probed_ms: AtomicU64::new(0),
             began: Instant::now(),
             draining: AtomicBool::new(false),
@@ -250,6 +256,17 @@ impl Tunnel {
                 .elapsed()
                 .saturating_sub(Duration::from_millis(probed)),
         }
+    }
+
+    /// How long nothing has been read.
+    pub fn silent_for(&self) -> Duration {
+        self.shared.traffic.last_read().elapsed()
+    }
+
+    /// Has it probed now, unless a probe is out: for whoever cannot wait until its turn comes.
+    pub fn probe(&self) {
+        self.shared.hurry.store(true, Relaxed);
+        self.shared.load.crowded().wake();
     }
 
     /// Whether the tunnel takes no further streams because one end leaves.

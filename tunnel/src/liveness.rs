@@ -51,6 +51,8 @@ pub(crate) struct Liveness {
     /// `probe_after`, shortened by up to a tenth so that a fleet's probes spread.
     probe_after: Duration,
     probed: Option<Instant>,
+    /// The next probe is due whatever was read or written.
+    hurried: bool,
 }
 
 impl Liveness {
@@ -61,7 +63,13 @@ impl Liveness {
             bounds,
             probe_after: bounds.probe_after.saturating_sub(shorten),
             probed: None,
+            hurried: false,
         }
+    }
+
+    /// Has the next look find a probe due, unless one is out.
+    pub(crate) fn hurry(&mut self) {
+        self.hurried = true;
     }
 
     /// When the probe was sent that nothing has been read since.
@@ -73,9 +81,10 @@ impl Liveness {
         if self.probed.is_some_and(|probed| read >= probed) {
             self.probed = None;
         }
+        let hurried = std::mem::take(&mut self.hurried);
         let Some(probed) = self.probed else {
             let due = read.min(written) + self.probe_after;
-            if now < due {
+            if now < due && !hurried {
                 return Verdict::Well(due);
             }
             self.probed = Some(now);
@@ -130,6 +139,23 @@ mod tests {
         let read = start + seconds(5);
         let verdict = liveness.check(start + seconds(5), read, start);
         assert_eq!(verdict, Verdict::Probe(start + seconds(10)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_may_be_had_before_it_is_due_and_only_one_at_a_time() {
+        let start = Instant::now();
+        let mut liveness = Liveness::new(Bounds::default(), 0.0);
+        let mut at = |after: u64, hurry: bool, read: Instant| {
+            if hurry {
+                liveness.hurry();
+            }
+            liveness.check(start + seconds(after), read, start + seconds(after))
+        };
+        assert_eq!(at(1, true, start), Verdict::Probe(start + seconds(6)));
+        assert_eq!(at(2, true, start), Verdict::Well(start + seconds(6)));
+        let read = start + seconds(3);
+        assert_eq!(at(3, false, read), Verdict::Well(start + seconds(8)));
+        assert_eq!(at(4, true, read), Verdict::Probe(start + seconds(9)));
     }
 
     #[tokio::test(start_paused = true)]

@@ -79,7 +79,7 @@ where
         .ping_pong()
         .ok_or_else(|| Ended::Failed("the engine gave its PINGs away".into()))?;
     load.set_crowd(window::crowd(window, settings.budget));
-    let shared = Arc::new(Shared::new(load.clone(), &settings));
+    let shared = Arc::new(Shared::new(load.clone(), traffic.clone(), &settings));
     let tunnel = Tunnel {
         sender,
         shared: shared.clone(),
@@ -213,6 +213,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         loop {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
+            if self.shared.hurry.swap(false, Relaxed) {
+                self.liveness.hurry();
+            }
             let verdict = self.liveness.check(now, read, written);
             let suspect = matches!(verdict, Verdict::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);

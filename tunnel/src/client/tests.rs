@@ -494,6 +494,24 @@ async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn whoever_cannot_wait_has_a_tunnel_probed() {
+    let second = Duration::from_secs(1);
+    let (tunnel, _ended, mut edge) = pair(Settings::default()).await;
+    tokio::time::sleep(2 * second).await;
+    // The edge does not hear it yet.
+    tunnel.probe();
+    tokio::time::sleep(second).await;
+    assert!(tunnel.unanswered_for() >= second / 2 && tunnel.silent_for() >= 2 * second);
+    let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });
+    tokio::time::sleep(second).await;
+    assert_eq!(tunnel.unanswered_for(), Duration::ZERO);
+    tunnel.probe();
+    tokio::time::sleep(second / 2).await;
+    assert!(tunnel.silent_for() < second);
+    assert!(!edge.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_idle_tunnel_is_kept_alive_by_round_trips_and_both_ends_hear_them() {
     let (tunnel, mut ended, mut edge) = pair(Settings::default()).await;
     let edge = tokio::spawn(async move { edge.next().await.map(|_| ()) });

@@ -43,6 +43,9 @@ const STEADY: Duration = Duration::from_secs(10);
 /// the probe, which comes after 5 s of silence (`tunnel.ping_after`): with what a look takes, its pool would be without a leader for
 /// more than 10 s. A link whose round trips take longer has twice its own.
 const LATE: Duration = Duration::from_millis(2_500);
+/// Once a leader has not answered for so long the others are probed: whoever is to take its place has answered since, for what is
+/// silent may be the link of all of them.
+const ASK: Duration = Duration::from_secs(1);
 /// Neighbours that came or went are told this often.
 const GATHER: Duration = Duration::from_secs(3);
 /// Addresses of one edge that are passed on: one of each family on each of two networks.
@@ -62,20 +65,31 @@ struct Candidate<'a> {
     streams: usize,
     /// It has not answered for [`LATE`].
     late: bool,
+    /// How long its probe is without an answer.
+    unanswered: Duration,
+    /// How long nothing was heard of it.
+    silent: Duration,
 }
 
 /// Who leads a pool of these.
 fn name<'a>(current: Option<&NodeName>, candidates: &[Candidate<'a>]) -> Option<&'a NodeName> {
-    let all_late = candidates.iter().all(|one| one.late);
-    let able = || candidates.iter().filter(|one| all_late || !one.late);
     let leads = |one: &&Candidate<'_>| Some(one.node) == current;
+    let leading = candidates.iter().find(leads);
+    let all_late = candidates.iter().all(|one| one.late);
+    let able = |one: &&Candidate<'_>| match leading {
+        // Heard since the leader was asked.
+        Some(leading) => !one.late && one.silent < leading.unanswered,
+        None => all_late || !one.late,
+    };
     let fewest = |steady: Duration| {
-        let fit = able().filter(move |one| one.lasts >= steady);
+        let fit = candidates.iter().filter(able);
+        let fit = fit.filter(move |one| one.lasts >= steady);
         fit.min_by_key(|one| (one.streams, one.node))
     };
-    let named = able().find(leads);
-    let named = named.or_else(|| fewest(STEADY));
-    named.or_else(|| fewest(Duration::ZERO)).map(|one| one.node)
+    let stays = leading.filter(|one| !one.late);
+    let named = stays.or_else(|| fewest(STEADY));
+    let named = named.or_else(|| fewest(Duration::ZERO));
+    named.or(leading).map(|one| one.node)
 }
 
 /// A node with a reader, as it is connected here.
@@ -109,9 +123,26 @@ impl Here {
         self.handles().any(Tunnel::is_open)
     }
 
+    fn open(&self) -> impl Iterator<Item = &Tunnel> {
+        self.handles().filter(|tunnel| tunnel.is_open())
+    }
+
     fn is_late(&self) -> bool {
-        let mut open = self.handles().filter(|tunnel| tunnel.is_open());
-        open.all(|tunnel| tunnel.unanswered_for() >= LATE.max(2 * tunnel.round_trip()))
+        let late = |tunnel: &Tunnel| LATE.max(2 * tunnel.round_trip());
+        self.open()
+            .all(|tunnel| tunnel.unanswered_for() >= late(tunnel))
+    }
+
+    /// How long none of its tunnels has answered.
+    fn unanswered(&self) -> Duration {
+        let all = self.open().map(Tunnel::unanswered_for);
+        all.min().unwrap_or_default()
+    }
+
+    /// How long none of its tunnels has been heard.
+    fn silent(&self) -> Duration {
+        let all = self.open().map(Tunnel::silent_for);
+        all.min().unwrap_or(Duration::MAX)
     }
 }
 
@@ -245,8 +276,15 @@ impl Leaders {
         own: &[&'a Here],
         now: Instant,
     ) -> Option<&'a NodeName> {
-        let able = own.iter().filter(|here| here.leads());
-        let candidates: Vec<_> = able
+        let able = || own.iter().filter(|here| here.leads());
+        let leading = able().find(|here| Some(&here.node) == current);
+        let unanswered = leading.map_or(Duration::ZERO, |leading| leading.unanswered());
+        if unanswered >= ASK {
+            for here in able().filter(|here| here.silent() >= unanswered) {
+                here.open().for_each(Tunnel::probe);
+            }
+        }
+        let candidates: Vec<_> = able()
             .map(|here| Candidate {
                 node: &here.node,
                 lasts: self
@@ -255,6 +293,8 @@ impl Leaders {
                     .map_or(Duration::ZERO, |(_, since)| now - *since),
                 streams: here.handles().map(|tunnel| tunnel.load().streams()).sum(),
                 late: here.is_late(),
+                unanswered: here.unanswered(),
+                silent: here.silent(),
             })
             .collect();
         name(current, &candidates)
@@ -373,29 +413,51 @@ mod tests {
     fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
         let nodes = ["a", "b", "c"].map(node);
         let seconds = Duration::from_secs;
-        // Of each: how long it is here, and its streams; whoever has a hundred streams more is late.
+        // Of each: how long it is here, its streams, and how long it has been silent; for 9 s whoever does not answer a probe of 3 s ago.
         for (current, candidates, expected) in [
             (None, vec![], None),
-            (None, vec![(0, 0, 0)], Some(0)),
-            (None, vec![(0, 1, 0), (1, 30, 5)], Some(1)),
-            (None, vec![(0, 30, 7), (1, 30, 5), (2, 2, 0)], Some(1)),
-            (None, vec![(0, 2, 3), (1, 3, 3)], Some(0)),
-            (Some(2), vec![(0, 30, 0), (2, 1, 9)], Some(2)),
-            (Some(2), vec![(0, 30, 4), (1, 10, 0)], Some(1)),
-            (Some(2), vec![(0, 1, 4), (1, 30, 5), (2, 30, 100)], Some(1)),
+            (None, vec![(0, 0, 0, 0)], Some(0)),
+            (None, vec![(0, 1, 0, 0), (1, 30, 5, 4)], Some(1)),
             (
-                Some(2),
-                vec![(0, 30, 100), (1, 1, 5), (2, 30, 100)],
+                None,
+                vec![(0, 30, 7, 4), (1, 30, 5, 4), (2, 2, 0, 0)],
                 Some(1),
             ),
-            (Some(2), vec![(0, 30, 100), (2, 30, 102)], Some(2)),
-            (None, vec![(0, 30, 101), (2, 30, 100)], Some(2)),
+            (None, vec![(0, 2, 3, 0), (1, 3, 3, 0)], Some(0)),
+            (None, vec![(0, 30, 1, 9), (2, 30, 5, 4)], Some(2)),
+            (None, vec![(0, 30, 5, 9), (2, 30, 1, 9)], Some(2)),
+            (Some(2), vec![(0, 30, 0, 0), (2, 1, 9, 4)], Some(2)),
+            (Some(2), vec![(0, 30, 4, 0), (1, 10, 0, 0)], Some(1)),
+            // A leader that is late gives way to whoever was heard since it was asked.
+            (
+                Some(2),
+                vec![(0, 1, 4, 0), (1, 30, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 9), (1, 1, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 4), (1, 1, 5, 2), (2, 30, 0, 9)],
+                Some(1),
+            ),
+            (
+                Some(2),
+                vec![(0, 30, 4, 4), (1, 1, 5, 3), (2, 30, 0, 9)],
+                Some(2),
+            ),
+            (Some(2), vec![(0, 30, 0, 9), (2, 30, 2, 9)], Some(2)),
         ] {
-            let of = |(which, lasts, streams): &(usize, u64, usize)| Candidate {
+            let of = |(which, lasts, streams, silent): &(usize, u64, usize, u64)| Candidate {
                 node: &nodes[*which],
                 lasts: seconds(*lasts),
                 streams: *streams,
-                late: *streams >= 100,
+                late: *silent == 9,
+                unanswered: seconds(if *silent == 9 { 3 } else { 0 }),
+                silent: seconds(*silent),
             };
             let all: Vec<_> = candidates.iter().map(of).collect();
             let current = current.map(|which: usize| &nodes[which]);
