@@ -157,6 +157,9 @@ impl Edge {
         let done = CancellationToken::new();
         let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
         metrics.listeners_end(&faces.ends);
+        if !faces.faults.is_empty() {
+            metrics.begins_with_faults();
+        }
         let Self {
             config,
             store,

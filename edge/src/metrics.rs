@@ -264,6 +264,11 @@ impl Metrics {
         self.last_reload_successful.set(well.into());
     }
 
+    /// What was read at the start is not all in force.
+    pub(crate) fn begins_with_faults(&self) {
+        self.last_reload_successful.set(0);
+    }
+
     /// Reading goes so now.
     pub(crate) fn reads(&self, status: &ReaderStatus) {
         self.reading.get_or_init(Reading::new).goes(status);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::bail;
 use causeway_edge::{Config, Edge, Error, Reloader};
 
-use super::{admin, cluster, explain};
+use super::{admin, cluster, explain, files as open_files};
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -15,6 +15,8 @@ use crate::signal::Signals;
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
 /// Reads `sources` anew whenever there is a reason.
 pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+    // A pool's leader has some hundreds of neighbours, and its own way to the cloud must never want for a file.
+    open_files::raise();
     // Joining may take days: what changes meanwhile is a change.
     let mut noted = Noted::default();
     noted.files(files(&config, &sources));

@@ -5,18 +5,20 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// Files kept for what is no caller's connection: tunnels, listeners, the data directory.
 const RESERVE: usize = 256;
 
+/// Takes as many files as the system gives; how many there may be, where that is known.
+pub(super) fn raise() -> Option<usize> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
+    let files = if raised { hard } else { soft };
+    Some(usize::try_from(files).unwrap_or(usize::MAX))
+}
+
 /// Takes as many files as the system gives. So many connections may there be, of as many files `each`: no more than were
 /// asked for.
 pub(super) fn allow(connections: usize, each: usize) -> usize {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+    let Some(files) = raise() else {
         return connections;
     };
-    let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
-        hard
-    } else {
-        soft
-    };
-    let files = usize::try_from(files).unwrap_or(usize::MAX);
     // Half where there are few, so that something is left for both.
     let most = files.saturating_sub(RESERVE).max(files / 2) / each;
     let most = most.max(1);

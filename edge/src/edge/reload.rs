@@ -213,7 +213,7 @@ impl Reloader {
             policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
             // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
-            faces: Faces::read(config),
+            faces: Faces::read(&listening(&self.0.began, config)),
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
         })
@@ -278,6 +278,23 @@ impl Prepared<'_> {
     }
 }
 
+/// The configuration with the listeners that there are until the next start: files are read for these, and judged by their addresses.
+fn listening(began: &Config, now: &Config) -> Config {
+    let mut config = now.clone();
+    let (Some(began), Some(now)) = (&began.reader, &mut config.reader) else {
+        config.reader = None;
+        return config;
+    };
+    if began.tls.is_none() {
+        now.tls = None;
+    }
+    match (&mut now.hubs, &began.hubs) {
+        (Some(now), Some(began)) => now.listen = began.listen,
+        (hubs, _) => *hubs = None,
+    }
+    config
+}
+
 /// Of the top keys: which an edge that runs does not take up.
 fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
     let keys = [
@@ -333,6 +350,7 @@ impl fmt::Display for Changed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Hubs;
     use serde_json::{Value, json};
 
     fn config(said: Value) -> Config {
@@ -377,6 +395,30 @@ mod tests {
 
     fn serves(edge: &Reloader) -> Vec<u16> {
         edge.parts().ports.load().to_vec()
+    }
+
+    #[test]
+    fn files_are_read_for_the_listeners_that_there_are() {
+        let listening = |began: &Value, now: &Value| {
+            let read = listening(
+                &config(json!({ "reader": began })),
+                &config(json!({ "reader": now })),
+            );
+            let reader = read.reader.unwrap();
+            let at = |hubs: Hubs| (hubs.listen.to_string(), hubs.ca);
+            (reader.tls.is_some(), reader.hubs.map(at))
+        };
+        let hubs =
+            |at: &str, ca: &str| json!({ "listen": at, "certificate": "c", "key": "k", "ca": ca });
+        let tls = json!({ "certificate": "c", "key": "k" });
+        let all = |at: &str, ca: &str| json!({ "tls": tls, "hubs": hubs(at, ca) });
+        let (here, there) = ("10.0.0.1:10269", "10.0.0.2:10269");
+        assert_eq!(
+            listening(&all(here, "old"), &all(there, "new")),
+            (true, Some((here.to_owned(), "new".into())))
+        );
+        assert_eq!(listening(&json!({}), &all(there, "new")), (false, None));
+        assert_eq!(listening(&all(here, "old"), &json!({})), (false, None));
     }
 
     #[tokio::test]

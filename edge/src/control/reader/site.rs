@@ -28,9 +28,9 @@ pub(super) const fn most(resources: usize) -> usize {
     Members::MOST * (resources + 1)
 }
 
-/// Of these, for one member, with what has not ended yet.
-pub(super) const fn each(resources: usize) -> usize {
-    4 * (resources + 1)
+/// Of these, for one member, with what has not ended yet; it may read more resources than this node.
+pub(super) fn each(resources: usize) -> usize {
+    (4 * (resources + 1)).max(32)
 }
 
 /// How often a neighbour that stays is looked at again: certificates end, and roots go out of use.

@@ -6,6 +6,7 @@ use causeway_certs::{Ca, EdgeIdentity, GatewayName, TrustDomain, verify::Site};
 use causeway_pool::Resource;
 use causeway_tunnel::hello::Members;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
+use nix::sys::resource::{Resource as Limit, getrlimit, setrlimit};
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
 use serde_json::json;
@@ -186,6 +187,9 @@ async fn one_member_does_not_take_the_places_of_others() {
 
 #[tokio::test]
 async fn a_pool_of_as_many_as_there_can_be_reads_all_at_one_of_them() {
+    // Both ends of each connection are here.
+    let (_, most) = getrlimit(Limit::RLIMIT_NOFILE).unwrap();
+    setrlimit(Limit::RLIMIT_NOFILE, most, most).unwrap();
     let resources = [
         "v1/services",
         "v1/endpoints",
