@@ -213,7 +213,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         loop {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
-            if self.shared.hurry.swap(false, Relaxed) {
+            // Where a turn is in the air nothing else may be, and its answer will do.
+            if self.shared.hurry.swap(false, Relaxed) && self.air != Air::Turn {
                 self.liveness.hurry();
             }
             let verdict = self.liveness.check(now, read, written);
@@ -331,7 +332,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
         let stalled = self.shared.load.siblings().stalled();
         // Small frames cost more than a window knows of: an honest edge is slowed down long before they are excess.
-        let small = scales::doubled(&self.shared.load);
+        let small = scales::much(&self.shared.load, self.settings.budget);
         self.settings.budget.saturating_sub(stalled.max(small))
     }
 

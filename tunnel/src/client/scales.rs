@@ -13,12 +13,20 @@ use tokio::time::Instant;
 const EXCESS: usize = 4;
 /// What part of a budget small frames may cost more until somebody looks: ten bytes from the socket cost hundreds.
 const PART: usize = 4;
+/// What part of a budget small frames may cost before windows follow.
+const FEW: usize = 8;
 /// The least window, which each stream has beyond the budget.
 const FLOOR: usize = 64 << 10;
 
 /// What small frames cost, twice, in bytes: the engine's list of them grows by copying, and what it was before is given back later.
 pub(super) fn doubled(load: &Load) -> usize {
     load.small().cost_of_all().saturating_mul(2)
+}
+
+/// That, where it is a part of the budget that counts: what only passes through costs little, and no window follows it.
+pub(super) fn much(load: &Load, budget: usize) -> usize {
+    let cost = doubled(load);
+    if cost < budget / FEW { 0 } else { cost }
 }
 
 /// When the streams of one tunnel were asked, and what they held then.

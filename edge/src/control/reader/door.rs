@@ -10,7 +10,7 @@ use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
 use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -91,14 +91,6 @@ impl Door {
     }
 }
 
-/// Whose share a handshake is of: an address, of IPv6 its /64, all of which one host may have.
-fn source(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
-        v4 @ IpAddr::V4(_) => v4,
-    }
-}
-
 /// Between the listener and the server.
 #[derive(Clone)]
 struct Hall {
@@ -149,7 +141,7 @@ impl Hall {
             // Where all are one guest, their address is the same, too.
             let crowded = hands.available_permits() < HANDS / 2 && self.each < most;
             let many = if crowded { HANDS_EACH } else { HANDS };
-            let Some(share) = self.shaking.take(source(from.ip()), many) else {
+            let Some(share) = self.shaking.take(from.ip().to_canonical(), many) else {
                 self.refused("as many handshakes of its address are under way as one may have");
                 continue;
             };

@@ -157,10 +157,39 @@ async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
         let mut body = response.into_body();
         let mut length = 0;
         while length < count * FRAME {
-            length += body.data().await.unwrap().unwrap().len();
+            let data = timeout(Duration::from_secs(20), body.data()).await.unwrap();
+            length += data.unwrap().unwrap().len();
         }
     }
     assert!(tunnel.is_open());
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
+    // A share of what is left that is just what fills the link.
+    let settings = Settings {
+        budget: 32 << 20,
+        round_trip: Duration::from_millis(100),
+        ..Settings::default()
+    };
+    let Turning {
+        tunnel,
+        mut asked,
+        mut taken,
+        ..
+    } = taking_turns(settings).await;
+    let opened = open(&tunnel, true).await;
+    let stream = asked.recv().await.unwrap();
+    let mut send = stream.reply.send(Response::new(()), false).unwrap();
+    let mut body = opened.answer.await.unwrap().into_body();
+    let mut windows = Vec::new();
+    for _ in 0..40 {
+        send.data(Bytes::from_static(b"a line")).await.unwrap();
+        assert_eq!(body.data().await.unwrap().unwrap(), "a line");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        windows.extend(std::iter::from_fn(|| taken.try_recv().ok()));
+    }
+    assert!(windows.len() <= 2, "{windows:?}");
 }
 
 #[tokio::test]
