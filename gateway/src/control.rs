@@ -29,4 +29,4 @@ pub mod drain;
 pub mod http;
 
 #[cfg(test)]
-mod world;
+mod tests;

@@ -1,6 +1,6 @@
 //! Liveness: a round trip, known at both ends, judged from bytes and not from socket states.
 //!
-//! 1. When 5 s have passed without a byte read, or without a byte written, the gateway probes.
+//! 1. When 5 s have passed without a byte read, or without a byte written, the gateway probes; at once where somebody asks.
 //! 2. 5 s after a probe without any byte read the tunnel is out of selection (`Suspect`).
 //! 3. After 5 s more it is closed (`Dead`).
 //!
@@ -51,8 +51,6 @@ pub(crate) struct Liveness {
     /// `probe_after`, shortened by up to a tenth so that a fleet's probes spread.
     probe_after: Duration,
     probed: Option<Instant>,
-    /// The next probe is due whatever was read or written.
-    hurried: bool,
 }
 
 impl Liveness {
@@ -63,13 +61,7 @@ impl Liveness {
             bounds,
             probe_after: bounds.probe_after.saturating_sub(shorten),
             probed: None,
-            hurried: false,
         }
-    }
-
-    /// Has the next look find a probe due, unless one is out.
-    pub(crate) fn hurry(&mut self) {
-        self.hurried = true;
     }
 
     /// When the probe was sent that nothing has been read since.
@@ -77,14 +69,19 @@ impl Liveness {
         self.probed
     }
 
-    pub(crate) fn check(&mut self, now: Instant, read: Instant, written: Instant) -> Verdict {
+    /// What is to be done now. With `hurry` a probe is due whatever was read or written, unless one is out.
+    pub(crate) fn check(
+        &mut self,
+        now: Instant,
+        (read, written): (Instant, Instant),
+        hurry: bool,
+    ) -> Verdict {
         if self.probed.is_some_and(|probed| read >= probed) {
             self.probed = None;
         }
-        let hurried = std::mem::take(&mut self.hurried);
         let Some(probed) = self.probed else {
             let due = read.min(written) + self.probe_after;
-            if now < due && !hurried {
+            if now < due && !hurry {
                 return Verdict::Well(due);
             }
             self.probed = Some(now);
@@ -114,7 +111,7 @@ mod tests {
     async fn a_silent_link_is_probed_suspected_and_closed_within_fifteen_seconds() {
         let start = Instant::now();
         let mut liveness = Liveness::new(Bounds::default(), 0.0);
-        let mut at = |after: u64| liveness.check(start + seconds(after), start, start);
+        let mut at = |after: u64| liveness.check(start + seconds(after), (start, start), false);
         assert_eq!(at(0), Verdict::Well(start + seconds(5)));
         assert_eq!(at(5), Verdict::Probe(start + seconds(10)));
         assert_eq!(at(9), Verdict::Well(start + seconds(10)));
@@ -126,9 +123,9 @@ mod tests {
     async fn any_byte_read_makes_a_suspect_well_again() {
         let start = Instant::now();
         let mut liveness = Liveness::new(Bounds::default(), 0.0);
-        liveness.check(start + seconds(5), start, start);
+        liveness.check(start + seconds(5), (start, start), false);
         let read = start + seconds(12);
-        let verdict = liveness.check(start + seconds(13), read, start + seconds(11));
+        let verdict = liveness.check(start + seconds(13), (read, start + seconds(11)), false);
         assert_eq!(verdict, Verdict::Well(start + seconds(16)));
     }
 
@@ -137,7 +134,7 @@ mod tests {
         let start = Instant::now();
         let mut liveness = Liveness::new(Bounds::default(), 0.0);
         let read = start + seconds(5);
-        let verdict = liveness.check(start + seconds(5), read, start);
+        let verdict = liveness.check(start + seconds(5), (read, start), false);
         assert_eq!(verdict, Verdict::Probe(start + seconds(10)));
     }
 
@@ -146,10 +143,8 @@ mod tests {
         let start = Instant::now();
         let mut liveness = Liveness::new(Bounds::default(), 0.0);
         let mut at = |after: u64, hurry: bool, read: Instant| {
-            if hurry {
-                liveness.hurry();
-            }
-            liveness.check(start + seconds(after), read, start + seconds(after))
+            let now = start + seconds(after);
+            liveness.check(now, (read, now), hurry)
         };
         assert_eq!(at(1, true, start), Verdict::Probe(start + seconds(6)));
         assert_eq!(at(2, true, start), Verdict::Well(start + seconds(6)));
@@ -162,7 +157,7 @@ mod tests {
     async fn jitter_only_shortens() {
         let start = Instant::now();
         let mut liveness = Liveness::new(Bounds::default(), 1.0);
-        let verdict = liveness.check(start, start, start);
+        let verdict = liveness.check(start, (start, start), false);
         assert_eq!(verdict, Verdict::Well(start + Duration::from_millis(4_500)));
     }
 }

@@ -183,7 +183,7 @@ impl Inner {
 mod tests {
     use super::*;
     use crate::{
-        control::world::{name, new_ca},
+        control::tests::world::{name, new_ca},
         state::Node,
     };
     use causeway_certs::{Access, Confirmed, CsrKey, EdgeKey, Revocation};

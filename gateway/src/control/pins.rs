@@ -123,7 +123,7 @@ fn say(met: &Met, told: &Result<Pin, String>, now: u64) {
 mod tests {
     use super::*;
     use crate::{
-        control::world::name,
+        control::tests::world::name,
         state::{Member, Node, NodesWriter, Pins, pins::pins},
     };
     use causeway_certs::{Access, Fingerprint};

@@ -8,6 +8,7 @@
 //!
 //! `leaders` says in each pool which edge reads here for all of its neighbours.
 
+mod candidate;
 pub mod leaders;
 mod members;
 

@@ -107,7 +107,7 @@ impl Signer {
 mod tests {
     use super::*;
     use crate::{
-        control::world::{World, name},
+        control::tests::world::{World, name},
         state::Member,
     };
     use causeway_certs::{EdgeIdentity, EdgeKey, Revocation};

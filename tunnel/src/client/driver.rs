@@ -214,10 +214,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
             // Where a turn is in the air nothing else may be, and its answer will do.
-            if self.shared.hurry.swap(false, Relaxed) && self.air != Air::Turn {
-                self.liveness.hurry();
-            }
-            let verdict = self.liveness.check(now, read, written);
+            let hurry = self.shared.hurry.swap(false, Relaxed) && self.air != Air::Turn;
+            let verdict = self.liveness.check(now, (read, written), hurry);
             let suspect = matches!(verdict, Verdict::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);
             self.shared.unanswered(self.liveness.unanswered());

@@ -1,5 +1,5 @@
 use super::*;
-use crate::control::world::{World, name};
+use crate::control::tests::world::{World, name};
 use axum::{body::Body, http};
 use http_body_util::BodyExt;
 use serde_json::Value;

@@ -2,7 +2,10 @@ use crate::{
     control::{
         drain::{Fronts, drain},
         rotation,
-        world::{FakeEdge, LONG, SHORT, World, dismissal, identity, name, new_ca, welcome},
+        tests::{
+            FakeEdge, LONG, SHORT, dismissal, welcome,
+            world::{World, identity, name, new_ca},
+        },
     },
     core::Cores,
     state::{Away, Member},

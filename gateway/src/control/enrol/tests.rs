@@ -2,7 +2,7 @@ mod cluster;
 
 use super::*;
 use crate::{
-    control::world::{World, identity, name},
+    control::tests::world::{World, identity, name},
     state::Whereabouts,
 };
 use axum::{body::Body, http::Request};
@@ -294,7 +294,7 @@ async fn a_certificate_that_is_good_no_more_renews_nothing() {
         vouched: None,
     };
     let retired = Peer {
-        root: Some(crate::control::world::new_ca("test.example").fingerprint()),
+        root: Some(crate::control::tests::world::new_ca("test.example").fingerprint()),
         ..good.clone()
     };
     let earlier = Peer {

@@ -2,8 +2,7 @@
 //!
 //! Every second, and when an edge comes or a node is another:
 //! 1. edges with a reader are gathered by their confirmed pools;
-//! 2. each pool has a leader, by `name`: whoever leads goes on while it is connected and answers, else the one with the fewest
-//!    streams of those that have been here for a while;
+//! 2. each pool has a leader, one of its `candidate`s: whoever leads goes on while it is connected and answers;
 //! 3. each tunnel is told what is new to it, once. Another leader is told at once, and a leader of each neighbour, who comes to it
 //!    next; the others hear together who came or went, for a site that comes back comes one by one.
 //!
@@ -13,6 +12,7 @@
 
 use super::{
     Reading,
+    candidate::{self, Candidate},
     members::{members, with_itself},
 };
 use crate::state::{
@@ -37,15 +37,6 @@ use tokio_util::sync::CancellationToken;
 const LOOK: Duration = Duration::from_secs(1);
 /// How long is waited after each look: a fleet that comes is looked at together.
 const PAUSE: Duration = Duration::from_millis(100);
-/// An edge that has been here for so long is likely to stay.
-const STEADY: Duration = Duration::from_secs(10);
-/// Whoever has not answered a probe for so long leads on only where nobody does better. Its tunnel is suspect no sooner than 5 s after
-/// the probe, which comes after 5 s of silence (`tunnel.ping_after`): with what a look takes, its pool would be without a leader for
-/// more than 10 s. A link whose round trips take longer has twice its own.
-const LATE: Duration = Duration::from_millis(2_500);
-/// Once a leader has not answered for so long the others are probed: whoever is to take its place has answered since, for what is
-/// silent may be the link of all of them.
-const ASK: Duration = Duration::from_secs(1);
 /// Neighbours that came or went are told this often.
 const GATHER: Duration = Duration::from_secs(3);
 /// Addresses of one edge that are passed on: one of each family on each of two networks.
@@ -55,42 +46,6 @@ const LONGEST: usize = 260;
 
 /// The leader of each pool, for whoever shows it.
 pub type Led = Told<BTreeMap<String, NodeName>>;
-
-/// An edge that may lead.
-#[derive(Debug)]
-struct Candidate<'a> {
-    node: &'a NodeName,
-    /// How long it has been connected.
-    lasts: Duration,
-    streams: usize,
-    /// It has not answered for [`LATE`].
-    late: bool,
-    /// How long its probe is without an answer.
-    unanswered: Duration,
-    /// How long nothing was heard of it.
-    silent: Duration,
-}
-
-/// Who leads a pool of these.
-fn name<'a>(current: Option<&NodeName>, candidates: &[Candidate<'a>]) -> Option<&'a NodeName> {
-    let leads = |one: &&Candidate<'_>| Some(one.node) == current;
-    let leading = candidates.iter().find(leads);
-    let all_late = candidates.iter().all(|one| one.late);
-    let able = |one: &&Candidate<'_>| match leading {
-        // Heard since the leader was asked.
-        Some(leading) => !one.late && one.silent < leading.unanswered,
-        None => all_late || !one.late,
-    };
-    let fewest = |steady: Duration| {
-        let fit = candidates.iter().filter(able);
-        let fit = fit.filter(move |one| one.lasts >= steady);
-        fit.min_by_key(|one| (one.streams, one.node))
-    };
-    let stays = leading.filter(|one| !one.late);
-    let named = stays.or_else(|| fewest(STEADY));
-    let named = named.or_else(|| fewest(Duration::ZERO));
-    named.or(leading).map(|one| one.node)
-}
 
 /// A node with a reader, as it is connected here.
 pub(super) struct Here {
@@ -112,37 +67,25 @@ impl Here {
 
     /// Neighbours are to know of it.
     pub(super) fn serves(&self) -> bool {
-        !self.at.is_empty() && self.handles().any(|tunnel| !tunnel.is_draining())
+        !self.at.is_empty() && self.staying().next().is_some()
     }
 
-    fn leads(&self) -> bool {
+    /// Those that stay, whether they answer or not.
+    pub(super) fn staying(&self) -> impl Iterator<Item = &Tunnel> {
+        self.handles().filter(|tunnel| !tunnel.is_draining())
+    }
+
+    /// What its tunnels carry.
+    pub(super) fn streams(&self) -> usize {
+        self.handles().map(|tunnel| tunnel.load().streams()).sum()
+    }
+
+    fn may_lead(&self) -> bool {
         !self.at.is_empty() && self.is_open()
     }
 
     fn is_open(&self) -> bool {
         self.handles().any(Tunnel::is_open)
-    }
-
-    fn open(&self) -> impl Iterator<Item = &Tunnel> {
-        self.handles().filter(|tunnel| tunnel.is_open())
-    }
-
-    fn is_late(&self) -> bool {
-        let late = |tunnel: &Tunnel| LATE.max(2 * tunnel.round_trip());
-        self.open()
-            .all(|tunnel| tunnel.unanswered_for() >= late(tunnel))
-    }
-
-    /// How long none of its tunnels has answered.
-    fn unanswered(&self) -> Duration {
-        let all = self.open().map(Tunnel::unanswered_for);
-        all.min().unwrap_or_default()
-    }
-
-    /// How long none of its tunnels has been heard.
-    fn silent(&self) -> Duration {
-        let all = self.open().map(Tunnel::silent_for);
-        all.min().unwrap_or(Duration::MAX)
     }
 }
 
@@ -276,28 +219,23 @@ impl Leaders {
         own: &[&'a Here],
         now: Instant,
     ) -> Option<&'a NodeName> {
-        let able = || own.iter().filter(|here| here.leads());
-        let leading = able().find(|here| Some(&here.node) == current);
-        let unanswered = leading.map_or(Duration::ZERO, |leading| leading.unanswered());
-        if unanswered >= ASK {
-            for here in able().filter(|here| here.silent() >= unanswered) {
-                here.open().for_each(Tunnel::probe);
-            }
-        }
-        let candidates: Vec<_> = able()
-            .map(|here| Candidate {
-                node: &here.node,
-                lasts: self
-                    .since
-                    .get(&here.node)
-                    .map_or(Duration::ZERO, |(_, since)| now - *since),
-                streams: here.handles().map(|tunnel| tunnel.load().streams()).sum(),
-                late: here.is_late(),
-                unanswered: here.unanswered(),
-                silent: here.silent(),
-            })
-            .collect();
-        name(current, &candidates)
+        // Whoever leads does so, suspect or not, while nobody has been heard who could.
+        let leads = |here: &Here| Some(&here.node) == current && here.serves();
+        let able = own.iter().filter(|here| here.may_lead() || leads(here));
+        let candidates = able.map(|here| {
+            let since = self.since.get(&here.node);
+            Candidate::of(
+                here,
+                since.map_or(Duration::ZERO, |(_, since)| now - *since),
+            )
+        });
+        let candidates: Vec<_> = candidates.collect();
+        let asked = candidate::to_probe(current, &candidates);
+        let heres = own.iter().filter(|here| asked.contains(&&here.node));
+        heres
+            .flat_map(|here| here.staying())
+            .for_each(Tunnel::probe);
+        candidate::name(current, &candidates)
     }
 
     /// Where hubs of this pool read: at its leader first, and at others that serve them.
@@ -399,70 +337,4 @@ fn gather(registry: &Registry, nodes: &Nodes) -> Vec<Here> {
         })
     };
     all.into_iter().filter_map(here).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn node(text: &str) -> NodeName {
-        NodeName::parse(text).unwrap()
-    }
-
-    #[test]
-    fn whoever_leads_goes_on_and_else_the_steady_one_with_the_fewest_streams_does() {
-        let nodes = ["a", "b", "c"].map(node);
-        let seconds = Duration::from_secs;
-        // Of each: how long it is here, its streams, and how long it has been silent; for 9 s whoever does not answer a probe of 3 s ago.
-        for (current, candidates, expected) in [
-            (None, vec![], None),
-            (None, vec![(0, 0, 0, 0)], Some(0)),
-            (None, vec![(0, 1, 0, 0), (1, 30, 5, 4)], Some(1)),
-            (
-                None,
-                vec![(0, 30, 7, 4), (1, 30, 5, 4), (2, 2, 0, 0)],
-                Some(1),
-            ),
-            (None, vec![(0, 2, 3, 0), (1, 3, 3, 0)], Some(0)),
-            (None, vec![(0, 30, 1, 9), (2, 30, 5, 4)], Some(2)),
-            (None, vec![(0, 30, 5, 9), (2, 30, 1, 9)], Some(2)),
-            (Some(2), vec![(0, 30, 0, 0), (2, 1, 9, 4)], Some(2)),
-            (Some(2), vec![(0, 30, 4, 0), (1, 10, 0, 0)], Some(1)),
-            // A leader that is late gives way to whoever was heard since it was asked.
-            (
-                Some(2),
-                vec![(0, 1, 4, 0), (1, 30, 5, 2), (2, 30, 0, 9)],
-                Some(1),
-            ),
-            (
-                Some(2),
-                vec![(0, 30, 4, 9), (1, 1, 5, 2), (2, 30, 0, 9)],
-                Some(1),
-            ),
-            (
-                Some(2),
-                vec![(0, 30, 4, 4), (1, 1, 5, 2), (2, 30, 0, 9)],
-                Some(1),
-            ),
-            (
-                Some(2),
-                vec![(0, 30, 4, 4), (1, 1, 5, 3), (2, 30, 0, 9)],
-                Some(2),
-            ),
-            (Some(2), vec![(0, 30, 0, 9), (2, 30, 2, 9)], Some(2)),
-        ] {
-            let of = |(which, lasts, streams, silent): &(usize, u64, usize, u64)| Candidate {
-                node: &nodes[*which],
-                lasts: seconds(*lasts),
-                streams: *streams,
-                late: *silent == 9,
-                unanswered: seconds(if *silent == 9 { 3 } else { 0 }),
-                silent: seconds(*silent),
-            };
-            let all: Vec<_> = candidates.iter().map(of).collect();
-            let current = current.map(|which: usize| &nodes[which]);
-            let expected = expected.map(|which: usize| &nodes[which]);
-            assert_eq!(name(current, &all), expected, "{candidates:?}");
-        }
-    }
 }

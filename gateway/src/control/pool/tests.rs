@@ -3,7 +3,10 @@
 use super::*;
 use crate::{
     config::{Allow, Readers},
-    control::world::{FakeEdge, LONG, World, name, welcome},
+    control::tests::{
+        FakeEdge, LONG, welcome,
+        world::{World, name},
+    },
     state::Node,
 };
 use axum::body::Bytes;
@@ -19,7 +22,8 @@ use http_body_util::{BodyExt, Empty};
 use hyper::{Request as Asked, body::Incoming, client::conn::http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::Value;
-use tokio::time::timeout;
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
 use tracing::info_span;
 
 const SERVICES: &str = "/api/v1/services";
@@ -144,7 +148,7 @@ async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever()
     assert!(world.counted("pool_readers 1"));
     let (code, _) = Client::dial(&world, None).await.get(SERVICES).await;
     assert_eq!(code, 404);
-    let stranger = crate::control::world::identity(&world.ca, "edge-9");
+    let stranger = crate::control::tests::world::identity(&world.ca, "edge-9");
     let mut stranger = Client::dial(&world, Some(&stranger)).await;
     assert!(stranger.ask(SERVICES).await.is_err());
     assert!(world.counted(r#"handshakes_failed_total{listener="tunnel",why="unwelcome"} 1"#));
@@ -191,7 +195,7 @@ async fn what_a_node_watches_ends_when_its_root_is_retired_though_nothing_else_i
     let watch = reader.watch().await;
     world
         .live
-        .swap(crate::control::world::new_ca("test.example"));
+        .swap(crate::control::tests::world::new_ca("test.example"));
     world.take_up();
     // The disk knows of no node, which is a reason too; what it says does not count here.
     let roll = world.roll();
@@ -243,7 +247,7 @@ async fn a_pool_reads_what_its_rule_says_until_the_node_is_of_another() {
 
 /// A tunnel of an edge that serves its neighbours, and what it is told first.
 async fn member(world: &World, node: &str, at: &str) -> (FakeEdge, Members) {
-    let identity = crate::control::world::identity(&world.ca, node);
+    let identity = crate::control::tests::world::identity(&world.ca, node);
     let welcome = Welcome {
         site: Some(vec![at.to_owned(), "nonsense".to_owned()]),
         ..welcome(node, 0)
@@ -265,11 +269,7 @@ async fn told(edge: &mut FakeEdge) -> Members {
 async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it() {
     let world = World::read(&Readers::default());
     for node in ["edge-1", "edge-2", "edge-4"] {
-        let of_north = Node {
-            pool: Some("north".to_owned()),
-            ..Node::default()
-        };
-        world.nodes.put(name(node), of_north);
+        is_of_north(&world, node);
     }
     world.nodes.put(name("edge-3"), Node::default());
     let at = |nth: u8| MemberAt {
@@ -301,6 +301,48 @@ async fn one_of_a_pool_leads_until_it_is_gone_and_each_is_told_what_is_new_to_it
     assert_eq!(said, expected("edge-2", &[2, 4, 1]));
     world.nodes.put(name("edge-1"), Node::default());
     assert_eq!(told(&mut second).await, expected("edge-2", &[2, 4]));
+    assert!(leads_north(&world, "edge-2"));
+}
+
+#[tokio::test]
+async fn a_leader_that_does_not_answer_stays_until_somebody_else_was_heard() {
+    let world = World::read(&Readers::default());
+    for node in ["edge-1", "edge-2"] {
+        is_of_north(&world, node);
+    }
+    let (first, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
+    let (second, said) = member(&world, "edge-2", "10.0.0.2:10271").await;
+    assert_eq!(said.leader.as_deref(), Some("edge-1"));
+    // What a site's uplink does that stalls.
+    first.hushed.send_replace(true);
+    second.hushed.send_replace(true);
+    let tunnel = |node| world.registry.pick(&name(node)).unwrap().tunnel;
+    let (leading, other) = (tunnel("edge-1"), tunnel("edge-2"));
+    leading.probe();
+    world.until(|_| !other.unanswered_for().is_zero()).await;
+    let asked = leading.unanswered_for();
+    assert!(
+        asked < Duration::from_secs(4),
+        "{asked:?}: its turn comes later"
+    );
+    world.until(|_| leading.is_suspect()).await;
+    // Time is the subject: longer than it takes to look again.
+    sleep(Duration::from_millis(1_200)).await;
+    assert!(leads_north(&world, "edge-1"));
+    second.hushed.send_replace(false);
+    world.until(|world| leads_north(world, "edge-2")).await;
+    assert!(!leading.leaving().is_cancelled(), "it is there still");
+}
+
+fn is_of_north(world: &World, node: &str) {
+    let of_north = Node {
+        pool: Some("north".to_owned()),
+        ..Node::default()
+    };
+    world.nodes.put(name(node), of_north);
+}
+
+fn leads_north(world: &World, node: &str) -> bool {
     let led = world.reading.as_ref().unwrap().led.all();
-    assert_eq!(led["north"], name("edge-2"));
+    led["north"] == name(node)
 }

@@ -2,7 +2,7 @@
 
 use super::{Counter, over_the_port};
 use crate::{
-    control::world::{World, name},
+    control::tests::world::{World, name},
     state::Member,
 };
 use causeway_certs::{

@@ -1,6 +1,7 @@
-//! A gateway's control path on real sockets, and edges that say what a test wants them to say.
+//! A gateway's control path on real sockets.
 
-use super::{
+use super::{FakeEdge, LONG, SHORT, welcome};
+use crate::control::{
     admit::{Admission, LiveTls, Tls},
     drain::Readiness,
     enrol::{self, Enrolment},
@@ -22,41 +23,34 @@ use causeway_certs::{
     verify::{self, TicketSecret},
 };
 use causeway_tunnel::{
-    Ended,
-    hello::{Control, Dismissal, ToEdge, ToGateway, Welcome},
+    hello::{ToEdge, ToGateway, Welcome},
     listener::Bound,
-    server::{self, Asked, Incoming},
     socket::Counted,
     task::Tasks,
-    wire,
 };
 use rustls::{ClientConfig, pki_types::ServerName};
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
     runtime::Handle,
-    sync::{mpsc, oneshot},
     time::{sleep, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-/// Longer than any wait that a test is about.
-pub(super) const LONG: Duration = Duration::from_secs(10);
-pub(super) const SHORT: Duration = Duration::from_millis(300);
 const LIFE: Duration = Duration::from_hours(1);
 
-pub(super) fn name(text: &str) -> NodeName {
+pub(crate) fn name(text: &str) -> NodeName {
     NodeName::parse(text).unwrap()
 }
 
-pub(super) fn new_ca(domain: &str) -> Ca {
+pub(crate) fn new_ca(domain: &str) -> Ca {
     Ca::create(&TrustDomain::parse(domain).unwrap()).unwrap()
 }
 
 /// An edge's identity by this CA.
-pub(super) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
+pub(crate) fn identity(ca: &Ca, node: &str) -> EdgeIdentity {
     let key = EdgeKey::generate().unwrap();
     let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
     let issued = ca.issue_edge(&csr, &name(node), LIFE).unwrap();
@@ -105,42 +99,42 @@ fn impatient() -> config::Tunnel {
 }
 
 /// The tunnel port of a gateway.
-pub(super) struct World {
-    pub(super) ca: Arc<Ca>,
+pub(crate) struct World {
+    pub(crate) ca: Arc<Ca>,
     /// The same as the gateway has it.
-    pub(super) live: LiveCa,
-    pub(super) store: Store,
-    pub(super) nodes: NodesWriter,
-    pub(super) registry: Registry,
-    pub(super) metrics: Arc<Metrics>,
-    pub(super) readiness: Readiness,
-    pub(super) address: SocketAddr,
-    pub(super) stop: CancellationToken,
+    pub(crate) live: LiveCa,
+    pub(crate) store: Store,
+    pub(crate) nodes: NodesWriter,
+    pub(crate) registry: Registry,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) readiness: Readiness,
+    pub(crate) address: SocketAddr,
+    pub(crate) stop: CancellationToken,
     tls: LiveTls,
     leaf: Leaf,
     /// What edges read here.
-    pub(super) reading: Option<Reading>,
+    pub(crate) reading: Option<Reading>,
     /// Dropping it ends the gateway at once.
-    pub(super) tasks: Tasks,
+    pub(crate) tasks: Tasks,
     _dir: tempfile::TempDir,
 }
 
 impl World {
-    pub(super) fn start() -> Self {
+    pub(crate) fn start() -> Self {
         Self::on(&Cores::here())
     }
 
     /// Of a gateway that follows a cluster, which has not named its nodes yet.
-    pub(super) fn of_a_cluster() -> Self {
+    pub(crate) fn of_a_cluster() -> Self {
         Self::with(&Cores::here(), true)
     }
 
-    pub(super) fn on(cores: &Cores) -> Self {
+    pub(crate) fn on(cores: &Cores) -> Self {
         Self::with(cores, false)
     }
 
     /// Of a gateway at which edges read by these rules.
-    pub(super) fn read(readers: &config::Readers) -> Self {
+    pub(crate) fn read(readers: &config::Readers) -> Self {
         Self::made(&Cores::here(), false, Some(readers))
     }
 
@@ -208,12 +202,12 @@ impl World {
         }
     }
 
-    pub(super) fn reader(&self) -> Nodes {
+    pub(crate) fn reader(&self) -> Nodes {
         self.nodes.reader()
     }
 
     /// The tunnel port believes whom the CA has signed that is in force now. It shows what it showed.
-    pub(super) fn take_up(&self) {
+    pub(crate) fn take_up(&self) {
         let tickets = TicketSecret::random();
         let trust = Trust::of(&self.live.get()).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, &tickets);
@@ -221,7 +215,7 @@ impl World {
     }
 
     /// The tunnel port lets nodes join as which the cluster's own signers have named them.
-    pub(super) fn believe(&self, cluster: ClusterTrust, tickets: &TicketSecret) {
+    pub(crate) fn believe(&self, cluster: ClusterTrust, tickets: &TicketSecret) {
         let trust = Trust::of(&self.ca).unwrap();
         let tls = Tls::new(self.leaf.resolver(), trust, tickets).unwrap();
         let tls = tls.vouched(self.leaf.resolver(), Some(cluster)).unwrap();
@@ -229,13 +223,13 @@ impl World {
     }
 
     /// The tunnel port lets each node in whose certificate is believed.
-    pub(super) fn let_any_in(&self) {
+    pub(crate) fn let_any_in(&self) {
         let tls = Tls::clone(&self.tls.load());
         self.tls.store(Arc::new(tls.any_node(true)));
     }
 
     /// Who is welcome.
-    pub(super) fn roll(&self) -> Roll {
+    pub(crate) fn roll(&self) -> Roll {
         let (_, writer, _) = pins(PinTable::new());
         Roll {
             store: self.store.clone(),
@@ -255,13 +249,13 @@ impl World {
     }
 
     /// An enrolled edge's identity.
-    pub(super) fn enrolled(&self, node: &str) -> EdgeIdentity {
+    pub(crate) fn enrolled(&self, node: &str) -> EdgeIdentity {
         self.nodes.put(name(node), Node::default());
         identity(&self.ca, node)
     }
 
     /// TLS to the tunnel port.
-    pub(super) async fn tls(
+    pub(crate) async fn tls(
         &self,
         config: Arc<ClientConfig>,
     ) -> io::Result<TlsStream<Counted<TcpStream>>> {
@@ -273,7 +267,7 @@ impl World {
     }
 
     /// A tunnel up to the gateway's hello.
-    pub(super) async fn dial(&self, identity: &EdgeIdentity) -> FakeEdge {
+    pub(crate) async fn dial(&self, identity: &EdgeIdentity) -> FakeEdge {
         let io = self
             .tls(verify::tunnel_client(identity).unwrap())
             .await
@@ -282,7 +276,7 @@ impl World {
     }
 
     /// A tunnel that says this, and what it hears.
-    pub(super) async fn says(
+    pub(crate) async fn says(
         &self,
         identity: &EdgeIdentity,
         welcome: Welcome,
@@ -297,7 +291,7 @@ impl World {
     }
 
     /// A registered tunnel.
-    pub(super) async fn joined(
+    pub(crate) async fn joined(
         &self,
         identity: &EdgeIdentity,
         instance: &str,
@@ -309,7 +303,7 @@ impl World {
     }
 
     /// Waits until something is so.
-    pub(super) async fn until(&self, what: impl Fn(&Self) -> bool) {
+    pub(crate) async fn until(&self, what: impl Fn(&Self) -> bool) {
         let looking = async {
             while !what(self) {
                 sleep(Duration::from_millis(5)).await;
@@ -321,90 +315,8 @@ impl World {
     }
 
     /// Whether a metric has this value.
-    pub(super) fn counted(&self, line: &str) -> bool {
+    pub(crate) fn counted(&self, line: &str) -> bool {
         let line = format!("causeway_gateway_{line}");
         self.metrics.encode().lines().any(|found| found == line)
-    }
-}
-
-pub(super) fn welcome(instance: &str, slot: u32) -> Welcome {
-    Welcome {
-        protocol: wire::VERSION,
-        version: "1.2.3".to_owned(),
-        instance: instance.to_owned(),
-        slot,
-        ports: vec![9100],
-        ..Welcome::default()
-    }
-}
-
-/// Why a line sends the edge away.
-pub(super) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
-    match line {
-        ToEdge::Dismiss {
-            why,
-            detail,
-            retry_after_ms,
-        } => {
-            assert!(
-                *retry_after_ms >= 40_000,
-                "an edge that was refused comes back late"
-            );
-            Some((*why, detail))
-        }
-        _ => None,
-    }
-}
-
-/// The edge's end of a tunnel.
-pub(super) struct FakeEdge {
-    pub(super) hello: ToEdge,
-    pub(super) control: Control,
-    pub(super) streams: mpsc::UnboundedReceiver<Box<Asked>>,
-    over: oneshot::Receiver<Ended>,
-    /// Dropping it cuts the connection.
-    _driver: Tasks,
-}
-
-impl FakeEdge {
-    async fn greeted(io: TlsStream<Counted<TcpStream>>) -> Self {
-        let traffic = io.get_ref().0.traffic();
-        let mut server = server::accept(io, traffic, server::Settings::default())
-            .await
-            .unwrap();
-        let Ok(Incoming::Control(mut control)) = server.next().await else {
-            panic!("the first stream is the control stream");
-        };
-        let (stream, streams) = mpsc::unbounded_channel();
-        let (tell, over) = oneshot::channel();
-        let driver = Tasks::default();
-        driver.spawn(info_span!("edge"), async move {
-            let ended = loop {
-                match server.next().await {
-                    Ok(Incoming::Stream(asked)) => drop(stream.send(asked)),
-                    Ok(Incoming::Control(_)) => {}
-                    Err(ended) => break ended,
-                }
-            };
-            let _ = tell.send(ended);
-        });
-        let hello = timeout(LONG, control.hear()).await.unwrap().unwrap();
-        Self {
-            hello,
-            control: *control,
-            streams,
-            over,
-            _driver: driver,
-        }
-    }
-
-    /// The next line from the gateway.
-    pub(super) async fn hear(&mut self) -> ToEdge {
-        timeout(LONG, self.control.hear()).await.unwrap().unwrap()
-    }
-
-    /// Waits until the gateway has hung up.
-    pub(super) async fn ended(self) -> Ended {
-        timeout(LONG, self.over).await.unwrap().unwrap()
     }
 }

@@ -1,0 +1,117 @@
+//! What tests of the control path stand on: a gateway (`world`), and edges that say what a test wants them to say.
+
+pub(crate) mod world;
+
+use causeway_tunnel::{
+    Ended,
+    hello::{Control, Dismissal, ToEdge, Welcome},
+    server::{self, Asked, Incoming},
+    socket::Counted,
+    task::Tasks,
+    wire,
+};
+use std::time::Duration;
+use tokio::{
+    net::TcpStream,
+    sync::{mpsc, oneshot, watch},
+    time::timeout,
+};
+use tokio_rustls::client::TlsStream;
+use tracing::info_span;
+
+/// Longer than any wait that a test is about.
+pub(crate) const LONG: Duration = Duration::from_secs(10);
+pub(crate) const SHORT: Duration = Duration::from_millis(300);
+
+pub(crate) fn welcome(instance: &str, slot: u32) -> Welcome {
+    Welcome {
+        protocol: wire::VERSION,
+        version: "1.2.3".to_owned(),
+        instance: instance.to_owned(),
+        slot,
+        ports: vec![9100],
+        ..Welcome::default()
+    }
+}
+
+/// Why a line sends the edge away.
+pub(crate) fn dismissal(line: &ToEdge) -> Option<(Dismissal, &str)> {
+    match line {
+        ToEdge::Dismiss {
+            why,
+            detail,
+            retry_after_ms,
+        } => {
+            assert!(
+                *retry_after_ms >= 40_000,
+                "an edge that was refused comes back late"
+            );
+            Some((*why, detail))
+        }
+        _ => None,
+    }
+}
+
+/// The edge's end of a tunnel.
+pub(crate) struct FakeEdge {
+    pub(crate) hello: ToEdge,
+    pub(crate) control: Control,
+    pub(crate) streams: mpsc::UnboundedReceiver<Box<Asked>>,
+    /// Whether it neither reads nor answers.
+    pub(crate) hushed: watch::Sender<bool>,
+    over: oneshot::Receiver<Ended>,
+    /// Dropping it cuts the connection.
+    _driver: Tasks,
+}
+
+impl FakeEdge {
+    async fn greeted(io: TlsStream<Counted<TcpStream>>) -> Self {
+        let traffic = io.get_ref().0.traffic();
+        let mut server = server::accept(io, traffic, server::Settings::default())
+            .await
+            .unwrap();
+        let Ok(Incoming::Control(mut control)) = server.next().await else {
+            panic!("the first stream is the control stream");
+        };
+        let (stream, streams) = mpsc::unbounded_channel();
+        let (tell, over) = oneshot::channel();
+        let (hushed, mut hush) = watch::channel(false);
+        let driver = Tasks::default();
+        driver.spawn(info_span!("edge"), async move {
+            let ended = loop {
+                let Ok(_) = hush.wait_for(|hushed| !hushed).await else {
+                    return;
+                };
+                let next = tokio::select! {
+                    next = server.next() => next,
+                    Ok(()) = hush.changed() => continue,
+                };
+                match next {
+                    Ok(Incoming::Stream(asked)) => drop(stream.send(asked)),
+                    Ok(Incoming::Control(_)) => {}
+                    Err(ended) => break ended,
+                }
+            };
+            let _ = tell.send(ended);
+        });
+        let hello = timeout(LONG, control.hear()).await.unwrap().unwrap();
+        Self {
+            hello,
+            control: *control,
+            streams,
+            hushed,
+            over,
+            _driver: driver,
+        }
+    }
+
+    /// The next line from the gateway.
+    pub(crate) async fn hear(&mut self) -> ToEdge {
+        timeout(LONG, self.control.hear()).await.unwrap().unwrap()
+    }
+
+    /// Waits until the gateway has hung up.
+    pub(crate) async fn ended(self) -> Ended {
+        timeout(LONG, self.over).await.unwrap().unwrap()
+    }
+}
