@@ -104,15 +104,23 @@ impl Reading {
         .await;
     }
 
+    /// What its admin listener has there.
+    async fn page(&self, path: &str) -> String {
+        let written = self.edge.written();
+        let line = written.line(|line| line.contains("edge runs")).unwrap();
+        let url = format!("http://{}/{path}", address_after(line, "admin="));
+        Tool::curl().args([url]).run().await.ok().text()
+    }
+
     async fn status(&self) -> Value {
-        let admin = self.edge.written();
-        let admin = address_after(
-            admin.line(|line| line.contains("edge runs")).unwrap(),
-            "admin=",
-        );
-        let url = format!("http://{admin}/status");
-        let text = Tool::curl().args([url]).run().await.ok().text();
+        let text = self.page("status").await;
         serde_json::from_str::<Value>(&text).unwrap()["reader"].clone()
+    }
+
+    /// All that is configured is in force.
+    async fn is_well(&self) -> bool {
+        let metrics = self.page("metrics").await;
+        metrics.contains("causeway_edge_last_reload_successful 1\n")
     }
 }
 
@@ -302,12 +310,14 @@ async fn programs_read_over_tls_by_a_certificate_that_comes_late_and_is_renewed_
         node.status().await["ready"] == true
     })
     .await;
+    assert!(!node.is_well().await);
     show(folder.path());
     let version = async |ca: &Path| over_tls(&node, ca, "version").run().await.text();
     until("programs read over TLS", async || {
         version(&shown).await.contains("gitVersion")
     })
     .await;
+    until("all is in force", async || node.is_well().await).await;
     let plain = Tool::curl().args([format!("http://{}/version", node.at)]);
     assert!(!plain.run().await.status.success());
 

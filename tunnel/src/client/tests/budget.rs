@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{unread::Pressure, window};
+use futures_util::future::join_all;
 use std::time::Duration;
 use tokio::{
     task::JoinSet,
@@ -27,6 +28,14 @@ async fn open(tunnel: &Tunnel, end: bool) -> Opened {
     let target = target();
     let opened = tunnel.open(get("/"), &Ask::Request, &target, end);
     opened.await.unwrap()
+}
+
+/// An answer that has begun, and what sends the rest of it.
+async fn answered(turning: &mut Turning) -> (Response<Receive>, Send) {
+    let opened = open(&turning.tunnel, true).await;
+    let stream = turning.asked.recv().await.unwrap();
+    let send = stream.reply.send(Response::new(()), false).unwrap();
+    (opened.answer.await.unwrap(), send)
 }
 
 /// Sends until nothing is taken any more.
@@ -124,44 +133,35 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
 #[tokio::test]
 async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
     const FRAME: usize = 105;
-    let Turning {
-        tunnel, mut asked, ..
-    } = taking_turns(settings(Arc::default())).await;
-    let (mut sending, mut stalled) = (Vec::new(), Vec::new());
+    let mut turning = taking_turns(settings(Arc::default())).await;
+    let mut all = Vec::new();
     for _ in 0..6 {
-        let opened = open(&tunnel, true).await;
-        let stream = asked.recv().await.unwrap();
-        let mut send = stream.reply.send(Response::new(()), false).unwrap();
-        sending.push(tokio::spawn(async move {
-            let chunk = Bytes::from_static(&[0; FRAME]);
-            let mut count = 0;
-            while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
-                sent.unwrap();
-                count += 1;
-            }
-            (send, count)
-        }));
-        stalled.push(opened.answer.await.unwrap());
+        all.push(answered(&mut turning).await);
     }
-    let mut sent = Vec::new();
-    for task in sending {
-        sent.push(task.await.unwrap());
-    }
-    assert!(tunnel.is_open());
-    let all: usize = sent.iter().map(|(_, count)| count).sum();
+    let sending = all.iter_mut().map(async |(_, send)| {
+        let chunk = Bytes::from_static(&[0; FRAME]);
+        let mut length = 0;
+        while let Ok(sent) = timeout(QUIET, send.data(chunk.clone())).await {
+            sent.unwrap();
+            length += FRAME;
+        }
+        length
+    });
+    let sent = join_all(sending).await;
+    let stalled: usize = sent.iter().sum();
     let windows = BUDGET - 6 * FLOOR;
-    assert!(all * FRAME < windows / 2, "{all} frames for nobody");
+    assert!(stalled < windows / 2, "{stalled} bytes for nobody");
 
     // All of it is there for whoever comes back to it.
-    for ((_send, count), response) in sent.iter().zip(stalled) {
-        let mut body = response.into_body();
+    for ((answer, _send), sent) in all.into_iter().zip(sent) {
+        let mut body = answer.into_body();
         let mut length = 0;
-        while length < count * FRAME {
+        while length < sent {
             let data = timeout(Duration::from_secs(20), body.data()).await.unwrap();
             length += data.unwrap().unwrap().len();
         }
     }
-    assert!(tunnel.is_open());
+    assert!(turning.tunnel.is_open());
 }
 
 #[tokio::test(start_paused = true)]
@@ -172,22 +172,15 @@ async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
         round_trip: Duration::from_millis(100),
         ..Settings::default()
     };
-    let Turning {
-        tunnel,
-        mut asked,
-        mut taken,
-        ..
-    } = taking_turns(settings).await;
-    let opened = open(&tunnel, true).await;
-    let stream = asked.recv().await.unwrap();
-    let mut send = stream.reply.send(Response::new(()), false).unwrap();
-    let mut body = opened.answer.await.unwrap().into_body();
+    let mut turning = taking_turns(settings).await;
+    let (answer, mut send) = answered(&mut turning).await;
+    let mut body = answer.into_body();
     let mut windows = Vec::new();
     for _ in 0..40 {
         send.data(Bytes::from_static(b"a line")).await.unwrap();
         assert_eq!(body.data().await.unwrap().unwrap(), "a line");
         tokio::time::sleep(Duration::from_millis(100)).await;
-        windows.extend(std::iter::from_fn(|| taken.try_recv().ok()));
+        windows.extend(std::iter::from_fn(|| turning.taken.try_recv().ok()));
     }
     assert!(windows.len() <= 2, "{windows:?}");
 }
@@ -210,10 +203,7 @@ async fn under_pressure_of_the_whole_process_every_window_is_small() {
 
 /// An answer that fills its window and is not read.
 async fn stall(turning: &mut Turning) -> (Response<Receive>, Send) {
-    let opened = open(&turning.tunnel, true).await;
-    let stream = turning.asked.recv().await.unwrap();
-    let mut send = stream.reply.send(Response::new(()), false).unwrap();
-    let answer = opened.answer.await.unwrap();
+    let (answer, mut send) = answered(turning).await;
     fill(&mut send).await;
     (answer, send)
 }
@@ -260,13 +250,9 @@ async fn tunnels_of_one_node_share_its_budget() {
     let mut stalled = Vec::new();
     let most = usize::try_from(window::size(Duration::ZERO, 1, budget)).unwrap();
     for count in 1..=40 {
-        let Turning { tunnel, asked, .. } = &mut ends[count % 2];
-        let opened = open(tunnel, true).await;
-        let stream = asked.recv().await.unwrap();
-        let mut send = stream.reply.send(Response::new(()), false).unwrap();
-        fill(&mut send).await;
+        let (answer, mut send) = stall(&mut ends[count % 2]).await;
         sending.spawn(async move { fill(&mut send).await });
-        stalled.push(opened.answer.await.unwrap());
+        stalled.push(answer);
         let held: usize = ends.iter().map(|end| end.tunnel.load().weigh().all).sum();
         // One look may come late at each of them.
         let allowed = budget + count * FLOOR + 2 * most;
