@@ -256,11 +256,19 @@ async fn uploads_over_http2_that_stall_count_as_unread_and_others_on_their_conne
     stalled.extend((0..20).map(|_| connection.hold(endless())));
     let limit = 4 * u64::try_from(MIB).unwrap();
     until("the limit is reached", async || unread().await >= limit).await;
+    // It goes up and down until the systems' buffers are full as well.
+    until("a new one on the same connection is refused", async || {
+        let answer = connection.get(URL).await.unwrap();
+        let refused = answer.status != 200;
+        if refused {
+            assert_problem(&answer, 503, "limit_reached", "(limits.unread)");
+        }
+        refused
+    })
+    .await;
     // Whatever was let in before has a window, and a chunk on its way.
     let most = limit + 26 * (HTTP2_WINDOW + 32 * 1024);
     assert!(unread().await <= most, "{} of {most}", unread().await);
-    let refused = connection.get(URL).await.unwrap();
-    assert_problem(&refused, 503, "limit_reached", "(limits.unread)");
 
     drop(stalled);
     road.until_idle().await;
