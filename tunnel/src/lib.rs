@@ -31,6 +31,7 @@ pub mod unread;
 
 pub mod backoff;
 pub mod error;
+pub mod linger;
 pub mod listener;
 pub mod places;
 pub mod socket;

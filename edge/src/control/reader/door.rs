@@ -5,7 +5,7 @@
 use super::share::Shares;
 use crate::control::listen::{Any, Kept, watch_over};
 use axum::{Router, serve::Listener};
-use causeway_tunnel::{socket::AnyIo, task::Tasks};
+use causeway_tunnel::{linger, socket::AnyIo, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
@@ -182,15 +182,18 @@ impl Hall {
     }
 
     async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, String> {
-        let tls = self.host.accepts()?.accept(tcp).await;
-        tls.map_err(|error| {
-            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
-            let content = InvalidMessage::InvalidContentType;
-            if inner == Some(&rustls::Error::InvalidMessage(content)) {
-                return "it does not speak TLS, and this listener does: https://".to_owned();
-            }
-            error.to_string()
-        })
+        let shaken = self.host.accepts()?.accept(tcp).into_fallible().await;
+        let (error, tcp) = match shaken {
+            Ok(tls) => return Ok(tls),
+            Err(refused) => refused,
+        };
+        linger::close(tcp).await;
+        let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+        let content = InvalidMessage::InvalidContentType;
+        if inner == Some(&rustls::Error::InvalidMessage(content)) {
+            return Err("it does not speak TLS, and this listener does: https://".to_owned());
+        }
+        Err(error.to_string())
     }
 
     /// Hands the connection over, and closes it once whoever came has to go.

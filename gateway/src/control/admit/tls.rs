@@ -8,6 +8,7 @@ use causeway_certs::{
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
+    linger,
     socket::{Counted, Detached, tune_tunnel},
     wire,
 };
@@ -160,7 +161,13 @@ impl Tls {
         let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
         let (way, config) = self.choose(&begun.client_hello());
         let answered = Instant::now();
-        let mut io = begun.into_stream(config).await?;
+        let mut io = match begun.into_stream(config).into_fallible().await {
+            Ok(io) => io,
+            Err((error, socket)) => {
+                linger::close(socket).await;
+                return Err(error);
+            }
+        };
         io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
         Ok((way, io, answered.elapsed()))
     }

@@ -16,7 +16,7 @@ use causeway_certs::{
     Identity,
     verify::{PeerRefused, Purpose, none_revoked, prove_peer},
 };
-use causeway_tunnel::{socket::Socket, wire};
+use causeway_tunnel::{linger, socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
 use rustls_pki_types::UnixTime;
 use std::sync::Arc;
@@ -58,17 +58,18 @@ async fn finish(
     let config = tls.shown(arrival.original, &proxy.shared.nodes);
     drop(tls);
     let start = StartHandshake::from_parts(accepted, socket);
-    match timeout_at(deadline, start.into_stream(config)).await {
+    match timeout_at(deadline, start.into_stream(config).into_fallible()).await {
         Ok(Ok(mut stream)) => {
             stream.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
             Some(stream)
         }
-        Ok(Err(error)) => {
+        Ok(Err((error, socket))) => {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::InvalidCertificate(_)) = inner {
                 audit::refused_caller(&proxy.front.name, arrival.peer, &error);
             }
             failed(proxy, "handshake", &error);
+            linger::close(socket).await;
             None
         }
         Err(_) => {

@@ -1,0 +1,74 @@
+//! A close that leaves the peer the time to read why.
+//!
+//! A peer that speaks TLS 1.3 has ended its handshake, and sent its first request, before a certificate of its own is
+//! looked at. To close over bytes that nobody has read is a reset, which overtakes the alert: what the peer reports then
+//! is a broken pipe and not what was wrong. Here the alert is followed by a FIN, and what still comes is
+//! thrown away until the peer has hung up, within a bound of bytes and of time (RFC 9112, section 9.6).
+
+use std::time::Duration;
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, sink},
+    time::timeout,
+};
+
+/// For an answer to come back over a bad link, and for one retransmission. Whoever is refused may hold the connection for so long.
+const LONGEST: Duration = Duration::from_secs(2);
+/// More than a head, which is what comes behind a handshake; a body is not waited for.
+const MOST: u64 = 128 * 1024;
+
+/// Ends what is written, and drops the connection once its peer has hung up: after 2 s or 128 KiB at most.
+pub async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut io: S) {
+    let parting = async {
+        io.shutdown().await?;
+        tokio::io::copy(&mut io.take(MOST), &mut sink()).await
+    };
+    // It is over either way, and a peer that is gone already has read what it wanted to.
+    let _ = timeout(LONGEST, parting).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::{io::duplex, time::Instant};
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_said_is_read_and_what_still_comes_breaks_nothing() {
+        let (mut near, mut far) = duplex(64);
+        let said = async {
+            far.read_u8().await.unwrap();
+            // It says its request to the end before it looks for what it is told.
+            far.write_all(&[0; 4096]).await.unwrap();
+            let mut rest = Vec::new();
+            far.read_to_end(&mut rest).await.unwrap();
+            drop(far);
+        };
+        near.write_u8(1).await.unwrap();
+        let begun = Instant::now();
+        tokio::join!(close(near), said);
+        assert_eq!(
+            begun.elapsed(),
+            Duration::ZERO,
+            "it left, and was waited for"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_that_neither_reads_nor_leaves_is_waited_for_within_bounds() {
+        let (near, _silent) = duplex(64);
+        let begun = Instant::now();
+        close(near).await;
+        assert_eq!(begun.elapsed(), LONGEST);
+
+        let (near, mut far) = duplex(64 * 1024);
+        let talks = async {
+            let mut sent = 0;
+            while far.write_all(&[0; 1024]).await.is_ok() {
+                sent += 1024;
+            }
+            sent
+        };
+        let ((), sent) = tokio::join!(close(near), talks);
+        assert!(sent < MOST + 128 * 1024, "{sent} bytes were taken");
+        assert_eq!(begun.elapsed(), LONGEST, "and that took no time");
+    }
+}
