@@ -4,24 +4,20 @@
 //! 2. What was read stays while the API is away, and says to readers how old it is.
 //! 3. A right that is missing is named with what to do: nothing else ends by waiting.
 
-use crate::{client::said, trouble::Trouble};
-use bytes::Bytes;
-use causeway_pool::{Answer, Ended, Pool, Resource, Source, Store, follow};
+mod api;
+
+use crate::trouble::Trouble;
+use api::Api;
+use causeway_pool::{Ended, Pool, Resource, Store, follow};
 use causeway_tunnel::backoff::Backoff;
-use futures_util::{
-    StreamExt, TryStreamExt,
-    future::{BoxFuture, FutureExt, join_all},
-};
-use http::{Request, StatusCode};
-use http_body_util::BodyExt;
-use kube::{Client, client::Body};
+use futures_util::future::{FutureExt, join_all};
+use http::StatusCode;
+use kube::Client;
 use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 /// The longest pauses between tries: edges that read anew wait for these, too.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// How long the API may take to say its version.
-const BOUND: Duration = Duration::from_secs(10);
 /// How often it is asked for its version: it is upgraded while we run.
 const UPGRADES: Duration = Duration::from_mins(5);
 
@@ -36,7 +32,7 @@ pub struct Follower {
 impl Follower {
     /// Never ends.
     pub async fn run(self) -> Infallible {
-        let source = Api(self.client);
+        let source = Api::new(self.client);
         let stores = self.pool.stores().iter();
         let all = stores.map(|store| keep(store, &source).boxed());
         let releases = async {
@@ -49,6 +45,7 @@ impl Follower {
             // Only of no resources it is done.
             _ = join_all(all) => pending().await,
             never = releases => never,
+            never = source.listen() => never,
         }
     }
 }
@@ -95,54 +92,6 @@ fn explained(resource: &Resource, ended: Ended) -> (String, Option<Duration>) {
         Ended::Refused(status, why, after) => (format!("{status}: {why}"), after),
     };
     (format!("{resource}: {why}"), after)
-}
-
-/// The cluster's API as what a pool is filled from.
-struct Api(Client);
-
-impl Api {
-    async fn ask(&self, path_and_query: String) -> Result<Answer, String> {
-        let request = Request::get(path_and_query).header("accept", "application/json");
-        let request = request.body(Body::empty());
-        let request = request.map_err(|error| error.to_string())?;
-        let answer = self.0.send(request).await.map_err(|error| said(&error))?;
-        let (head, body) = answer.into_parts();
-        Ok(Answer {
-            status: head.status,
-            headers: head.headers,
-            body: body
-                .into_data_stream()
-                .map_err(|error| error.to_string())
-                .boxed(),
-        })
-    }
-
-    /// Has the pool say the API's version as its own. Without it, it says the oldest that serves the same.
-    async fn release(&self, pool: &Pool) {
-        let asked = async {
-            let answer = self.ask("/version".to_owned()).await?;
-            if !answer.status.is_success() {
-                return Err(answer.status.to_string());
-            }
-            let chunks: Vec<Bytes> = answer.body.try_collect().await?;
-            Ok(Bytes::from(chunks.concat()))
-        };
-        match timeout(BOUND, asked).await {
-            Ok(Ok(json)) => pool.release(json),
-            Ok(Err(why)) => tracing::debug!(why, "the cluster's API does not say its version"),
-            Err(_) => tracing::debug!("the cluster's API does not say its version in time"),
-        }
-    }
-}
-
-impl Source for Api {
-    fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<Answer, String>> {
-        Box::pin(self.ask(path_and_query))
-    }
-
-    fn is_pool(&self) -> bool {
-        false
-    }
 }
 
 #[cfg(test)]

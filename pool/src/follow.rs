@@ -44,6 +44,11 @@ pub trait Source: Send + Sync {
     /// `GET` of a path with its query; why there is no answer, in words.
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<Answer, String>>;
 
+    /// For how long nothing has been heard of it, where that is known: what it has told was true until then.
+    fn silent(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// Whether it is another [`Pool`](crate::Pool), which ends watches when it is out of touch itself.
     fn is_pool(&self) -> bool {
         true
@@ -79,13 +84,15 @@ enum Watched {
     Expired,
 }
 
-/// Fills the store from the source until that fails. The store counts as lost from then on.
+/// Fills the store from the source until that fails. The store counts as lost since the source was last heard.
 pub async fn follow(store: &Store, source: &dyn Source) -> Ended {
+    let begun = Instant::now();
     let ended = match Box::pin(run(store, source)).await {
         Ok(never) => match never {},
         Err(ended) => ended,
     };
-    store.lose();
+    // What was so before belongs to whoever was followed then.
+    store.lost_for(source.silent().min(begun.elapsed()));
     ended
 }
 

@@ -7,7 +7,7 @@ use crate::world::{
     until,
 };
 use serde_json::{Value, json};
-use std::{fs, net::TcpListener, path::Path};
+use std::{fs, net::TcpListener, path::Path, time::Instant};
 
 /// The path of all `EndpointSlices`.
 const SLICES: &str = "apis/discovery.k8s.io/v1/endpointslices";
@@ -186,6 +186,38 @@ async fn a_node_reads_at_its_edge_what_the_gateway_has_and_goes_on_when_that_is_
     })
     .await;
     drop(site);
+}
+
+/// A gateway that says nothing is noticed by its missing answers to pings, and what was read counts from its last word on.
+#[tokio::test]
+async fn what_was_read_at_a_gateway_that_hangs_is_as_old_as_its_last_word() {
+    need!("curl");
+    let (_objects, site) = gateway(3).await;
+    let node = Reading::join(&site, "edge-1", "{ listen: \"127.0.0.1:0\" }").await;
+    node.has(3).await;
+    let began = Instant::now();
+    site.gateway.signal("STOP").await;
+    let mut told = None;
+    until("what is read says that it is old", async || {
+        let (_, head, _) = node.get(SLICES).await;
+        let head = head.to_lowercase();
+        let age = head.lines().find_map(|line| line.strip_prefix("age: "));
+        told = age.and_then(|age| age.trim().parse::<u64>().ok());
+        told.is_some()
+    })
+    .await;
+    let lasts = began.elapsed().as_secs();
+    // It may have been silent for 5 s before, and 10 more are given to it.
+    let told = told.unwrap();
+    assert!(
+        (10..20).contains(&told) && (lasts.saturating_sub(2)..lasts + 7).contains(&told),
+        "{told} of {lasts}"
+    );
+    site.gateway.signal("CONT").await;
+    until("it is in touch again", async || {
+        node.status().await["ready"] == true
+    })
+    .await;
 }
 
 #[tokio::test]

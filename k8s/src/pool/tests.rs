@@ -1,7 +1,20 @@
 use super::*;
-use http::Response;
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use http::{Request, Response};
+use http_body::Frame;
+use http_body_util::{BodyExt, StreamBody};
+use kube::client::Body;
 use serde_json::json;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::{
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    time::{SystemTime, UNIX_EPOCH},
+};
+use tokio::{
+    sync::watch,
+    task::JoinSet,
+    time::{Instant, timeout},
+};
 
 type Answered = Response<Body>;
 
@@ -71,6 +84,68 @@ async fn an_api_that_breaks_off_is_asked_again_and_what_was_read_stays() {
     let said = pool.answer(&head, None).await.into_body();
     let said = said.collect().await.unwrap().to_bytes();
     assert!(said.windows(7).any(|part| part == b"v1.36.3"));
+}
+
+/// An API of one list on whose watch nothing happens, that counts how often it was asked whether it lives; or that answers
+/// nothing any more.
+fn quiet(hangs: watch::Receiver<bool>, asked: Arc<AtomicUsize>) -> Client {
+    let api = tower::service_fn(move |request: Request<Body>| {
+        let (mut hangs, asked) = (hangs.clone(), asked.clone());
+        async move {
+            let _ = hangs.wait_for(|hangs| !hangs).await;
+            let uri = request.uri();
+            asked.fetch_add(usize::from(uri.path() == "/livez"), Relaxed);
+            let is_watch = uri
+                .query()
+                .is_some_and(|query| query.contains("watch=true"));
+            let said = (!is_watch).then(|| Frame::data(Bytes::from(list().to_string())));
+            let said = stream::iter(said.map(Ok::<_, Infallible>));
+            let body = if is_watch {
+                said.chain(stream::pending()).boxed()
+            } else {
+                said.boxed()
+            };
+            Ok::<_, kube::Error>(Response::new(StreamBody::new(body)))
+        }
+    });
+    Client::new(api, "it")
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is_not() {
+    let (hang, hangs) = watch::channel(false);
+    let asked = Arc::new(AtomicUsize::new(0));
+    let mut follower = follower("v1/services", |_| unreachable!());
+    follower.client = quiet(hangs, asked.clone());
+    let store = follower.pool.stores()[0].clone();
+    let mut running = JoinSet::new();
+    running.spawn(follower.run());
+    let mut changes = store.changed();
+    let mut until = async |lost: bool| {
+        let seen = async {
+            while !store.status().synced || store.status().lost.is_some() != lost {
+                changes.changed().await.unwrap();
+            }
+        };
+        timeout(Duration::from_mins(10), seen).await.unwrap();
+    };
+    until(false).await;
+    // Time is the subject: a minute in which nothing changes.
+    sleep(Duration::from_mins(1)).await;
+    assert_eq!(store.status().lost, None);
+    assert!((11..=12).contains(&asked.load(Relaxed)), "{asked:?}");
+
+    let begun = Instant::now();
+    hang.send_replace(true);
+    until(true).await;
+    assert!(begun.elapsed() <= Duration::from_secs(10));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let age = now.saturating_sub(Duration::from_millis(store.status().lost.unwrap()));
+    assert!(age.as_secs().abs_diff(10) <= 1, "{age:?}");
+
+    hang.send_replace(false);
+    until(false).await;
+    assert_eq!(store.status().version, 7);
 }
 
 #[test]

@@ -94,6 +94,19 @@ impl Source for Through {
     }
 }
 
+/// The same, and it was silent for a minute before.
+struct Silent(Arc<Through>);
+
+impl Source for Silent {
+    fn get(&self, asked: String) -> BoxFuture<'_, Result<Answer, String>> {
+        self.0.get(asked)
+    }
+
+    fn silent(&self) -> Duration {
+        Duration::from_mins(1)
+    }
+}
+
 fn pool(window: usize) -> Arc<Pool> {
     let services: Resource = "v1/services".parse().unwrap();
     Pool::new(
@@ -227,6 +240,28 @@ async fn a_source_that_is_out_of_touch_is_none_to_a_store_that_has_something() {
     assert!(store(&own).age().unwrap() >= Duration::from_secs(59));
     let ended = follow(&store(&own), &*source).await;
     assert!(matches!(ended, Ended::Stale(_)), "{ended:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_view_is_as_old_as_the_last_word_of_the_source_that_was_followed() {
+    let (cloud, here) = (pool(1 << 20), pool(1 << 20));
+    store(&cloud).replace(5, vec![object("n", "a", 5)]);
+    store(&cloud).found(None);
+    let source = Through::new(&cloud, false);
+    for (followed, age) in [(20, 20), (3600, 60)] {
+        let silent = Silent(source.clone());
+        let store = store(&here);
+        let following = async { follow(&store, &silent).await };
+        let cutting = async {
+            tokio::time::sleep(Duration::from_secs(followed)).await;
+            assert_eq!(store.status().lost, None);
+            source.cut.cut();
+        };
+        tokio::join!(following, cutting);
+        source.cut.mend();
+        let found = store.age().unwrap_or_default().as_secs();
+        assert!(found.abs_diff(age) <= 1, "{found} s after {followed} s");
+    }
 }
 
 #[tokio::test(start_paused = true)]

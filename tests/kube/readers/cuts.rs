@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::scene::Scene;
+use super::scene::{Edge, Scene};
 use crate::world::process::within;
 
 /// How soon a leader that is gone is replaced.
@@ -54,6 +54,40 @@ pub(super) fn an_api_server_that_was_restarted_is_caught_up_with(scene: &mut Sce
         "all agree {:?} after the API server was back",
         began.elapsed()
     );
+}
+
+pub(super) fn an_api_server_that_hangs_is_noticed_and_how_long_is_told(scene: &mut Scene) {
+    scene.change(20);
+    scene.agree();
+    let hung = scene.cluster.hangs();
+    let began = Instant::now();
+    scene.until("both tell how old it is", |scene| {
+        scene.edges.iter().all(|edge| age(edge).is_some())
+    });
+    println!("both tell it after {:?}", began.elapsed());
+    // Twice 5 s for the gateway to be sure, and then edges choose whom they read from.
+    assert!(began.elapsed() < Duration::from_secs(25), "{began:?}");
+    for edge in &scene.edges {
+        let lasts = began.elapsed().as_secs();
+        let told = age(edge).unwrap_or_default();
+        // It may have been silent for 5 s before.
+        assert!((lasts - 1..=lasts + 7).contains(&told), "{told} of {lasts}");
+    }
+    both_serve(scene);
+    drop(hung);
+    scene.change(20);
+    scene.agree();
+    scene.until("it is in touch again", |scene| {
+        scene.edges.iter().all(|edge| age(edge).is_none())
+    });
+}
+
+/// How old what it answers is, as it says, in seconds.
+fn age(edge: &Edge) -> Option<u64> {
+    let said = edge.ask("/api/v1/services").words("-o /dev/null -D -");
+    let head = said.run().ok().text().to_ascii_lowercase();
+    let mut lines = head.lines();
+    lines.find_map(|line| line.strip_prefix("age: ")?.trim().parse().ok())
 }
 
 pub(super) fn where_the_leaders_uplink_is_cut_another_leads_and_both_see_changes(

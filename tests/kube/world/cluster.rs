@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::{
     net::{self, CLOUD, MACHINE},
     pki::Pki,
-    process::{PATIENCE, Process, Program, Ran, until, within},
+    process::{PATIENCE, Process, Program, Ran, must, until, within},
 };
 
 /// As whom the API server comes to API servers of others.
@@ -234,6 +234,13 @@ impl Cluster {
         assert!(ready, "{}", fs::read_to_string(log).unwrap_or_default());
     }
 
+    /// The API server does nothing, and its connections stand, until this is gone.
+    pub(crate) fn hangs(&self) -> Hung {
+        let api = self.api.as_ref().expect("it runs").id();
+        must(&format!("kill -STOP {api}"));
+        Hung(api)
+    }
+
     /// A further API server, on a host of its own, with an administrator's `second-admin.kubeconfig`.
     pub(crate) fn second(&self, host: &net::Machine, address: Ipv4Addr) -> Process {
         let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
@@ -373,6 +380,15 @@ impl Cluster {
                 }],
             },
         }));
+    }
+}
+
+/// A process that does nothing until this is gone.
+pub(crate) struct Hung(u32);
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        must(&format!("kill -CONT {}", self.0));
     }
 }
 

@@ -13,7 +13,12 @@ use crate::control::{
 use bytes::Bytes;
 use causeway_certs::{Leaf, verify::control_client};
 use causeway_pool::{Answer, Source};
-use causeway_tunnel::{backoff::Backoff, socket::AnyIo, task::Tasks, wire};
+use causeway_tunnel::{
+    backoff::Backoff,
+    socket::{AnyIo, Traffic},
+    task::Tasks,
+    wire,
+};
 use futures_util::future::BoxFuture;
 use http::{
     HeaderMap,
@@ -61,6 +66,8 @@ struct Line {
     refused: Vec<String>,
     /// When it last went to another.
     moved: Option<Instant>,
+    /// What has passed on the connection that was dialled last.
+    traffic: Option<Arc<Traffic>>,
 }
 
 #[derive(Clone)]
@@ -80,6 +87,7 @@ impl Gateway {
             after: None,
             refused: Vec::new(),
             moved: None,
+            traffic: None,
         };
         Self {
             links,
@@ -146,9 +154,10 @@ impl Gateway {
         let dialled = self.dial(&refused).await;
         let mut line = self.line();
         match dialled {
-            Ok(open) => {
+            Ok((open, traffic)) => {
                 line.backoff.reset();
                 line.after = None;
+                line.traffic = Some(traffic);
                 info!(gateway = open.gateway, "reading at a gateway");
                 Ok(line.open.insert(open).clone())
             }
@@ -160,7 +169,7 @@ impl Gateway {
         }
     }
 
-    async fn dial(&self, refused: &[String]) -> Result<Open, Trouble> {
+    async fn dial(&self, refused: &[String]) -> Result<(Open, Arc<Traffic>), Trouble> {
         let identity = self.links.held.identity();
         let tls = control_client(&identity);
         let tls = tls.map_err(|error| Trouble::unwelcome(error.to_string()))?;
@@ -175,6 +184,7 @@ impl Gateway {
                 "{place} does not speak HTTP/2 to edges"
             )));
         }
+        let traffic = io.get_ref().0.traffic();
         let io: AnyIo = Box::new(io);
         let handshake = http2::Builder::new(On(self.tasks.clone()))
             .timer(TokioTimer::new())
@@ -190,11 +200,12 @@ impl Gateway {
             let ended = connection.await;
             debug!(?ended, "the connection ended");
         });
-        Ok(Open {
+        let open = Open {
             sender,
             gateway,
             shown: identity.leaf,
-        })
+        };
+        Ok((open, traffic))
     }
 
     async fn ask(&self, path_and_query: &str) -> Result<Answer, String> {
@@ -220,6 +231,13 @@ impl Gateway {
 impl Source for Gateway {
     fn get(&self, path_and_query: String) -> BoxFuture<'_, Result<Answer, String>> {
         Box::pin(async move { self.ask(&path_and_query).await })
+    }
+
+    /// By its answers to pings, when it says nothing else.
+    fn silent(&self) -> Duration {
+        let line = self.line();
+        let traffic = line.traffic.as_ref();
+        traffic.map_or(Duration::ZERO, |traffic| traffic.last_read().elapsed())
     }
 }
 
