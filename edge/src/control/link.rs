@@ -15,7 +15,7 @@ mod session;
 mod slots;
 
 use super::{
-    changes::Changes, dial::Dialler, gateways::Gateways, held::Held, reader::HearMembers,
+    changes::Changes, dial::Dialler, gateways::Gateways, held::Held, reader::Told,
     trouble::Trouble, vouch::Cluster,
 };
 use crate::{
@@ -55,7 +55,7 @@ pub(crate) struct Links {
     pub(crate) serve: Serve,
     pub(crate) list: List,
     /// What hears with whom this node reads, where it does.
-    pub(crate) members: Option<HearMembers>,
+    pub(crate) members: Option<Told>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Arc<Writer>,
     /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.

@@ -28,7 +28,7 @@ use super::{held::Held, link::Links};
 use crate::{config, state};
 use causeway_certs::verify::{Hubs, Shown};
 use causeway_pool::{Limits, Pool, Resource};
-use causeway_tunnel::{backoff::Backoff, hello::Members, task::Tasks};
+use causeway_tunnel::{backoff::Backoff, task::Tasks};
 use choose::{At, Chooser};
 use door::Door;
 use endpoint::Endpoint;
@@ -43,11 +43,8 @@ use tokio::{
     sync::{mpsc, watch},
 };
 use tokio_util::sync::CancellationToken;
-use told::Told;
+pub(crate) use told::{Told, Voice};
 use tracing::{Span, info, info_span};
-
-/// What hears with whom this node reads.
-pub(crate) type HearMembers = Arc<dyn Fn(Members) + Send + Sync>;
 
 /// What a node reads with, before it does.
 pub(crate) struct Reading {
@@ -134,9 +131,8 @@ impl Reading {
     }
 
     /// What hears with whom this node reads.
-    pub(crate) fn hears(&self) -> HearMembers {
-        let told = self.told.clone();
-        Arc::new(move |members| told.hear(members))
+    pub(crate) fn hears(&self) -> Told {
+        self.told.clone()
     }
 
     /// Reads and serves, in tasks, until what it runs with ends.

@@ -4,7 +4,7 @@
 //! says of itself is data.
 
 use super::{
-    super::{roots, trouble::Trouble},
+    super::{reader::Voice, roots, trouble::Trouble},
     Links, Missed,
     heard::Fault,
     reached::{Claim, Party},
@@ -19,6 +19,15 @@ use causeway_tunnel::{
 };
 use std::{future::Future, pin::pin, time::Duration};
 use tracing::{debug, info};
+
+/// What a tunnel has once it is registered.
+pub(super) struct Greeted {
+    pub(super) control: Control,
+    /// Where all gateways are reached.
+    pub(super) claim: Option<Claim>,
+    /// What its gateway tells of the node's pool, where this node reads.
+    pub(super) voice: Option<Voice>,
+}
 
 /// A tunnel before it is registered.
 pub(super) struct Greeting {
@@ -76,7 +85,7 @@ impl Greeting {
         links: &Links,
         party: Party,
         (slot, takes_over): (u32, bool),
-    ) -> Result<(Control, Option<Claim>), Missed> {
+    ) -> Result<Greeted, Missed> {
         let mut control = self.control().await?;
         let hello = match self.drive(control.hear()).await? {
             ToEdge::Hello(hello) => hello,
@@ -106,9 +115,21 @@ impl Greeting {
                 other => return Err(unexpected(&other).into()),
             }
         }
+        let told = links.members.as_ref();
+        let voice = told.map(|told| told.voice(process(&hello)));
         links.gateways.learn(hello.gateways).await;
-        Ok((control, claim))
+        Ok(Greeted {
+            control,
+            claim,
+            voice,
+        })
     }
+}
+
+/// Which gateway's process it is. An older one says no more than its name; two that say the same are one, rather than to end each
+/// other's tunnels.
+fn process(hello: &Hello) -> &str {
+    hello.instance.as_ref().unwrap_or(&hello.gateway)
 }
 
 /// Takes the gateway for this party, where all gateways are reached.
@@ -120,10 +141,8 @@ fn claim(
     if links.config.tunnels.gateways == AtGateways::One {
         return Ok(None);
     }
-    // An older one says no more than its name. Two that say the same are one, rather than to end each other's tunnels.
-    let instance = hello.instance.as_ref().unwrap_or(&hello.gateway);
-    let Some(claim) = links.reached.claim(instance, party, keeps) else {
-        return Err(Missed::Reached(instance.clone()));
+    let Some(claim) = links.reached.claim(process(hello), party, keeps) else {
+        return Err(Missed::Reached(process(hello).to_owned()));
     };
     claim.says(hello.replicas);
     Ok(Some(claim))

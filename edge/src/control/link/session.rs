@@ -7,6 +7,7 @@
 use super::{
     super::{
         dial::{Dialled, Place},
+        reader::Voice,
         roots,
         trouble::Trouble,
     },
@@ -66,6 +67,8 @@ pub(super) struct Session {
     _standing: Standing,
     /// Where all gateways are reached.
     claim: Option<Claim>,
+    /// What its gateway tells of the node's pool, until it drains.
+    voice: Option<Voice>,
 }
 
 /// A tunnel that is served by a task of its own.
@@ -143,20 +146,19 @@ impl Session {
                 early: Vec::new(),
                 fault: fault.clone(),
             };
-            let (control, claim) = greeting
+            let greeted = greeting
                 .greet(links, whose.party, (slot, whose.takes_over))
                 .await?;
-            Ok((greeting, control, claim))
+            Ok((greeting, greeted))
         };
         let late = || Trouble::silent(format!("{} said no hello in time", place.gateway));
         let greeted = timeout(bound, greeting).await;
-        let (greeting, control, claim) =
-            greeted.unwrap_or_else(|_| Err(Missed::Trouble(late())))?;
+        let (greeting, greeted) = greeted.unwrap_or_else(|_| Err(Missed::Trouble(late())))?;
         let load = greeting.server.load();
         info!(gateway = place.gateway, round_trip = ?round_trip, "tunnel registered");
         Ok(Self {
             server: greeting.server,
-            control,
+            control: greeted.control,
             row: links.state.stands(slot, &place, round_trip, load.clone()),
             place,
             from: from.map(|from| from.ip()),
@@ -168,7 +170,8 @@ impl Session {
             bulk: whose.bulk,
             links: links.clone(),
             _standing: links.metrics.standing(),
-            claim,
+            claim: greeted.claim,
+            voice: greeted.voice,
         })
     }
 
@@ -196,7 +199,7 @@ impl Session {
             "tunnel ended"
         );
         // Whoever hears that it is over dials anew, and may have this gateway again.
-        drop(self.claim.take());
+        drop((self.claim.take(), self.voice.take()));
         if let Some(told) = told {
             // A slot that stopped does not listen.
             let _ = told.send(Finish::Ended(ended));
@@ -286,6 +289,8 @@ impl Session {
                 if let Some(claim) = &self.claim {
                     claim.drains();
                 }
+                // It says no more of who leads.
+                self.voice = None;
                 if let Some(told) = told.take() {
                     // A slot that stopped does not listen.
                     let _ = told.send(Finish::Draining);
@@ -299,8 +304,8 @@ impl Session {
             }
             Ok(ToEdge::Ports(listed)) => (self.links.list)(listed, self.from),
             Ok(ToEdge::Pool(members)) => {
-                if let Some(hear) = &self.links.members {
-                    hear(members);
+                if let Some(voice) = &self.voice {
+                    voice.says(members);
                 }
             }
             Ok(line @ ToEdge::Dismiss { .. }) => return Err(unexpected(&line)),

@@ -11,7 +11,7 @@ use causeway_certs::{
 use causeway_tunnel::{
     Tunnel,
     client::{self, Ask},
-    hello::{Control, Dismissal, Hello, ToEdge, ToGateway, Welcome},
+    hello::{Control, Dismissal, Hello, Members, ToEdge, ToGateway, Welcome},
     socket::Counted,
     task::Tasks,
     wire,

@@ -1,9 +1,20 @@
 //! Who the members of this node's pool are: as a gateway told last, and kept on the disk for a start without any.
+//!
+//! Gateways do not agree on who leads. Of several the one counts whose process comes first by its random name: that is the same
+//! one for each edge that has tunnels at all of them, so that a pool has one leader. Two that follow each other would both
+//! turn away, and back, for ever. What was told last holds while no gateway is there.
 
 use causeway_certs::{NodeName, Store, verify::IsMember};
 use causeway_config::host_port;
 use causeway_tunnel::hello::Members;
-use std::sync::Arc;
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
@@ -12,21 +23,28 @@ const KEPT: &str = "members";
 
 /// Who the members are. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(super) struct Told(Arc<watch::Sender<Members>>);
+pub(crate) struct Told(Arc<Word>);
 
-impl Told {
-    /// What was told before the last end.
-    pub(super) fn load(store: &Store) -> Self {
-        let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
-            warn!(%error, "who reads with this node is not known until a gateway says it");
-            None
-        });
-        let read = kept.and_then(|text| serde_json::from_str(&text).ok());
-        Self(Arc::new(watch::Sender::new(read.unwrap_or_default())))
-    }
+#[derive(Debug)]
+struct Word {
+    now: watch::Sender<Members>,
+    /// What each tunnel's gateway has told, the one that counts first.
+    voices: Mutex<BTreeMap<Key, Members>>,
+    tunnels: AtomicU64,
+}
 
-    /// A gateway tells it.
-    pub(super) fn hear(&self, mut members: Members) {
+/// The gateway's process, and of its tunnels the newest: an older one that only waits for its streams hears nothing more.
+type Key = (String, Reverse<u64>);
+
+/// What one tunnel's gateway tells, until that is gone or drains.
+pub(crate) struct Voice {
+    told: Told,
+    key: Key,
+}
+
+impl Voice {
+    /// The gateway tells who the members are.
+    pub(crate) fn says(&self, mut members: Members) {
         let count = members.members.len();
         if count > Members::MOST {
             let most = Members::MOST;
@@ -39,11 +57,58 @@ impl Told {
         for member in &mut members.members {
             member.at.retain(|at| host_port(at).is_ok());
         }
-        self.0.send_if_modified(|now| {
-            let differs = *now != members;
+        let mut voices = self.told.voices();
+        voices.insert(self.key.clone(), members);
+        self.told.heed(&voices);
+    }
+}
+
+impl Drop for Voice {
+    fn drop(&mut self) {
+        let mut voices = self.told.voices();
+        voices.remove(&self.key);
+        self.told.heed(&voices);
+    }
+}
+
+impl Told {
+    /// What was told before the last end.
+    pub(super) fn load(store: &Store) -> Self {
+        let kept = store.read_runtime(KEPT).unwrap_or_else(|error| {
+            warn!(%error, "who reads with this node is not known until a gateway says it");
+            None
+        });
+        let read = kept.and_then(|text| serde_json::from_str(&text).ok());
+        Self(Arc::new(Word {
+            now: watch::Sender::new(read.unwrap_or_default()),
+            voices: Mutex::default(),
+            tunnels: AtomicU64::default(),
+        }))
+    }
+
+    /// For what a gateway tells over a new tunnel.
+    pub(crate) fn voice(&self, gateway: &str) -> Voice {
+        let newest = self.0.tunnels.fetch_add(1, Relaxed);
+        Voice {
+            told: self.clone(),
+            key: (gateway.to_owned(), Reverse(newest)),
+        }
+    }
+
+    fn voices(&self) -> MutexGuard<'_, BTreeMap<Key, Members>> {
+        self.0.voices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes up what counts now.
+    fn heed(&self, voices: &BTreeMap<Key, Members>) {
+        let Some(members) = voices.values().next() else {
+            return;
+        };
+        self.0.now.send_if_modified(|now| {
+            let differs = *now != *members;
             if differs {
-                info!(pool = ?members.pool, leader = ?members.leader, members = count, "the gateway told with whom this node reads");
-                *now = members;
+                info!(pool = ?members.pool, leader = ?members.leader, members = members.members.len(), "the gateway told with whom this node reads");
+                now.clone_from(members);
             }
             differs
         });
@@ -51,19 +116,19 @@ impl Told {
 
     /// As it is now.
     pub(super) fn now(&self) -> Members {
-        self.0.borrow().clone()
+        self.0.now.borrow().clone()
     }
 
     /// Whenever it is another.
     pub(super) fn changes(&self) -> watch::Receiver<Members> {
-        self.0.subscribe()
+        self.0.now.subscribe()
     }
 
     /// Says whether a node is a member now.
     pub(super) fn is_member(&self) -> IsMember {
         let told = self.clone();
         Arc::new(move |node: &NodeName| {
-            let now = told.0.borrow();
+            let now = told.0.now.borrow();
             let mut members = now.members.iter();
             now.pool.is_some() && members.any(|member| member.node == node.as_str())
         })
@@ -99,11 +164,12 @@ mod tests {
             leader: Some("a".into()),
             members,
         };
-        told.hear(all(vec![
+        let gateway = told.voice("gateway");
+        gateway.says(all(vec![
             member("a", &["10.1.0.5:10271", "10.1.0.5"]),
             member("b", &[]),
         ]));
-        told.hear(all(vec![member("c", &[]); Members::MOST + 1]));
+        gateway.says(all(vec![member("c", &[]); Members::MOST + 1]));
         told.keep(&store);
         let again = Told::load(&store);
         assert_eq!(
@@ -113,7 +179,45 @@ mod tests {
         let is_member = again.is_member();
         let known = ["a", "b", "c"].map(|node| is_member(&NodeName::parse(node).unwrap()));
         assert_eq!(known, [true, true, false]);
-        again.hear(Members::default());
+        again.voice("gateway").says(Members::default());
         assert!(!is_member(&NodeName::parse("a").unwrap()));
+    }
+
+    #[test]
+    fn of_several_gateways_the_same_one_counts_for_all_edges_and_the_next_when_that_is_gone() {
+        let data = tempfile::TempDir::new().unwrap();
+        let store = Store::open(data.path(), Access::Create).unwrap();
+        let led = |leader: &str| Members {
+            pool: Some("north".into()),
+            leader: Some(leader.into()),
+            members: Vec::new(),
+        };
+        // Whatever order they come in.
+        for order in [["1", "2"], ["2", "1"]] {
+            let told = Told::load(&store);
+            let leader = || told.now().leader.unwrap_or_default();
+            let [mut one, mut two] = order.map(|gateway| {
+                let voice = told.voice(gateway);
+                voice.says(led(&format!("by-{gateway}")));
+                Some(voice)
+            });
+            assert_eq!(leader(), "by-1");
+            if order[0] == "2" {
+                std::mem::swap(&mut one, &mut two);
+            }
+            // A tunnel takes over from another: what is told by it counts, and by the old one not.
+            let newer = told.voice("1");
+            assert_eq!(leader(), "by-1");
+            newer.says(led("newer-by-1"));
+            one.as_ref().unwrap().says(led("late"));
+            two.as_ref().unwrap().says(led("newer-by-2"));
+            assert_eq!(leader(), "newer-by-1");
+            drop(one);
+            assert_eq!(leader(), "newer-by-1");
+            drop(newer);
+            assert_eq!(leader(), "newer-by-2");
+            drop(two);
+            assert_eq!(leader(), "newer-by-2", "nobody says otherwise");
+        }
     }
 }

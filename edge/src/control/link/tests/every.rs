@@ -63,6 +63,58 @@ async fn it_has_a_tunnel_at_each_and_what_one_does_is_nothing_to_the_others() {
 }
 
 #[tokio::test]
+async fn of_gateways_that_name_different_leaders_the_first_counts_until_it_drains_or_is_gone() {
+    let ca = ca();
+    let (mut first, mut second) = (
+        also(&ca, "a", Vec::new()).await,
+        also(&ca, "b", Vec::new()).await,
+    );
+    let mut more = every();
+    more["reader"] = json!({ "listen": "127.0.0.1:0" });
+    let world = World::joined(&ca);
+    let edge = world.run(&addresses(&[&first, &second]), more).await;
+    let (mut one, mut two) = (first.next().await, second.next().await);
+    let led = async |leader: &str| {
+        let leads = |status: &crate::state::Status| {
+            let reader = status.reader.as_ref();
+            reader.is_some_and(|reader| reader.leader.as_deref() == Some(leader))
+        };
+        edge.until(leads).await;
+    };
+    let pool = |leader: &str| {
+        ToEdge::Pool(Members {
+            pool: Some("north".into()),
+            leader: Some(leader.into()),
+            members: Vec::new(),
+        })
+    };
+    two.control.tell(&pool("by-b")).await.unwrap();
+    led("by-b").await;
+    one.control.tell(&pool("by-a")).await.unwrap();
+    led("by-a").await;
+    two.control.tell(&pool("again-by-b")).await.unwrap();
+    one.control.tell(&pool("again-by-a")).await.unwrap();
+    led("again-by-a").await;
+    let drain = ToEdge::Drain { grace_ms: 60_000 };
+    one.control.tell(&drain).await.unwrap();
+    led("again-by-b").await;
+
+    drop((one, first));
+    let mut back = also(&ca, "a", Vec::new()).await;
+    let gateways = addresses(&[&back, &second]);
+    let line = ToEdge::Gateways {
+        gateways,
+        replicas: None,
+    };
+    two.control.tell(&line).await.unwrap();
+    let mut came = back.next().await;
+    came.control.tell(&pool("back-by-a")).await.unwrap();
+    led("back-by-a").await;
+    drop((came, back));
+    led("again-by-b").await;
+}
+
+#[tokio::test]
 async fn a_gateway_with_two_addresses_has_tunnels_at_one_of_them_and_at_the_other_when_that_is_lost()
  {
     let ca = ca();

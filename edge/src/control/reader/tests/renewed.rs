@@ -33,7 +33,7 @@ impl Node {
         let store = Store::open(data.path(), Access::Create).unwrap();
         let told = Told::load(&store);
         let nowhere = "127.0.0.1:9".parse().unwrap();
-        told.hear(Members {
+        told.voice("gateway").says(Members {
             pool: Some("north".into()),
             leader: None,
             members: ["edge-1", "edge-2"].map(|node| at(node, nowhere)).into(),
