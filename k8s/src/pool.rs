@@ -80,7 +80,7 @@ async fn keep(store: &Store, source: &Api) -> Infallible {
 /// Why a resource is not followed, with what to do, and when to come again.
 fn explained(resource: &Resource, ended: Ended) -> (String, Option<Duration>) {
     let (why, after) = match ended {
-        Ended::Broken(why) | Ended::Stale(why) => (why, None),
+        Ended::Broken(why) | Ended::Stale(why, _) => (why, None),
         Ended::Refused(StatusCode::FORBIDDEN, why, after) => {
             let todo = "the gateway's ClusterRole has to allow list and watch of it (deploy/components/readers)";
             (format!("{why}; {todo}"), after)

@@ -72,8 +72,8 @@ pub enum Ended {
     Broken(String),
     /// The source answers with this status: its words, and when it says to come again.
     Refused(StatusCode, String, Option<Duration>),
-    /// The source knows less than the store, or has been out of touch itself.
-    Stale(String),
+    /// The source knows less than the store, or has been out of touch itself, and for how long.
+    Stale(String, Duration),
 }
 
 /// How a watch went.
@@ -91,8 +91,12 @@ pub async fn follow(store: &Store, source: &dyn Source) -> Ended {
         Ok(never) => match never {},
         Err(ended) => ended,
     };
+    let away = match ended {
+        Ended::Stale(_, away) => away,
+        _ => Duration::ZERO,
+    };
     // What was so before belongs to whoever was followed then.
-    store.lost_for(source.silent().min(begun.elapsed()));
+    store.lost_for(source.silent().max(away).min(begun.elapsed()));
     ended
 }
 
@@ -174,11 +178,7 @@ async fn list(store: &Store, source: &dyn Source) -> Result<(), Ended> {
             if version == 0 {
                 return Err(malformed(&"it has no resourceVersion"));
             }
-            if old(store, age) {
-                return Err(Ended::Stale(
-                    "it is out of touch with the cloud itself".to_owned(),
-                ));
-            }
+            in_touch(store, age)?;
             store.learn(kind);
             store.replace(version, objects);
             store.found(age);
@@ -192,9 +192,13 @@ fn is_right(store: &Store) -> bool {
     store.is_behind().is_some_and(|lasts| lasts > BEHIND)
 }
 
-/// Whether a view of this age is of no use to a store that has one.
-fn old(store: &Store, age: Option<Duration>) -> bool {
-    age.is_some() && store.version() > 0
+/// A view that has an age is of no use to a store that has something.
+fn in_touch(store: &Store, age: Option<Duration>) -> Result<(), Ended> {
+    let why = || "it is out of touch with the cloud itself".to_owned();
+    match age {
+        Some(age) if store.version() > 0 => Err(Ended::Stale(why(), age)),
+        _ => Ok(()),
+    }
 }
 
 /// A whole answer, and how old its view is.
@@ -264,11 +268,7 @@ async fn watch(store: &Store, source: &dyn Source) -> Result<Watched, Ended> {
         return Err(refused(store, &answer, &bytes));
     }
     let age = age(&answer.headers);
-    if old(store, age) {
-        return Err(Ended::Stale(
-            "it is out of touch with the cloud itself".to_owned(),
-        ));
-    }
+    in_touch(store, age)?;
     store.found(age);
     let within = Duration::from_secs(seconds) + BEGIN;
     match timeout(within, events(store, &mut answer)).await {

@@ -26,6 +26,8 @@ use tokio::{sync::watch, time::Instant};
 
 /// A view is as old as its last word from the source only after this time without one: a source that changes is no outage.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
+/// Nor sooner than this after the loss was noticed, which may take as long: what comes next may have been found by then.
+const TURN: Duration = Duration::from_secs(3);
 /// How long a state that is being told to a reader is kept for it.
 const TELLING: Duration = Duration::from_mins(1);
 /// How many such states there are at most: one a second, of what readers that begin during changes ask for.
@@ -50,6 +52,8 @@ struct Inner {
     window: Window,
     history: History,
     lost: Option<SystemTime>,
+    /// When that was noticed, of a source that was there.
+    noticed: Option<Instant>,
     /// Since when a source that is in touch has known less than this store.
     behind: Option<Instant>,
     states: VecDeque<(Instant, Arc<State>)>,
@@ -192,6 +196,7 @@ impl Store {
                 window: Window::new(window),
                 history: History::default(),
                 lost: Some(UNIX_EPOCH),
+                noticed: None,
                 behind: None,
                 states: VecDeque::new(),
             }),
@@ -245,16 +250,21 @@ impl Store {
 
     /// How old the view is, where that is longer than a change of sources takes.
     pub(crate) fn age(&self) -> Option<Duration> {
-        let lost = self.inner().lost?;
+        let inner = self.inner();
         // A clock that went back makes a view young, not the reader wait.
-        let age = lost.elapsed().unwrap_or_default();
-        (age > GRACE).then_some(age)
+        let age = inner.lost?.elapsed().unwrap_or_default();
+        let turned = inner
+            .noticed
+            .is_none_or(|noticed| noticed.elapsed() >= TURN);
+        (age > GRACE && turned).then_some(age)
     }
 
     /// When the view becomes old, if it is not yet and its source does not come back.
     pub(crate) fn ages_in(&self) -> Option<Duration> {
-        let lost = self.inner().lost?;
-        Some(GRACE.saturating_sub(lost.elapsed().unwrap_or_default()))
+        let inner = self.inner();
+        let age = inner.lost?.elapsed().unwrap_or_default();
+        let turns = inner.noticed.map_or(TURN, |noticed| noticed.elapsed());
+        Some(GRACE.saturating_sub(age).max(TURN.saturating_sub(turns)))
     }
 
     pub(crate) fn watching(self: &Arc<Self>) -> Watching {
@@ -287,7 +297,7 @@ impl Store {
             namespaced: snapshot.namespaced,
         });
         inner.begin(snapshot.version, snapshot.objects);
-        inner.lost = Some(snapshot.at);
+        (inner.lost, inner.noticed) = (Some(snapshot.at), None);
         self.say(inner);
     }
 }

@@ -30,6 +30,7 @@ use crate::{
 use axum::Router;
 use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused};
 use causeway_tunnel::{
+    linger,
     listener::{self, Bound, Listener},
     socket::{Counted, Detached, Socket},
     task::Tasks,
@@ -37,8 +38,8 @@ use causeway_tunnel::{
     wire,
 };
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
-use tls::Way;
 pub use tls::{LiveTls, Tls};
+use tls::{Unshaken, Way};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
     time::timeout,
@@ -272,25 +273,37 @@ impl Desk {
         let bound = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
         let shaken = match timeout(bound, tls.handshake(socket)).await {
-            Ok(shaken) => shaken.map_err(Failed::from),
-            Err(_) => Err(Failed::TooSlow(bound)),
+            Ok(Ok(shaken)) => shaken,
+            Ok(Err(Unshaken { error, socket })) => {
+                self.refused(from, &error.into());
+                // That it may read why takes a place of those who come.
+                if let Some(socket) = socket {
+                    linger::close(socket).await;
+                }
+                return;
+            }
+            Err(_) => return self.refused(from, &Failed::TooSlow(bound)),
         };
         drop(permit);
         let done = match shaken {
-            Ok((Way::Tunnel, io, round_trip)) => self.hand_over(io, from, round_trip).await,
+            (Way::Tunnel, io, round_trip) => self.hand_over(io, from, round_trip).await,
             // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
-            Ok((Way::Join, io, _)) => Box::pin(self.join(io, from)).await,
-            Err(failed) => Err(failed),
+            (Way::Join, io, _) => Box::pin(self.join(io, from)).await,
         };
         if let Err(failed) = done {
-            let (word, notable) = failed.weigh();
-            self.admission.metrics.handshake_failed(LISTENER, word);
-            if notable {
-                warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
-                audit::refused_edge("(unknown)", &from, word, &failed);
-            } else {
-                debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
-            }
+            self.refused(from, &failed);
+        }
+    }
+
+    /// Says why a connection came to nothing.
+    fn refused(&self, from: SocketAddr, failed: &Failed) {
+        let (word, notable) = failed.weigh();
+        self.admission.metrics.handshake_failed(LISTENER, word);
+        if notable {
+            warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
+            audit::refused_edge("(unknown)", &from, word, failed);
+        } else {
+            debug!(peer = %from, why = %failed, "a connection at the tunnel port came to nothing");
         }
     }
 

@@ -1,8 +1,9 @@
 //! The cluster's API as what a pool is filled from, and whether it is still there.
 //!
 //! A watch on which nothing changes is silent for a minute, and one whose other end is gone without a word is silent for
-//! longer. So an API that has said nothing for 5 s is asked whether it lives, which costs it next to nothing; one that does
-//! not answer that in 5 s is away: what is read from it breaks off, and is as old as its last word.
+//! longer. So an API that has said nothing for 5 s is asked whether it lives, which costs it next to nothing; one that gives no
+//! answer for 5 s is away: what is read from it breaks off, and is as old as its last word. That is said of the API as a whole: where
+//! one watch alone loses its way, others speak for it, until its read times out (130 s).
 
 use crate::client::said;
 use bytes::Bytes;
@@ -23,8 +24,10 @@ use tokio_util::sync::CancellationToken;
 const BOUND: Duration = Duration::from_secs(10);
 /// An API that has said nothing for so long is asked.
 const SILENT: Duration = Duration::from_secs(5);
-/// How long it may take to say that it lives.
+/// How long it may take to say that it lives, in two tries.
 const LIVES: Duration = Duration::from_secs(5);
+/// Between two that fail.
+const AGAIN: Duration = Duration::from_secs(1);
 /// What is answered whatever else the API is busy with: no priority and fairness holds it up.
 const ASKED: &str = "/livez";
 
@@ -68,7 +71,7 @@ impl Api {
             let heard = self.line().heard;
             sleep_until(heard + SILENT).await;
             if self.line().heard == heard && !self.lives().await {
-                // Whoever reads hears of it, and what is asked from now on is asked anew.
+                // Whoever reads hears of it.
                 let away = std::mem::take(&mut self.line().away);
                 away.cancel();
                 sleep(SILENT).await;
@@ -76,26 +79,33 @@ impl Api {
         }
     }
 
-    /// Whether it answers, whatever that is.
+    /// Whether it answers in time. What fails at once says nothing of watches that stand: a token that is not to be had, a full
+    /// table of files. And of several servers behind one address another one is asked.
     async fn lives(&self) -> bool {
         let heard = self.line().heard;
-        let asking = async {
-            let answer = self.ask(ASKED.to_owned()).await?;
-            // To its end, so that the connection serves again.
-            answer.body.try_collect::<Vec<_>>().await
-        };
-        // Whatever becomes of that: it may have said something else meanwhile.
-        matches!(timeout(LIVES, asking).await, Ok(Ok(_))) || self.line().heard > heard
+        let end = Instant::now() + LIVES;
+        while Instant::now() < end && self.line().heard == heard {
+            let again = Instant::now() + AGAIN;
+            let asking = async {
+                let answer = self.ask(ASKED.to_owned()).await?;
+                // To its end, so that the connection serves again.
+                answer.body.try_collect::<Vec<_>>().await
+            };
+            if !matches!(timeout(LIVES / 2, asking).await, Ok(Ok(_))) {
+                sleep_until(again).await;
+            }
+        }
+        self.line().heard > heard
     }
 
     async fn ask(&self, path_and_query: String) -> Result<Answer, String> {
         let request = Request::get(path_and_query).header("accept", "application/json");
         let request = request.body(Body::empty());
         let request = request.map_err(|error| error.to_string())?;
-        let away = self.line().away.clone();
-        let asked = away.run_until_cancelled(self.client.send(request)).await;
-        let answer = asked.ok_or_else(gone)?.map_err(|error| said(&error))?;
+        let asked = self.client.send(request).await;
+        let answer = asked.map_err(|error| said(&error))?;
         self.hears();
+        let away = self.line().away.clone();
         let (head, body) = answer.into_parts();
         let reading = (body.into_data_stream(), away, self.clone());
         let body = unfold(reading, async |(mut body, away, api)| {

@@ -63,7 +63,7 @@ pub(super) fn refused(store: &Store, answer: &Answer, bytes: &[u8]) -> Ended {
     };
     if behind && age(&answer.headers).is_none() {
         store.behind();
-        return Ended::Stale(message);
+        return Ended::Stale(message, Duration::ZERO);
     }
     let retry = answer.headers.get(RETRY_AFTER);
     let retry = retry

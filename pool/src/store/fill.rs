@@ -13,18 +13,16 @@ use std::{
 use tokio::time::Instant;
 
 impl Store {
-    /// The source is away; how long it already was.
-    pub(crate) fn lost_for(&self, age: Duration) {
+    /// The source is away, and how long it already was.
+    pub fn lost_for(&self, away: Duration) {
         let mut inner = self.inner();
         let now = SystemTime::now();
-        let since = now.checked_sub(age).unwrap_or(UNIX_EPOCH);
+        let since = now.checked_sub(away).unwrap_or(UNIX_EPOCH);
+        if inner.lost.is_none() {
+            inner.noticed = Some(Instant::now());
+        }
         inner.lost = Some(inner.lost.map_or(since, |lost| lost.min(since)));
         self.say(&inner);
-    }
-
-    /// The source is away.
-    pub fn lose(&self) {
-        self.lost_for(Duration::ZERO);
     }
 
     /// The source is there, and its own view is this old.
@@ -32,7 +30,7 @@ impl Store {
         let mut inner = self.inner();
         let now = SystemTime::now();
         inner.lost = age.map(|age| now.checked_sub(age).unwrap_or(UNIX_EPOCH));
-        inner.behind = None;
+        (inner.noticed, inner.behind) = (None, None);
         self.say(&inner);
     }
 

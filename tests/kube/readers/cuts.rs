@@ -65,13 +65,17 @@ pub(super) fn an_api_server_that_hangs_is_noticed_and_how_long_is_told(scene: &m
         scene.edges.iter().all(|edge| age(edge).is_some())
     });
     println!("both tell it after {:?}", began.elapsed());
-    // Twice 5 s for the gateway to be sure, and then edges choose whom they read from.
-    assert!(began.elapsed() < Duration::from_secs(25), "{began:?}");
+    // Twice 5 s until the gateway is sure, and at each level 3 s in which another source may be found.
+    let lasted = began.elapsed();
+    assert!(lasted < Duration::from_secs(25), "{lasted:?}");
     for edge in &scene.edges {
         let lasts = began.elapsed().as_secs();
         let told = age(edge).unwrap_or_default();
         // It may have been silent for 5 s before.
-        assert!((lasts - 1..=lasts + 7).contains(&told), "{told} of {lasts}");
+        assert!(
+            (lasts - 1..lasts + 10).contains(&told),
+            "{told} after {lasts} s"
+        );
     }
     both_serve(scene);
     drop(hung);

@@ -149,10 +149,15 @@ impl Hall {
             let hall = self.clone();
             tasks.spawn(info_span!("guest", kind = self.guests, %from), async move {
                 let shaken = timeout(HANDSHAKE, hall.shake(tcp)).await;
-                drop((hand, share));
                 match shaken {
-                    Ok(Ok(tls)) => hall.keep(tls, from, place).await,
-                    Ok(Err(why)) => hall.refused(&why),
+                    Ok(Ok(tls)) => {
+                        drop((hand, share));
+                        hall.keep(tls, from, place).await;
+                    }
+                    Ok(Err((why, tcp))) => {
+                        hall.refused(&why);
+                        linger::close(tcp).await;
+                    }
                     Err(_) => hall.refused("no TLS in time"),
                 }
             });
@@ -181,19 +186,22 @@ impl Hall {
         }
     }
 
-    async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, String> {
-        let shaken = self.host.accepts()?.accept(tcp).into_fallible().await;
-        let (error, tcp) = match shaken {
-            Ok(tls) => return Ok(tls),
-            Err(refused) => refused,
+    /// TLS, or why not, and by what whoever came can be told.
+    async fn shake(&self, tcp: TcpStream) -> Result<TlsStream<TcpStream>, (String, TcpStream)> {
+        let accepts = match self.host.accepts() {
+            Ok(accepts) => accepts,
+            Err(why) => return Err((why, tcp)),
         };
-        linger::close(tcp).await;
-        let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
-        let content = InvalidMessage::InvalidContentType;
-        if inner == Some(&rustls::Error::InvalidMessage(content)) {
-            return Err("it does not speak TLS, and this listener does: https://".to_owned());
-        }
-        Err(error.to_string())
+        let shaken = accepts.accept(tcp).into_fallible().await;
+        shaken.map_err(|(error, tcp)| {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            let content = InvalidMessage::InvalidContentType;
+            if inner == Some(&rustls::Error::InvalidMessage(content)) {
+                let why = "it does not speak TLS, and this listener does: https://";
+                return (why.to_owned(), tcp);
+            }
+            (error.to_string(), tcp)
+        })
     }
 
     /// Hands the connection over, and closes it once whoever came has to go.

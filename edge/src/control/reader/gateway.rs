@@ -66,7 +66,8 @@ struct Line {
     refused: Vec<String>,
     /// When it last went to another.
     moved: Option<Instant>,
-    /// What has passed on the connection that was dialled last.
+    /// What has passed on the connection that was dialled last. Watches on one before that, of another identity or gateway, are taken
+    /// to be as silent as this.
     traffic: Option<Arc<Traffic>>,
 }
 

@@ -28,16 +28,22 @@ pub(super) async fn run(
     bounds: Backoff,
 ) {
     let mut backoff = bounds;
+    let mut last: Option<(Arc<dyn Source>, Instant)> = None;
     loop {
         let now = at.borrow_and_update().clone();
         let Some(source) = &now.source else {
-            store.lose();
+            // Whoever was followed may have been silent before it was given up.
+            let silent = last
+                .take()
+                .map(|(was, began)| was.silent().min(began.elapsed()));
+            store.lost_for(silent.unwrap_or_default());
             if at.changed().await.is_err() {
                 return;
             }
             continue;
         };
         let began = Instant::now();
+        last = Some((source.clone(), began));
         let why = tokio::select! {
             why = follow(&store, &**source) => why,
             changed = at.changed() => match changed {
@@ -60,7 +66,7 @@ pub(super) async fn run(
             Ended::Refused(_, _, Some(asked)) => asked.mul_f64(1.0 + random / 2.0),
             Ended::Refused(..) => backoff.refused(None, random),
             // What has no source itself may have one soon.
-            Ended::Stale(_) => backoff.refused(None, random).min(GOOD),
+            Ended::Stale(..) => backoff.refused(None, random).min(GOOD),
         };
         let turn = now.turn;
         if fallen.send(Fallen { turn, why, lasted }).await.is_err() {

@@ -8,8 +8,7 @@ use causeway_certs::{
     verify::{self, Proven, TicketSecret, TrustError, prove_peer},
 };
 use causeway_tunnel::{
-    linger,
-    socket::{Counted, Detached, tune_tunnel},
+    socket::{Counted, Detached, Socket, tune_tunnel},
     wire,
 };
 use rustls::{
@@ -152,7 +151,7 @@ impl Tls {
     pub(super) async fn handshake(
         &self,
         socket: io::Result<Detached>,
-    ) -> io::Result<(Way, Io, Duration)> {
+    ) -> Result<(Way, Io, Duration), Unshaken> {
         let socket = socket?.attach()?;
         if let Some(tcp) = socket.tcp() {
             tune_tunnel(tcp);
@@ -161,13 +160,11 @@ impl Tls {
         let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
         let (way, config) = self.choose(&begun.client_hello());
         let answered = Instant::now();
-        let mut io = match begun.into_stream(config).into_fallible().await {
-            Ok(io) => io,
-            Err((error, socket)) => {
-                linger::close(socket).await;
-                return Err(error);
-            }
-        };
+        let shaken = begun.into_stream(config).into_fallible().await;
+        let mut io = shaken.map_err(|(error, socket)| Unshaken {
+            error,
+            socket: Some(socket),
+        })?;
         io.get_mut().1.set_buffer_limit(Some(wire::TLS_BUFFER));
         Ok((way, io, answered.elapsed()))
     }
@@ -179,6 +176,22 @@ impl Tls {
         } else {
             // What offers neither is refused by this configuration, with the right alert.
             (Way::Join, self.join.clone())
+        }
+    }
+}
+
+/// A handshake that came to nothing.
+pub(super) struct Unshaken {
+    pub(super) error: io::Error,
+    /// By which whoever came can be told why.
+    pub(super) socket: Option<Counted<Socket>>,
+}
+
+impl From<io::Error> for Unshaken {
+    fn from(error: io::Error) -> Self {
+        Self {
+            error,
+            socket: None,
         }
     }
 }
