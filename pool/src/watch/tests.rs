@@ -296,15 +296,16 @@ async fn readers_that_begin_during_changes_hold_a_bounded_number_of_states() {
     assert!((10..=61).contains(&held), "{held}");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_follower_is_let_go_when_the_source_has_been_away_and_others_are_not() {
     let served = served();
     let mut follower = Reader::json(&served, "resourceVersion=10&fresh=true").await;
     let mut reader = Reader::json(&served, "resourceVersion=10").await;
-    served.store().lost_for(Duration::from_millis(9_900));
-    let begun = std::time::Instant::now();
+    served.store().lost_for(Duration::from_mins(1));
+    let begun = tokio::time::Instant::now();
     assert_eq!(follower.event().await, None);
-    assert!(begun.elapsed() < Duration::from_secs(5));
+    let let_go = begun.elapsed().as_secs();
+    assert!((3..5).contains(&let_go), "after {let_go} s");
     assert!(
         timeout(Duration::from_millis(10), reader.event())
             .await
