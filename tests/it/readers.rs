@@ -207,10 +207,10 @@ async fn what_was_read_at_a_gateway_that_hangs_is_as_old_as_its_last_word() {
         told.is_some()
     })
     .await;
-    // It may have been silent for 5 s before.
-    let told = told.unwrap();
+    // It may have been silent for 5 s before, or said a last word while it was being stopped; seconds are whole ones.
+    let (told, least) = (told.unwrap(), lasts.saturating_sub(2));
     assert!(
-        (lasts..lasts + 10).contains(&told),
+        (least..lasts + 10).contains(&told),
         "{told} after {lasts} s"
     );
     site.gateway.signal("CONT").await;

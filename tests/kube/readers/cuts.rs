@@ -71,9 +71,9 @@ pub(super) fn an_api_server_that_hangs_is_noticed_and_how_long_is_told(scene: &m
     for edge in &scene.edges {
         let lasts = began.elapsed().as_secs();
         let told = age(edge).unwrap_or_default();
-        // It may have been silent for 5 s before.
+        // It may have been silent for 5 s before, and each level tells whole seconds.
         assert!(
-            (lasts - 1..lasts + 10).contains(&told),
+            (lasts - 3..lasts + 10).contains(&told),
             "{told} after {lasts} s"
         );
     }
