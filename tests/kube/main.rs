@@ -23,6 +23,7 @@ mod redirect;
 mod reviews;
 mod rows;
 mod scrapes;
+mod smoke;
 mod stands;
 mod steps;
 mod webhooks;
@@ -60,11 +61,18 @@ fn trials() -> Vec<Trial> {
     groups().into_iter().flatten().collect()
 }
 
-/// The numbers of the groups that have tests of this name.
+/// The numbers of the groups to run: those with tests of the name that the filter asks for. Without a filter the smoke tests,
+/// or all others where `CAUSEWAY_TEST_FULL` is set.
 fn wanted(arguments: &Arguments) -> Vec<usize> {
-    let filter = arguments.filter.as_deref().unwrap_or_default();
-    let wants = |group: &Vec<Trial>| group.iter().any(|trial| trial.name().contains(filter));
     let groups = groups();
+    let Some(filter) = arguments.filter.as_deref() else {
+        return if steps::full() {
+            (SMOKE + 1..groups.len()).collect()
+        } else {
+            vec![SMOKE]
+        };
+    };
+    let wants = |group: &Vec<Trial>| group.iter().any(|trial| trial.name().contains(filter));
     let numbered = groups.iter().enumerate();
     numbered
         .filter(|(_, group)| wants(group))
@@ -72,9 +80,12 @@ fn wanted(arguments: &Arguments) -> Vec<usize> {
         .collect()
 }
 
-/// What takes about as long as the rest, the rest, and readers, which need no kubelets: each has a cluster of its own. A way
-/// into the cluster is set up once.
-fn groups() -> [Vec<Trial>; 3] {
+/// The number of the group of smoke tests.
+const SMOKE: usize = 0;
+
+/// The smoke tests, and the whole suite in three groups of about the same duration. Each group has a cluster of its own, in
+/// which a way is set up once.
+fn groups() -> [Vec<Trial>; 4] {
     let first = stands::trials()
         .into_iter()
         .chain(nodes::trials())
@@ -104,7 +115,7 @@ fn groups() -> [Vec<Trial>; 3] {
         .chain(certificates::trials())
         .chain(advertise::trials())
         .collect();
-    [first, second, readers::trials()]
+    [smoke::trials(), first, second, readers::trials()]
 }
 
 /// A test of this name.
