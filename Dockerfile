@@ -29,18 +29,16 @@ COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
-# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has; and Rust's
-# own linker, which folds equal functions, is not the default there. Where crates lay at the build is in no message, and what
-# would unwind through C is in no table.
+# build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has. Where crates
+# lay at the build is in no message.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
     for each in config resolve kept pool tunnel certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
     crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
-    case $(uname -m) in aarch64) pages=16 fold= ;; *) pages=12 fold=,--icf=safe ;; esac; \
-    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages CFLAGS=-fno-asynchronous-unwind-tables \
-        RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= \
-        -C strip=symbols -C link-arg=-Wl,-z,pack-relative-relocs$fold' \
+    case $(uname -m) in aarch64) pages=16 ;; *) pages=12 ;; esac; \
+    echo "JEMALLOC_SYS_WITH_LG_PAGE=$pages \
+        RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= -C strip=symbols' \
         cargo build --release --locked --features own-resolver \
         --target $(rustc -vV | sed -n 's/^host: //p')" > /build.sh; \
     sh /build.sh; \
