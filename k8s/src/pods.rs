@@ -4,12 +4,12 @@
 //! while yet: who is led there by what was true a moment ago gets into the wrong pod. A refusal is kept for a second,
 //! which is long enough for a herd and short enough for a pod that is being started.
 
-use crate::objects::Pod;
 use causeway_certs::NodeName;
 use causeway_gateway::proxy::pods::Pods as Asked;
-use causeway_kept::{Answer, Kept};
+use causeway_rt::{Cache, CachedValue};
 use causeway_tunnel::task::Tasks;
 use futures_util::future::BoxFuture;
+use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client};
 use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 use tokio::{runtime::Handle, sync::oneshot, time::timeout};
@@ -22,12 +22,14 @@ const MOST: u64 = 10_000;
 /// How long one question may take; who asks has a bound as well.
 const BOUND: Duration = Duration::from_secs(5);
 
+/// Namespace and name.
+type PodName = (String, String);
 type Found = Result<NodeName, Arc<str>>;
 
 /// Where pods are.
 pub struct Pods {
     client: Client,
-    asked: Kept<Found>,
+    cache: Cache<PodName, Found>,
     /// Questions are asked where the client lives.
     runtime: Handle,
     tasks: Tasks,
@@ -38,7 +40,7 @@ impl Pods {
     pub fn new(client: Client) -> Self {
         Self {
             client,
-            asked: Kept::new(MOST),
+            cache: Cache::new(MOST),
             runtime: Handle::current(),
             tasks: Tasks::default(),
         }
@@ -59,35 +61,31 @@ impl Asked for Pods {
     ) -> BoxFuture<'static, Result<NodeName, Cow<'static, str>>> {
         let (tell, told) = oneshot::channel();
         let pod = (namespace.to_owned(), name.to_owned());
-        let key = format!("{} {namespace}{name}", namespace.len());
-        let (asked, client) = (self.asked.clone(), self.client.clone());
+        let (cache, client) = (self.cache.clone(), self.client.clone());
         let question = async move {
-            let ask = Box::pin(async {
-                let found = ask(client, pod).await;
-                Answer {
-                    life: Some(life(&found)),
-                    held: Arc::new(found),
-                    weight: 1,
-                }
-            });
+            let fetch = async {
+                let value = ask(client, &pod).await;
+                let ttl = life(&value);
+                CachedValue { value, ttl }
+            };
             // Who has left waits for no answer.
-            let _ = tell.send(asked.get_with(key.as_bytes(), ask).await);
+            let _ = tell.send(cache.get_or_fetch(pod.clone(), fetch).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("pod"), question);
         Box::pin(async move {
-            match told.await.ok().flatten().as_deref() {
-                Some(Ok(node)) => Ok(node.clone()),
-                Some(Err(why)) => Err(Cow::Owned(why.to_string())),
-                None => Err(Cow::Borrowed("the gateway is ending")),
+            match told.await {
+                Ok(Ok(node)) => Ok(node),
+                Ok(Err(why)) => Err(Cow::Owned(why.to_string())),
+                Err(_) => Err(Cow::Borrowed("the gateway is ending")),
             }
         })
     }
 }
 
-async fn ask(client: Client, (namespace, name): (String, String)) -> Found {
-    let pods = Api::<Pod>::namespaced(client, &namespace);
-    let pod = match timeout(BOUND, pods.get(&name)).await {
+async fn ask(client: Client, (namespace, name): &PodName) -> Found {
+    let pods = Api::<Pod>::namespaced(client, namespace);
+    let pod = match timeout(BOUND, pods.get(name)).await {
         Ok(Ok(pod)) => pod,
         Ok(Err(kube::Error::Api(status))) => return Err(status.message.as_str().into()),
         Ok(Err(error)) => return Err(error.to_string().into()),

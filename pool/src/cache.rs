@@ -1,55 +1,55 @@
 //! Encoded answers, shared by all who ask the same: bounded in bytes, and what is evicted costs an encoding.
 
 use bytes::Bytes;
-use causeway_kept::{Answer, Kept};
-use std::sync::Arc;
+use moka::sync::Cache;
 
 /// What the entry of a cache costs beyond its bytes.
 const ENTRY: usize = 160;
 
 /// Encoded answers by what was asked. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Encoded(Kept<Bytes>);
+pub(crate) struct Encoded(Cache<Box<str>, Bytes>);
 
 impl Encoded {
     /// With room for so many bytes.
     pub(crate) fn new(most: u64) -> Self {
-        Self(Kept::new(most))
+        let cache = Cache::builder().max_capacity(most).weigher(weight).build();
+        Self(cache)
     }
 
     pub(crate) fn get(&self, asked: &str) -> Option<Bytes> {
-        let held = self.0.look(asked.as_bytes())?;
-        Some(Bytes::clone(&held))
+        self.0.get(asked)
     }
 
     pub(crate) fn put(&self, asked: &str, bytes: &Bytes) {
-        let weight = u32::try_from(asked.len() + bytes.len() + ENTRY);
-        let answer = Answer {
-            held: Arc::new(bytes.clone()),
-            weight: weight.unwrap_or(u32::MAX),
-            life: None,
-        };
-        self.0.keep(asked.as_bytes(), answer);
+        self.0.insert(asked.into(), bytes.clone());
     }
 
     /// Bytes that are held now.
     #[cfg(test)]
-    pub(crate) async fn held(&self) -> u64 {
-        self.0.weight().await
+    pub(crate) fn held(&self) -> u64 {
+        self.0.run_pending_tasks();
+        self.0.weighted_size()
     }
+}
+
+/// Returns what an entry costs, in bytes.
+#[expect(clippy::borrowed_box, reason = "the signature of moka's weigher")]
+fn weight(asked: &Box<str>, bytes: &Bytes) -> u32 {
+    u32::try_from(asked.len() + bytes.len() + ENTRY).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn it_holds_no_more_than_it_may() {
+    #[test]
+    fn it_holds_no_more_than_it_may() {
         let cache = Encoded::new(100_000);
         let bytes = Bytes::from(vec![0; 1000]);
         for number in 0..1000 {
             cache.put(&format!("{number}"), &bytes);
-            assert!(cache.held().await <= 100_000);
+            assert!(cache.held() <= 100_000);
         }
         assert!((0..1000).any(|number| cache.get(&format!("{number}")).is_some()));
         assert!(cache.get("1001").is_none());

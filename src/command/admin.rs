@@ -10,8 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use causeway_certs::{Access, Store, StoreError};
 use causeway_config::host_port;
-use causeway_resolve::resolve;
-use causeway_tunnel::socket::AnyIo;
+use causeway_rt::resolve;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
@@ -79,7 +78,7 @@ async fn exchange(
         .await
         .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
     let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(Box::new(stream) as AnyIo)).await?;
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let request = Request::builder()
         .method(method)
         .uri(path)

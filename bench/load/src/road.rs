@@ -4,7 +4,7 @@ use crate::{cli, http1::Line};
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
 use causeway_config::Listen;
-use causeway_resolve::resolve;
+use causeway_rt::resolve;
 use causeway_tunnel::socket::tune;
 use rustls::{
     ClientConfig, DigitallySignedStruct, Error, HandshakeKind, RootCertStore, SignatureScheme,

@@ -8,7 +8,7 @@ use super::trouble::Trouble;
 use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
 use causeway_config::host_port;
-use causeway_resolve::resolve;
+use causeway_rt::resolve;
 use causeway_tunnel::{
     Target,
     socket::{Counted, tune_tunnel},

@@ -75,7 +75,7 @@ async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refuse
         let all = [ip].into_iter().chain(app.also.iter().copied());
         return Ok(all.map(|ip| SocketAddr::new(ip, port)).collect());
     }
-    match timeout_at(deadline, causeway_resolve::resolve(host, port)).await {
+    match timeout_at(deadline, causeway_rt::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
             let detail = format!("{} could not resolve {host}: {error}", app.node);

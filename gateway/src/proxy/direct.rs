@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Reason},
     state::{Nodes, Place},
 };
-use causeway_resolve::resolve;
+use causeway_rt::resolve;
 use causeway_tunnel::{
     Target,
     copy::Passed,

@@ -9,7 +9,7 @@ use crate::{
     state::{Nodes, nodes::Named},
 };
 use causeway_config::host_port;
-use causeway_resolve::resolve;
+use causeway_rt::resolve;
 use causeway_tunnel::socket;
 use std::{
     net::SocketAddr,

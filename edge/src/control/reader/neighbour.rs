@@ -11,8 +11,8 @@ use super::{
 use crate::control::listen::watch_over;
 use causeway_config::host_port;
 use causeway_pool::{Answer, Source};
-use causeway_resolve::resolve;
-use causeway_tunnel::{hello::MemberAt, socket::AnyIo, task::Tasks};
+use causeway_rt::resolve;
+use causeway_tunnel::{hello::MemberAt, task::Tasks};
 use futures_util::{StreamExt, future::BoxFuture};
 use http::{
     HeaderMap, StatusCode,
@@ -23,6 +23,7 @@ use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use std::{sync::Arc, time::Duration};
 use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
 /// A neighbour answers within this time, or is away.
@@ -60,7 +61,7 @@ impl Neighbour {
     }
 
     /// The first of its addresses at which it is.
-    async fn dial(&self) -> Result<AnyIo, String> {
+    async fn dial(&self) -> Result<TlsStream<TcpStream>, String> {
         let name = ServerName::try_from(self.member.node.clone());
         let name = name.map_err(|error| error.to_string())?;
         let dials = self.tls.now()?.dials.clone();
@@ -71,7 +72,7 @@ impl Neighbour {
                 Err(error) => Err(error),
             };
             match connected {
-                Ok(io) => return Ok(Box::new(io)),
+                Ok(io) => return Ok(io),
                 Err(error) => worst = format!("{at}: {error}"),
             }
         }

@@ -6,8 +6,8 @@
 use crate::state::KeySet;
 use bytes::Bytes;
 use causeway_certs::verify::provider;
-use causeway_resolve::resolve;
-use causeway_tunnel::{socket::AnyIo, wire};
+use causeway_rt::resolve;
+use causeway_tunnel::wire;
 use http::{
     Request, StatusCode, Uri,
     header::{ACCEPT, HOST, USER_AGENT},
@@ -18,6 +18,7 @@ use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
 use std::{fmt, pin::pin, sync::Arc, time::Duration};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -84,11 +85,11 @@ impl Source {
     pub(super) async fn fetch(&self) -> Result<KeySet, String> {
         let tcp = self.dial().await?;
         let text = match &self.tls {
-            None => self.get(Box::new(tcp)).await?,
+            None => self.get(tcp).await?,
             Some((connector, name)) => {
                 let tls = connector.connect(name.clone(), tcp).await;
                 let tls = tls.map_err(|error| format!("TLS: {error}"))?;
-                self.get(Box::new(tls)).await?
+                self.get(tls).await?
             }
         };
         KeySet::parse(&text)
@@ -114,7 +115,10 @@ impl Source {
         Err(failed)
     }
 
-    async fn get(&self, io: AnyIo) -> Result<Bytes, String> {
+    async fn get(
+        &self,
+        io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    ) -> Result<Bytes, String> {
         let authority = self
             .url
             .authority()

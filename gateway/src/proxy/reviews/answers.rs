@@ -7,9 +7,8 @@
 
 use super::{Access, Account, Reviews, Unanswered};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::caller::jwt};
-use causeway_kept::Kept;
+use causeway_rt::{Cache, CachedValue};
 use causeway_tunnel::task::Tasks;
-use futures_util::{FutureExt, future::BoxFuture};
 use sha2::{Digest, Sha256};
 use std::{
     sync::{
@@ -51,7 +50,7 @@ pub struct Answers {
 #[derive(Clone, Debug)]
 struct Known {
     kind: &'static str,
-    kept: Kept<Answer>,
+    cache: Cache<Key, Answer>,
     /// For how long.
     lives: Lives,
     room: Arc<Semaphore>,
@@ -81,7 +80,7 @@ impl Answers {
         });
         let known = |kind| Known {
             kind,
-            kept: Kept::new(MOST),
+            cache: Cache::new(MOST),
             lives: Lives {
                 allowed: kubernetes.review_allowed_for,
                 refused: kubernetes.review_refused_for,
@@ -125,7 +124,6 @@ impl Answers {
                     Err(unanswered) => Answer::Unknown(unanswered),
                 }
             }
-            .boxed()
         };
         match self.answer(&self.tokens, key.ended(), question).await {
             Answer::Theirs(account, until) => Ok((!until.is_some_and(is_over)).then_some(account)),
@@ -149,7 +147,6 @@ impl Answers {
                     Err(unanswered) => Answer::Unknown(unanswered),
                 }
             }
-            .boxed()
         };
         match self.answer(&self.accesses, key, question).await {
             Answer::Unknown(unanswered) => Err(unanswered),
@@ -157,27 +154,25 @@ impl Answers {
         }
     }
 
-    async fn answer(
-        &self,
-        known: &Known,
-        key: Key,
-        question: impl FnOnce() -> BoxFuture<'static, Answer>,
-    ) -> Answer {
-        if let Some(answer) = known.kept.get(&key).await {
-            return Answer::clone(&answer);
+    async fn answer<Q>(&self, known: &Known, key: Key, question: impl FnOnce() -> Q) -> Answer
+    where
+        Q: Future<Output = Answer> + Send + 'static,
+    {
+        if let Some(answer) = known.cache.get(&key).await {
+            return answer;
         }
         let (tell, told) = oneshot::channel();
         let (known, question, bound) = (known.clone(), question(), self.bound);
         let asking = async move {
-            let ask = Box::pin(known.ask(question, bound));
+            let fetch = known.ask(question, bound);
             // Who has left waits for no answer.
-            let _ = tell.send(known.kept.get_with(&key, ask).await);
+            let _ = tell.send(known.cache.get_or_fetch(key, fetch).await);
         };
         self.tasks
             .spawn_on(&self.runtime, info_span!("review"), asking);
         match timeout(bound, told).await {
-            Ok(Ok(Some(answer))) => Answer::clone(&answer),
-            Ok(Ok(None) | Err(_)) => unknown("the gateway is ending"),
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => unknown("the gateway is ending"),
             Err(_) => silent(bound),
         }
     }
@@ -186,9 +181,9 @@ impl Answers {
 impl Known {
     async fn ask(
         &self,
-        question: BoxFuture<'static, Answer>,
+        question: impl Future<Output = Answer>,
         bound: Duration,
-    ) -> causeway_kept::Answer<Answer> {
+    ) -> CachedValue<Answer> {
         let asked = async {
             let _room = self.room.acquire().await;
             question.await
@@ -196,10 +191,9 @@ impl Known {
         let answer = timeout(bound, asked).await;
         let answer = answer.unwrap_or_else(|_| silent(bound));
         self.heard.note(self.kind, &answer);
-        causeway_kept::Answer {
-            life: Some(self.lives.of(&answer)),
-            held: Arc::new(answer),
-            weight: 1,
+        CachedValue {
+            ttl: self.lives.of(&answer),
+            value: answer,
         }
     }
 }

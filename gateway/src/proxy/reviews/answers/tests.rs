@@ -1,7 +1,10 @@
 //! What is asked, how often, and for how long an answer counts.
 
 use super::*;
-use futures_util::future::join_all;
+use futures_util::{
+    FutureExt,
+    future::{BoxFuture, join_all},
+};
 use std::{collections::BTreeMap, sync::atomic::AtomicUsize};
 use tokio::sync::watch;
 
