@@ -58,6 +58,9 @@ pub(crate) enum Command {
     /// Make tokens by which callers are known
     #[command(subcommand)]
     Caller(Caller),
+    /// Describe the configuration files
+    #[command(subcommand)]
+    Config(Config),
     /// Ask what the rules of who may do what decide
     #[command(subcommand)]
     Policy(Policy),
@@ -90,7 +93,7 @@ pub(crate) enum Command {
 
 /// Run with a configuration.
 #[derive(Debug, Args)]
-pub(crate) struct Run<C: crate::settings::Described + Send + Sync + 'static> {
+pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
     /// YAML file; flags win over CAUSEWAY_… variables, and those over the file
     #[arg(long, value_name = "FILE", env = "CAUSEWAY_CONFIG")]
     pub(crate) config: Option<PathBuf>,
@@ -283,13 +286,22 @@ pub(crate) struct CallerToken {
     pub(crate) file: PathBuf,
 }
 
+#[derive(Debug, Subcommand)]
+pub(crate) enum Config {
+    /// Print the JSON Schema of a configuration file, for editors that complete and check YAML
+    Schema {
+        /// The process that reads the file
+        side: Side,
+    },
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Side {
-    /// The gateway's keys
+    /// The configuration of `gateway`
     Gateway,
-    /// The edge's keys
+    /// The configuration of `edge`
     Edge,
-    /// Those of `redirect`
+    /// The configuration of `redirect`
     #[cfg(feature = "k8s")]
     Redirect,
 }

@@ -118,19 +118,32 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
         Command::Completions { shell } => return completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),
+        Command::Config(cli::Config::Schema { side }) => {
+            let text = match side {
+                Side::Gateway => settings::json_schema::<causeway_gateway::config::Config>(),
+                Side::Edge => settings::json_schema::<causeway_edge::config::Config>(),
+                #[cfg(feature = "k8s")]
+                Side::Redirect => settings::json_schema::<redirector::Config>(),
+            };
+            return print(&text).map(|()| None);
+        }
         Command::Reference { side } => {
-            print!(
-                "{}",
-                match side {
-                    Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
-                    Side::Edge => settings::reference::<causeway_edge::config::Config>(),
-                    #[cfg(feature = "k8s")]
-                    Side::Redirect => settings::reference::<causeway_gateway::redirector::Config>(),
-                }
-            );
-            return Ok(None);
+            let text = match side {
+                Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
+                Side::Edge => settings::reference::<causeway_edge::config::Config>(),
+                #[cfg(feature = "k8s")]
+                Side::Redirect => settings::reference::<redirector::Config>(),
+            };
+            return print(&text).map(|()| None);
         }
     }))
+}
+
+/// Writes a text to standard output. A reader that closes its end is an error, not a panic.
+fn print(text: &str) -> anyhow::Result<()> {
+    std::io::stdout()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")
 }
 
 /// An error and its causes in one line; a cause that the words before it have said already is left out.

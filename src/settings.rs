@@ -11,8 +11,6 @@ mod path;
 mod reference;
 mod schema;
 mod shape;
-#[cfg(test)]
-pub(crate) mod typed;
 mod variables;
 mod yaml;
 
@@ -21,6 +19,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use causeway_config::{Fault, Faults, Log, Validate};
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -31,12 +30,12 @@ use variables::Variables;
 use yaml::{Spot, Spots};
 
 pub(crate) use reference::{plain, reference};
-pub(crate) use schema::{Described, Form, Key, keys};
+pub(crate) use schema::{Form, Key, json_schema, keys};
 
 /// What a file says, held against its schema and judged.
-pub(crate) trait Document: DeserializeOwned + Described + Validate {}
+pub(crate) trait Document: DeserializeOwned + JsonSchema + Validate {}
 
-impl<C: DeserializeOwned + Described + Validate> Document for C {}
+impl<C: DeserializeOwned + JsonSchema + Validate> Document for C {}
 
 /// A configuration that can be read from files, variables and flags.
 pub(crate) trait Settings: Document + AsRef<Log> {}

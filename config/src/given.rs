@@ -41,7 +41,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Given<T> {
 }
 
 /// That of `T`: a key without a value (`users:`) is none.
-#[cfg(feature = "schema")]
 impl<T: schemars::JsonSchema> schemars::JsonSchema for Given<T> {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         T::schema_name()

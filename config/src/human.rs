@@ -28,7 +28,6 @@ impl HumanDuration {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for HumanDuration {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Duration".into()
@@ -39,7 +38,7 @@ impl schemars::JsonSchema for HumanDuration {
     }
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        schemars::json_schema!({ "type": "string", "format": "duration" })
+        schemars::json_schema!({ "type": "string", "format": "human-duration" })
     }
 }
 
@@ -102,7 +101,6 @@ impl HumanSize {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for HumanSize {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Size".into()
@@ -152,7 +150,6 @@ impl HumanNetworks {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for HumanNetworks {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Networks".into()

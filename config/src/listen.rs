@@ -97,7 +97,6 @@ impl<'de> Deserialize<'de> for Listen {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for Listen {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Listen".into()
@@ -128,7 +127,6 @@ impl HumanAddress {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for HumanAddress {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Address".into()

@@ -5,8 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 /// What is logged and in which form.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Log {
     /// Level (`error`, `warn`, `info`, `debug`, `trace`) or filter, such as `info,causeway_tunnel=debug`.
@@ -26,8 +25,7 @@ impl Default for Log {
 }
 
 /// The form of a log line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// One line of text for people.

@@ -8,8 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize, Serializer};
 
 /// A token, a password, or an address that holds one.
-#[derive(Clone, PartialEq, Eq, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, PartialEq, Eq, Deserialize, schemars::JsonSchema)]
 #[serde(transparent)]
 pub struct Secret(String);
 

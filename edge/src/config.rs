@@ -24,8 +24,7 @@ pub use ranges::PortRange;
 pub use reader::{Hubs, Reader, Shown, Site};
 
 /// The configuration of `causeway edge`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Directory of the key, the certificate and the learnt gateways; made with mode 0700.
@@ -56,7 +55,7 @@ pub struct Config {
     /// Node ports (`9100`, `9000-9999`) that are served as well as soon as the gateway's cluster lists them, over loopback or else by this node's own addresses; `ports` wins. `[]` is none. Absent it is all with `kubernetes`, and none without. The edge's own admin port, and the reader's, are among them only if they are named alone, in no range.
     #[serde(skip_serializing_if = "Option::is_none")]
     // A key without a value is a fault, and not as good as none.
-    #[cfg_attr(feature = "schema", schemars(with = "Vec<PortRange>"))]
+    #[schemars(with = "Vec<PortRange>")]
     pub listed_ports: Option<Vec<PortRange>>,
     /// Labels told to the gateway.
     pub labels: BTreeMap<String, String>,
@@ -117,8 +116,7 @@ impl Config {
 }
 
 /// Files that another system (cert-manager, Vault, a company's PKI) makes and renews; each is watched.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
     /// File of this node's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/edge/NODE`.
@@ -136,8 +134,7 @@ impl Identity {
 }
 
 /// A cluster whose API is asked for this node's first certificate. Gateways renew it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
     /// File by which the API server is reached as this node, such as its kubelet's; without it the edge is a pod with a service account.
@@ -169,8 +166,7 @@ impl AsRef<Log> for Config {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
@@ -187,8 +183,9 @@ impl Default for Admin {
 }
 
 /// At which gateways an edge has tunnels.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum AtGateways {
     /// At one, and at another one if that fails.
@@ -199,8 +196,7 @@ pub enum AtGateways {
 }
 
 /// The tunnels that an edge keeps.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnels {
     /// `one`: at one gateway, and at another one if that fails; `every`: at each address that the names of gateways lead to, and at each gateway behind it where they say how many they are.
@@ -234,8 +230,7 @@ impl Default for Tunnels {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A gateway's TCP handshake.
@@ -286,8 +281,7 @@ impl Default for Timeouts {
 }
 
 /// How long is waited, at random up to this, before a gateway is dialled anew.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
     /// At most, where the network is silent.

@@ -41,8 +41,7 @@ pub use readers::{Allow, Readers, Right};
 pub use redirect::Redirect;
 
 /// The configuration of `causeway gateway`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Directory of the CA, the tokens and the known nodes; made with mode 0700.
@@ -147,8 +146,7 @@ impl AsRef<Log> for Config {
 }
 
 /// The tunnel port: where edges dial in, join and renew.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Tunnel {
     /// Address of the tunnel port.
@@ -228,8 +226,7 @@ impl Tunnel {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
@@ -246,8 +243,7 @@ impl Default for Admin {
 }
 
 /// What is served at most; beyond it callers get 503 with Retry-After.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Streams in all.
@@ -289,8 +285,7 @@ impl Default for Limits {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// A caller's TLS handshake.
@@ -341,8 +336,7 @@ impl Default for Timeouts {
 }
 
 /// Which streams get an access record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
     /// Every stream.

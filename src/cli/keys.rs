@@ -6,8 +6,9 @@
 use std::marker::PhantomData;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
+use schemars::JsonSchema;
 
-use crate::settings::{Described, Form, Key, keys, plain};
+use crate::settings::{Form, Key, keys, plain};
 
 /// The keys of `C` that were given as flags, by name, each with its texts.
 #[derive(Debug)]
@@ -16,7 +17,7 @@ pub(crate) struct Keys<C> {
     side: PhantomData<fn() -> C>,
 }
 
-fn flags<C: Described>() -> impl Iterator<Item = Key> {
+fn flags<C: JsonSchema>() -> impl Iterator<Item = Key> {
     keys::<C>().into_iter().filter(|key| key.settable)
 }
 
@@ -45,7 +46,7 @@ fn arg(key: &Key) -> Arg {
     .long(flag)
 }
 
-impl<C: Described> Args for Keys<C> {
+impl<C: JsonSchema> Args for Keys<C> {
     fn augment_args(command: Command) -> Command {
         command.args(flags::<C>().map(|key| arg(&key)))
     }
@@ -55,7 +56,7 @@ impl<C: Described> Args for Keys<C> {
     }
 }
 
-impl<C: Described> FromArgMatches for Keys<C> {
+impl<C: JsonSchema> FromArgMatches for Keys<C> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
         let texts = |key: &Key| {
             let texts = matches.get_many::<String>(&key.name)?;

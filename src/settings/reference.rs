@@ -6,18 +6,14 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::{Key, Settings, keys};
+use super::{Settings, keys};
 
 /// All keys of `C` as a Markdown table: key, flag, variable, default, meaning.
 pub(crate) fn reference<C: Settings>() -> String {
-    table(&keys::<C>())
-}
-
-fn table(keys: &[Key]) -> String {
     let mut table = String::from(
         "| key | flag | variable | default | meaning |\n| --- | --- | --- | --- | --- |\n",
     );
-    for key in keys {
+    for key in keys::<C>() {
         let (flag, variable) = if key.settable {
             (
                 format!("`--{}`", key.flag()),
@@ -57,14 +53,10 @@ pub(crate) fn plain(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use schemars::JsonSchema;
-
-    use super::super::{schema, typed};
     use super::*;
 
-    /// With `CAUSEWAY_TEST_BLESS` set the README is written instead of compared: by what the types say, for what is
-    /// compiled in is the schema as it was before.
-    fn in_readme<C: JsonSchema>(side: &str) {
+    /// With `CAUSEWAY_TEST_BLESS` set the README is written instead of compared.
+    fn in_readme<C: Settings>(side: &str) {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
         let readme = std::fs::read_to_string(path).unwrap();
         let (start, end) = (
@@ -77,8 +69,7 @@ mod tests {
         let (section, after) = rest
             .split_once(&end)
             .expect("the end marker stands in the README");
-        let keys = schema::keys_of(&typed::schema::<C>());
-        let expected = format!("\n{}\n", table(&keys));
+        let expected = format!("\n{}\n", reference::<C>());
         if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
             std::fs::write(path, format!("{before}{start}{expected}{end}{after}")).unwrap();
             return;

@@ -4,32 +4,10 @@
 //! come from here. A leaf (a scalar, a list, a map) is one key; a section's leaves are
 //! named `section.key`. Keys inside lists and maps have no flag of their own.
 //!
-//! Schemas are files, in `schema/`: deriving them in each process that asks would be most of a megabyte of code. A test
-//! writes them, and holds them against the types ever after (`typed`).
+//! The schema is derived from the types by `schemars` whenever it is needed.
 
-use serde_json::Value;
-
-/// What is read of a file, a variable or a flag, with its schema.
-pub(crate) trait Described {
-    /// The schema, in JSON, with nothing referred to elsewhere.
-    const SCHEMA: &'static str;
-}
-
-impl Described for causeway_gateway::config::Config {
-    const SCHEMA: &'static str = include_str!("schema/gateway.json");
-}
-
-impl Described for causeway_edge::config::Config {
-    const SCHEMA: &'static str = include_str!("schema/edge.json");
-}
-
-impl Described for causeway_gateway::redirector::Config {
-    const SCHEMA: &'static str = include_str!("schema/redirect.json");
-}
-
-impl Described for causeway_gateway::config::policy::Policy {
-    const SCHEMA: &'static str = include_str!("schema/policy.json");
-}
+use schemars::{JsonSchema, Schema, generate::SchemaSettings, transform::RecursiveTransform};
+use serde_json::{Value, json};
 
 /// One key of a configuration.
 #[derive(Clone, Debug)]
@@ -81,24 +59,38 @@ impl Key {
     }
 }
 
-/// The schema of `C`.
-pub(super) fn of<C: Described>() -> Value {
-    read(C::SCHEMA)
+/// Returns the schema of `C` (JSON Schema, draft 2020-12) without references.
+pub(super) fn of<C: JsonSchema>() -> Value {
+    generate::<C>(settings())
 }
 
-fn read(schema: &str) -> Value {
-    serde_json::from_str(schema).expect("a test has written it")
+/// Returns the schema of `C` as text for editors.
+pub(crate) fn json_schema<C: JsonSchema>() -> String {
+    let settings = settings().with_transform(RecursiveTransform(allow_empty_section));
+    format!("{:#}\n", generate::<C>(settings))
+}
+
+fn settings() -> SchemaSettings {
+    SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true)
+}
+
+fn generate<C: JsonSchema>(settings: SchemaSettings) -> Value {
+    let generator = settings.into_generator();
+    generator.into_root_schema_for::<C>().to_value()
+}
+
+/// Accepts a section without a value (`tunnel:`), as the reader of configuration files does.
+fn allow_empty_section(schema: &mut Schema) {
+    let is_object = schema.get("type").is_some_and(|kind| kind == "object");
+    if is_object && schema.get("required").is_none() {
+        schema.insert("type".to_owned(), json!(["object", "null"]));
+    }
 }
 
 /// All keys of `C`, in the order of its definition.
-pub(crate) fn keys<C: Described>() -> Vec<Key> {
-    keys_of(&of::<C>())
-}
-
-/// All keys that this schema knows, in its order.
-pub(super) fn keys_of(schema: &Value) -> Vec<Key> {
+pub(crate) fn keys<C: JsonSchema>() -> Vec<Key> {
     let mut keys = Vec::new();
-    collect(schema, "", true, &mut keys);
+    collect(&of::<C>(), "", true, &mut keys);
     keys
 }
 
@@ -193,7 +185,7 @@ mod tests {
 
     use super::*;
 
-    fn unique_and_explained<C: Described>() {
+    fn unique_and_explained<C: JsonSchema>() {
         let keys = keys::<C>();
         let mut flags = HashSet::new();
         for key in keys.iter().filter(|key| key.settable) {
@@ -210,6 +202,81 @@ mod tests {
         unique_and_explained::<causeway_gateway::config::Config>();
         unique_and_explained::<causeway_edge::config::Config>();
         unique_and_explained::<causeway_gateway::redirector::Config>();
+    }
+
+    fn validator<C: JsonSchema>() -> impl Fn(&std::path::Path) -> Result<(), String> {
+        let schema: Value = serde_json::from_str(&json_schema::<C>()).unwrap();
+        let dialect = "https://json-schema.org/draft/2020-12/schema";
+        assert_eq!(schema["$schema"], dialect);
+        let mut compiler = boon::Compiler::new();
+        compiler.enable_format_assertions();
+        compiler.add_resource("config.json", schema).unwrap();
+        let mut schemas = boon::Schemas::new();
+        // Also validates the schema itself against its dialect.
+        let index = compiler.compile("config.json", &mut schemas).unwrap();
+        move |file| {
+            let text = std::fs::read_to_string(file).unwrap();
+            let value = crate::settings::untyped(&text).unwrap();
+            let result = schemas.validate(&value, index);
+            result.map_err(|error| format!("{}: {error:#}", file.display()))
+        }
+    }
+
+    /// Returns the configuration files in `examples`, `packaging` and the fixtures, by the process that reads them.
+    fn shipped(side: &str) -> Vec<std::path::PathBuf> {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let entries = |folder: &std::path::Path| {
+            let entries = std::fs::read_dir(folder).unwrap();
+            entries.map(|entry| entry.unwrap().path())
+        };
+        let folders = entries(&root.join("examples")).filter(|path| path.is_dir());
+        let mut files: Vec<_> = folders
+            .chain([root.join("packaging")])
+            .map(|folder| folder.join(side).with_extension("yaml"))
+            .filter(|file| file.exists())
+            .collect();
+        let of_side = |file: &std::path::PathBuf| {
+            let name = file.file_name().unwrap().to_string_lossy();
+            name.starts_with(&format!("{side}-")) && name.ends_with(".yaml")
+        };
+        files.extend(entries(&root.join("tests/fixtures/config/valid")).filter(of_side));
+        files
+    }
+
+    #[test]
+    fn json_schema_accepts_every_shipped_configuration() {
+        let gateway = validator::<causeway_gateway::config::Config>();
+        let edge = validator::<causeway_edge::config::Config>();
+        let redirect = validator::<causeway_gateway::redirector::Config>();
+        for (side, least, validate) in [
+            ("gateway", 10, &gateway as &dyn Fn(&std::path::Path) -> _),
+            ("edge", 5, &edge),
+            ("redirect", 1, &redirect),
+        ] {
+            let files = shipped(side);
+            assert!(files.len() >= least, "{files:?}");
+            let faults: Vec<String> = files
+                .iter()
+                .filter_map(|file| validate(file).err())
+                .collect();
+            assert!(faults.is_empty(), "{}", faults.join("\n"));
+        }
+    }
+
+    #[test]
+    fn json_schema_rejects_unknown_keys_and_wrong_types() {
+        let validate = validator::<causeway_gateway::config::Config>();
+        let invalid = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let invalid = invalid.join("tests/fixtures/config/invalid");
+        for name in ["gateway-unknown-keys.yaml", "gateway-types.yaml"] {
+            assert!(validate(&invalid.join(name)).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn json_schema_is_the_same_each_time() {
+        let schema = json_schema::<causeway_gateway::config::Config>;
+        assert_eq!(schema(), schema());
     }
 
     #[test]

@@ -296,7 +296,9 @@ fn mismatch(value: &Value, schema: &Value) -> Option<String> {
         return None;
     }
     let expected = match schema["format"].as_str() {
-        Some("duration") => "must be a duration with its unit, such as 5s, 500ms or 1m 30s".into(),
+        Some("human-duration") => {
+            "must be a duration with its unit, such as 5s, 500ms or 1m 30s".into()
+        }
         Some("size") => "must be a number of bytes, such as 64KiB, 16MiB or 65536".into(),
         Some("ip") => {
             "must be an address without a port, such as 192.168.1.7 or 2001:db8::7".into()

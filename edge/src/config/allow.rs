@@ -15,8 +15,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// What may be dialled, and how.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Allow {
     /// Networks, addresses and host names that may be dialled.
@@ -117,7 +116,6 @@ impl<'de> Deserialize<'de> for AllowedHost {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for AllowedHost {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "AllowedHost".into()
@@ -133,8 +131,7 @@ impl schemars::JsonSchema for AllowedHost {
 }
 
 /// One of the node's ports, and where it leads.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Port {
     /// `host:port` that is dialled; 127.0.0.1 and the same port if absent.
@@ -179,8 +176,7 @@ impl Port {
 }
 
 /// What an app speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Scheme {
     /// HTTP/1.1 in the clear; raw bytes by CONNECT as well.

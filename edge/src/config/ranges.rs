@@ -94,7 +94,6 @@ impl<'de> Deserialize<'de> for PortRange {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for PortRange {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "PortRange".into()

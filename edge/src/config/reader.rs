@@ -15,8 +15,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 const MOST_ADDRESSES: usize = 8;
 
 /// What is read of the cluster, kept on the disk, and served on this node while the cloud is away.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Reader {
     /// Address at which this node's programs read, over HTTP, or over TLS if `tls` is there. It knows no callers, so it is on loopback.
@@ -115,8 +114,7 @@ impl Reader {
 }
 
 /// What a listener shows. Another system makes and renews it; the files are watched.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Shown {
     /// PEM file of the certificate and the intermediates behind it, for the names and addresses by which programs on this node read (`127.0.0.1`, `localhost`, or what leads there).
@@ -132,8 +130,7 @@ impl Shown {
 }
 
 /// The listener of the site network.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Site {
     /// Address at which neighbours read, over TLS with the nodes' own certificates.
@@ -144,8 +141,7 @@ pub struct Site {
 }
 
 /// The listener for `YurtHub`s (`OpenYurt` v1.6.1 and later). Their gateway's `kubernetes.hubs` tells them of it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Hubs {
     /// Address at which hubs read, over TLS; they are told its IP, and take the port that they listen on themselves (`--multiplexer-port`), 10269. Where this node's hub has it already, an address of its own.

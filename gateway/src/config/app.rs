@@ -9,8 +9,7 @@ use causeway_config::Faults;
 use serde::{Deserialize, Serialize};
 
 /// How to speak TLS to a port of every node.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct App {
     /// PEM file of the CAs that may have signed the app's certificate, which must name the node, or an address that is confirmed to be the node's.

@@ -18,8 +18,7 @@ const MAX_ZONE: usize = 190;
 const MAX_TTL: Duration = Duration::from_hours(24);
 
 /// The DNS server of node names.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Dns {
     /// Address of the DNS server, for UDP and TCP.

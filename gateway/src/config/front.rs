@@ -13,8 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{IdentityHeaders, Jwt};
 
 /// A listener for callers.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[allow(
     clippy::struct_excessive_bools,
@@ -125,8 +124,7 @@ impl Front {
 }
 
 /// What callers of a front speak.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// HTTP/1.1 and HTTP/2 over TLS, which ends here.
@@ -152,8 +150,7 @@ impl Kind {
 }
 
 /// A certificate and its key, in PEM.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Certificate {
     /// File of the certificate and the intermediates behind it.
@@ -163,8 +160,7 @@ pub struct Certificate {
 }
 
 /// How callers are known.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Callers {
     /// By a caller certificate of the own CA (`causeway ca caller`).
@@ -193,8 +189,7 @@ impl Default for Callers {
 }
 
 /// Tokens about which the cluster's API is asked.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenReview {
     /// For whom they must be: their `aud` holds one of these. Empty is the API server itself.
@@ -202,8 +197,9 @@ pub struct TokenReview {
 }
 
 /// The form of a failure.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum ErrorForm {
     /// Status, `application/problem+json` and `Proxy-Status`.

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// Certificates that another system (cert-manager, Vault, a company's PKI) makes and renews, in files, each of which is watched.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Identity {
     /// File of the gateway's certificate and the intermediates behind it; its one URI is `spiffe://TRUST-DOMAIN/gateway`.

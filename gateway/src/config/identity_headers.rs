@@ -6,8 +6,7 @@ use http::HeaderName;
 use serde::{Deserialize, Serialize};
 
 /// The names of the fields that tell an app who calls.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct IdentityHeaders {
     /// Field for the caller's name, such as `X-Remote-User`.

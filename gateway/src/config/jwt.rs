@@ -14,8 +14,7 @@ use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// An issuer whose tokens a front takes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Jwt {
     /// What its tokens say in `iss`, to the letter.
@@ -170,7 +169,6 @@ impl<'de> Deserialize<'de> for Jwks {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for Jwks {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Jwks".into()
@@ -186,8 +184,7 @@ impl schemars::JsonSchema for Jwks {
 }
 
 /// How a token may be signed (RFC 7518 §3.1, RFC 8037): by a private key, never by a shared secret.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[allow(missing_docs, reason = "the RFC's names")]
 pub enum Algorithm {
     RS256,

@@ -23,8 +23,7 @@ pub use hubs::Hubs;
 pub use ports::{NodePorts, Ports};
 
 /// A cluster's API, from which the gateway learns the nodes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Kubernetes {
     /// File that says how to reach the API server; without it the gateway is a pod of the cluster.
@@ -93,10 +92,9 @@ impl Default for Kubernetes {
 }
 
 /// A label that is asked for, as Kubernetes writes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(try_from = "String", into = "String")]
-#[cfg_attr(feature = "schema", schemars(with = "String"))]
+#[schemars(with = "String")]
 pub struct Label {
     /// Its key.
     pub key: String,

@@ -21,8 +21,7 @@ pub use path::canonical;
 const MAX_RULES: usize = 100_000;
 
 /// Who may do what on which node. What no rule allows is refused.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
     /// The rules; the first that matches decides.
@@ -30,8 +29,7 @@ pub struct Policy {
 }
 
 /// One rule.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
     /// Name in logs; unique.
@@ -54,8 +52,7 @@ pub struct Rule {
 }
 
 /// Whom a rule is about: whoever is one of `users`, `groups` or `spiffe`, and comes from one of `networks`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Who {
     /// Names of callers; `*` stands for any characters. Nobody in particular is `system:anonymous`, in so many words only.
@@ -73,8 +70,7 @@ pub struct Who {
 }
 
 /// Which nodes a rule is about: those that every given key holds for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Where {
     /// Names of nodes; `*` stands for any characters.
@@ -89,8 +85,7 @@ pub struct Where {
 }
 
 /// What a rule is about: what every given key holds for.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct What {
     /// Ports of the node: `10250`, or `"30000-32767"`.
@@ -108,8 +103,7 @@ pub struct What {
 }
 
 /// What a stream does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Act {
     /// A plain request.
@@ -132,8 +126,7 @@ impl Act {
 }
 
 /// What follows from a rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Then {
     /// It may.
@@ -143,8 +136,7 @@ pub enum Then {
 }
 
 /// Networks, as a list that also takes plain addresses.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(transparent)]
 pub struct Networks(#[serde(with = "HumanNetworks")] pub Vec<IpNet>);
 
@@ -203,7 +195,6 @@ impl<'de> Deserialize<'de> for Ports {
     }
 }
 
-#[cfg(feature = "schema")]
 impl schemars::JsonSchema for Ports {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "Ports".into()

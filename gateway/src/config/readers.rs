@@ -15,8 +15,7 @@ use super::Config;
 const LEAST_WINDOW: usize = 2 << 20;
 
 /// What edges may read of the cluster.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Readers {
     /// Resources that are kept here, `GROUP/VERSION/PLURAL`, or `VERSION/PLURAL` of the core group.
@@ -36,8 +35,7 @@ pub struct Readers {
 }
 
 /// What edges of some pools may read.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Allow {
     /// Confirmed pools; `*` stands for any characters. Without this key: every edge, also one of no pool.

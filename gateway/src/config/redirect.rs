@@ -13,8 +13,7 @@ use std::{
 };
 
 /// Rules in the kernel of this host that lead callers of the nodes' own addresses to fronts. Needs `CAP_NET_ADMIN`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Redirect {
     /// Fronts with `original_destination`, each for the node port that it stands for.

@@ -14,8 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
 /// The configuration of `causeway redirect`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Node ports that are led away, and for each the `host:port` of gateways' fronts, which are tried in turn.
@@ -63,8 +62,7 @@ impl AsRef<Log> for Config {
 }
 
 /// A cluster's API, from which the addresses of nodes at the edge are learned.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Cluster {
     /// File that says how to reach the API server; without it this is a pod of the cluster.
@@ -111,8 +109,7 @@ impl Cluster {
 }
 
 /// The admin listener.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Admin {
     /// Address of health and metrics; it authenticates nobody, so keep it on loopback.
@@ -129,8 +126,7 @@ impl Default for Admin {
 }
 
 /// What is passed on at most; whoever comes beyond it is reset.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Callers' connections.
@@ -147,8 +143,7 @@ impl Default for Limits {
 }
 
 /// How long is waited at most.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Timeouts {
     /// Until a gateway takes a connection, all that are tried together.

@@ -28,8 +28,7 @@ use crate::cli::PolicyTest;
 use crate::settings;
 
 /// What is expected of a policy.
-#[derive(Debug, Deserialize)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Table {
     /// The policy file, seen from this one.
@@ -43,8 +42,7 @@ struct Table {
 }
 
 /// What is confirmed of a node.
-#[derive(Debug, Deserialize)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Known {
     /// Its pool.
@@ -56,8 +54,7 @@ struct Known {
 }
 
 /// One request.
-#[derive(Debug, Deserialize)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[derive(Debug, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Expectation {
     /// The caller's name; nobody in particular without it.
@@ -99,10 +96,6 @@ impl Expectation {
         decision.allow == (self.then == Then::Allow)
             && (self.rule.is_none() || self.rule.as_deref() == rule)
     }
-}
-
-impl settings::Described for Table {
-    const SCHEMA: &'static str = include_str!("../../settings/schema/expectations.json");
 }
 
 impl Validate for Table {
@@ -192,14 +185,4 @@ fn file(ask: &PolicyTest, table: &Table) -> anyhow::Result<PathBuf> {
         );
     };
     Ok(ask.table.parent().unwrap_or(Path::new("")).join(named))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_schema_is_what_the_types_say() {
-        settings::typed::hold::<Table>("expectations");
-    }
 }

@@ -9,8 +9,7 @@ use super::hosts::is_name;
 use crate::config::Config;
 
 /// The Service through which edges come.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Advertise {
     /// The Service, `NAMESPACE/NAME`. Its annotation `causeway.io/advertise` (`host:port,…`) counts before its balancer's addresses (`LoadBalancer`), or its port of each cloud node (`NodePort`).

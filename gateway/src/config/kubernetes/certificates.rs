@@ -12,8 +12,7 @@ use super::hosts::{check_names, is_name};
 use crate::config::Config;
 
 /// What edges ask the cluster's `certificates.k8s.io` for.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Certificates {
     /// Name of the signer that this gateway is, `DOMAIN/NAME`; edges have it as their `kubernetes.signer`. Or one of the cluster's own for clients: `kubernetes.io/kube-apiserver-client` (the gateway approves), `kubernetes.io/kube-apiserver-client-kubelet` (the cluster approves, and for nodes alone).

@@ -19,8 +19,7 @@ const LONGEST: Duration = Duration::from_hours(1);
 const MAX_NAME: usize = 240;
 
 /// A hosts file of all nodes in a `ConfigMap`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Hosts {
     /// `causeway`: a line for each address of a node, by name. `openyurt`: one line for each node, as its tunnel server writes it, with that one's names where nothing else is said.
@@ -59,8 +58,7 @@ impl Default for Hosts {
 }
 
 /// How the file is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HostsFormat {
     /// By name, a line for each address.

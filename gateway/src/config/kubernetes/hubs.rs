@@ -6,8 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 
 /// `leader-hub-POOL` of `OpenYurt` v1.6.1 and later, kept by gateways.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Hubs {
     /// Namespace in which hubs look for it (their `--namespace`).

@@ -14,8 +14,7 @@ use super::hosts::check_names;
 use crate::config::{Config, Front, Kind};
 
 /// Node ports that a `ConfigMap` of the cluster lists.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Ports {
     /// Namespace of the `ConfigMap` and of the Service.
