@@ -11,7 +11,6 @@
 use crate::{
     due::due,
     follow::{Now, follow},
-    objects::{Service, ServicePort},
     replicas,
     trouble::Trouble,
 };
@@ -22,6 +21,7 @@ use causeway_gateway::{
 };
 use causeway_tunnel::{backoff::Backoff, target::Target};
 use futures_util::StreamExt;
+use k8s_openapi::api::core::v1::{Service, ServicePort};
 use kube::{Api, Client};
 use std::{convert::Infallible, net::IpAddr, time::Duration};
 use tokio::{sync::watch, time::Instant};
@@ -173,18 +173,23 @@ fn addresses(service: &Service, port: &str, nodes: &[IpAddr]) -> Result<Vec<Stri
             return Ok(all);
         }
     }
-    let port = port_of(&service.spec.ports, port)?;
-    let mut all: Vec<String> = match service.spec.kind.as_str() {
+    let spec = service.spec.as_ref();
+    let ports = spec.and_then(|spec| spec.ports.as_deref());
+    let port = port_of(ports.unwrap_or_default(), port)?;
+    let kind = spec.and_then(|spec| spec.type_.as_deref());
+    let mut all: Vec<String> = match kind.unwrap_or_default() {
         "LoadBalancer" => {
-            let ingress = service.status.load_balancer.ingress.iter();
-            let hosts = ingress.filter_map(|at| at.ip.as_deref().or(at.hostname.as_deref()));
+            let port = number(port.port)?;
+            let status = service.status.as_ref();
+            let balancer = status.and_then(|status| status.load_balancer.as_ref());
+            let ingress = balancer.and_then(|balancer| balancer.ingress.as_ref());
+            let hosts = ingress.into_iter().flatten();
+            let hosts = hosts.filter_map(|at| at.ip.as_deref().or(at.hostname.as_deref()));
             let hosts = hosts.filter(|host| !host.is_empty());
-            hosts
-                .map(|host| Target::new(host, port.port).text())
-                .collect()
+            hosts.map(|host| Target::new(host, port).text()).collect()
         }
         "NodePort" => {
-            let port = port.node_port.ok_or("its port has no node port yet")?;
+            let port = number(port.node_port.ok_or("its port has no node port yet")?)?;
             let nodes = nodes.iter();
             nodes
                 .map(|node| Target::new(node.to_string(), port).text())
@@ -214,9 +219,13 @@ fn port_of<'a>(ports: &'a [ServicePort], name: &str) -> Result<&'a ServicePort, 
         [only] => Ok(only),
         several => several
             .iter()
-            .find(|port| port.name == name)
+            .find(|port| port.name.as_deref().unwrap_or_default() == name)
             .ok_or_else(|| format!("it has no port named {name} (kubernetes.advertise.port)")),
     }
+}
+
+fn number(port: i32) -> Result<u16, String> {
+    u16::try_from(port).map_err(|_| format!("{port} is not a port number"))
 }
 
 #[cfg(test)]

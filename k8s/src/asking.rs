@@ -1,11 +1,15 @@
 //! Requests for certificates from whoever wants one: put to the cluster, and looked at until something has come of them.
 
-use crate::{
-    client::said,
-    objects::{CertificateSigningRequest, RequestSpec},
-};
+use crate::client::said;
 use causeway_edge::{Answer, NoAnswer};
-use k8s_openapi::{ByteString, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+use k8s_openapi::{
+    ByteString,
+    api::certificates::v1::{
+        CertificateSigningRequest, CertificateSigningRequestCondition,
+        CertificateSigningRequestSpec,
+    },
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
 use kube::{Api, Client, api::PostParams};
 use std::{future::Future, time::Duration};
 use tokio::time::timeout;
@@ -20,7 +24,7 @@ pub(crate) struct Wanted<'a> {
     pub(crate) signer: &'a str,
     pub(crate) usages: [&'a str; 2],
     /// For how long the certificate is to hold, if that is not the signer's to say.
-    pub(crate) seconds: Option<i64>,
+    pub(crate) seconds: Option<i32>,
     /// PKCS #10 in PEM.
     pub(crate) request: &'a str,
 }
@@ -32,12 +36,12 @@ pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnsw
             name: Some(wanted.name.to_owned()),
             ..ObjectMeta::default()
         },
-        spec: RequestSpec {
+        spec: CertificateSigningRequestSpec {
             request: ByteString(wanted.request.as_bytes().to_vec()),
             signer_name: wanted.signer.to_owned(),
-            usages: wanted.usages.map(str::to_owned).into(),
+            usages: Some(wanted.usages.map(str::to_owned).into()),
             expiration_seconds: wanted.seconds,
-            ..RequestSpec::default()
+            ..CertificateSigningRequestSpec::default()
         },
         status: None,
     };
@@ -54,6 +58,15 @@ pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnsw
         tracing::info!(request, signer, "asked the cluster for a certificate");
     }
     Ok(())
+}
+
+/// Returns the condition of this type (`Approved`, `Denied` or `Failed`).
+pub(crate) fn condition<'a>(
+    request: &'a CertificateSigningRequest,
+    kind: &str,
+) -> Option<&'a CertificateSigningRequestCondition> {
+    let conditions = request.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|condition| condition.type_ == kind)
 }
 
 /// What became of the request of this name until now.
@@ -84,8 +97,9 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
         return Answer::Refused(format!("the request {name} is not there any more"));
     };
     for (kind, what) in [("Denied", "was denied"), ("Failed", "has failed")] {
-        if let Some(condition) = request.condition(kind) {
-            return Answer::Refused(format!("the request {name} {what}: {}", condition.message));
+        if let Some(condition) = condition(&request, kind) {
+            let message = condition.message.as_deref().unwrap_or_default();
+            return Answer::Refused(format!("the request {name} {what}: {message}"));
         }
     }
     let certificate = request
@@ -94,7 +108,7 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
         .and_then(|status| status.certificate.as_ref());
     match certificate.filter(|certificate| !certificate.0.is_empty()) {
         Some(ByteString(chain)) => Answer::Signed(String::from_utf8_lossy(chain).into_owned()),
-        None if request.condition("Approved").is_some() => {
+        None if condition(&request, "Approved").is_some() => {
             Answer::Waiting(format!("the request {name} is approved and not signed yet"))
         }
         None => Answer::Waiting(format!(
@@ -106,18 +120,19 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::objects::{RequestCondition, RequestStatus};
+    use k8s_openapi::api::certificates::v1::CertificateSigningRequestStatus;
 
     #[test]
     fn what_became_of_a_request_is_told_in_words() {
         let request = |kinds: &[&str], certificate: &str| {
-            let condition = |kind: &&str| RequestCondition {
-                kind: (*kind).to_owned(),
-                message: "said so".to_owned(),
+            let condition = |kind: &&str| CertificateSigningRequestCondition {
+                type_: (*kind).to_owned(),
+                message: Some("said so".to_owned()),
+                ..CertificateSigningRequestCondition::default()
             };
             Some(CertificateSigningRequest {
-                status: Some(RequestStatus {
-                    conditions: kinds.iter().map(condition).collect(),
+                status: Some(CertificateSigningRequestStatus {
+                    conditions: Some(kinds.iter().map(condition).collect()),
                     certificate: Some(ByteString(certificate.as_bytes().to_vec())),
                 }),
                 ..CertificateSigningRequest::default()

@@ -17,7 +17,6 @@ mod told;
 
 use crate::{
     client::{said, watch_said, watch_timeout},
-    objects::CertificateSigningRequest,
     trouble::Trouble,
 };
 use bundle::Bundle;
@@ -26,7 +25,10 @@ use causeway_certs::ClusterSubject;
 use causeway_gateway::{config, control::signer::Signer, metrics::Metrics, state::NodesWriter};
 use causeway_tunnel::backoff::Backoff;
 use futures_util::StreamExt;
-use k8s_openapi::{ByteString, apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use k8s_openapi::{
+    ByteString, api::certificates::v1::CertificateSigningRequest,
+    apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp,
+};
 use kube::{
     Api, Client, ResourceExt,
     api::{Patch, PatchParams},

@@ -1,15 +1,13 @@
 //! How the cluster's API is reached: by a kubeconfig file, or as a pod of the cluster.
 //!
-//! Nothing is dialled here: an API server that is away is waited for by whoever asks it something. A file's text is read by the
-//! reader of YAML that whoever calls has anyway; `kube` brings another, of half a megabyte.
+//! Nothing is dialled here: an API server that is away is waited for by whoever asks it something.
 
 use kube::{
     Client, Config,
-    config::{KubeConfigOptions, Kubeconfig},
+    config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
     runtime::watcher,
 };
-use serde_json::Value;
-use std::{fs, path::Path, time::Duration};
+use std::{path::Path, time::Duration};
 
 /// How long a connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -70,24 +68,21 @@ pub enum ClientError {
     Build(kube::Error),
 }
 
-/// How YAML is read, or the JSON that it may be; or what is wrong with it, with its line.
-pub type ReadYaml = fn(&str) -> Result<Value, String>;
-
 /// A client of the cluster's API.
 ///
 /// # Errors
 /// If the file, or the pod's service account, is missing or malformed.
-pub async fn client(kubeconfig: Option<&Path>, yaml: ReadYaml) -> Result<Client, ClientError> {
+pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
     let mut config = match kubeconfig {
         Some(path) => {
-            let failed = |cause: String| ClientError::Kubeconfig {
+            let failed = |error: KubeconfigError| ClientError::Kubeconfig {
                 path: path.display().to_string(),
-                cause,
+                cause: kubeconfig_said(&error),
             };
-            let file = read(path, yaml).map_err(failed)?;
+            let file = Kubeconfig::read_from(path).map_err(failed)?;
             let options = KubeConfigOptions::default();
             let config = Config::from_custom_kubeconfig(file, &options);
-            config.await.map_err(|error| failed(error.to_string()))?
+            config.await.map_err(failed)?
         }
         None => Config::incluster().map_err(ClientError::NoPod)?,
     };
@@ -96,88 +91,48 @@ pub async fn client(kubeconfig: Option<&Path>, yaml: ReadYaml) -> Result<Client,
     Client::try_from(config).map_err(ClientError::Build)
 }
 
-/// What a kubeconfig says, with the files that it names where they are.
-fn read(path: &Path, yaml: ReadYaml) -> Result<Kubeconfig, String> {
-    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
-    let read = serde_json::from_value(yaml(&text)?);
-    let mut file: Kubeconfig = read.map_err(|error| error.to_string())?;
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let named = |file: &mut Option<String>| {
-        if let Some(file) = file {
-            *file = folder.join(&*file).display().to_string();
-        }
-    };
-    for cluster in file
-        .clusters
-        .iter_mut()
-        .filter_map(|one| one.cluster.as_mut())
-    {
-        named(&mut cluster.certificate_authority);
+/// Returns the cause of an error in one line. The caller names the file.
+fn kubeconfig_said(error: &KubeconfigError) -> String {
+    match error {
+        KubeconfigError::ReadConfig(cause, _) => cause.to_string(),
+        KubeconfigError::Parse(cause) => cause.without_snippet().to_string(),
+        other => other.to_string(),
     }
-    for user in file
-        .auth_infos
-        .iter_mut()
-        .filter_map(|one| one.auth_info.as_mut())
-    {
-        named(&mut user.client_certificate);
-        named(&mut user.client_key);
-        named(&mut user.token_file);
-        // A program without a folder is looked for as a shell would.
-        if let Some(exec) = &mut user.exec
-            && exec
-                .command
-                .as_ref()
-                .is_some_and(|command| command.contains('/'))
-        {
-            named(&mut exec.command);
-        }
-    }
-    Ok(file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn json(text: &str) -> Result<Value, String> {
-        serde_json::from_str(text).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn files_that_a_kubeconfig_names_are_looked_for_beside_it() {
+    #[tokio::test]
+    async fn error_of_a_kubeconfig_names_file_place_and_cause_in_one_line() {
         let folder =
             std::env::temp_dir().join(format!("causeway-kubeconfig-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
+        std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("config");
-        let text = r#"{
-            "clusters": [{ "name": "c", "cluster": { "server": "https://10.0.0.1:6443", "certificate-authority": "ca.crt", "insecure-skip-tls-verify": false } }],
-            "users": [
-                { "name": "u", "user": { "client-certificate": "/abs/u.crt", "client-key": "keys/u.key" } },
-                { "name": "e", "user": { "exec": { "command": "./plugin", "apiVersion": "client.authentication.k8s.io/v1" } } },
-                { "name": "p", "user": { "exec": { "command": "aws", "apiVersion": "client.authentication.k8s.io/v1" } } }
-            ],
-            "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u" } }],
-            "current-context": "x"
-        }"#;
-        fs::write(&path, text).unwrap();
-        let file = read(&path, json).unwrap();
-        let beside = |name: &str| Some(folder.join(name).display().to_string());
-        let cluster = file.clusters[0].cluster.as_ref().unwrap();
-        assert_eq!(cluster.certificate_authority, beside("ca.crt"));
-        let user = |at: usize| file.auth_infos[at].auth_info.clone().unwrap();
-        assert_eq!(user(0).client_certificate.as_deref(), Some("/abs/u.crt"));
-        assert_eq!(user(0).client_key, beside("keys/u.key"));
-        assert_eq!(user(1).exec.unwrap().command, beside("./plugin"));
-        assert_eq!(user(2).exec.unwrap().command.as_deref(), Some("aws"));
-        for (text, says) in [
+        let cause = async |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let error = client(Some(&path)).await.err().unwrap().to_string();
+            let cause = error.strip_prefix(&format!("{}: ", path.display()));
+            cause.unwrap().to_owned()
+        };
+        for (text, part) in [
             ("nonsense", "line 1"),
-            (r#"{ "clusters": 3 }"#, "invalid type"),
+            ("apiVersion: v1\nclusters: 3", "line 2"),
+            ("clusters: [", "line 1"),
+            ("", "current context"),
+            ("current-context: x", "current context"),
         ] {
-            fs::write(&path, text).unwrap();
-            let error = read(&path, json).unwrap_err();
-            assert!(error.contains(says), "{error}");
+            let said = cause(text).await;
+            assert!(said.contains(part) && !said.contains('\n'), "{said}");
         }
-        fs::remove_dir_all(&folder).unwrap();
-        assert!(read(&path, json).unwrap_err().contains("No such file"));
+        std::fs::remove_dir_all(&folder).unwrap();
+        let error = client(Some(&path)).await.err().unwrap().to_string();
+        assert_eq!(
+            error.matches(&*path.to_string_lossy()).count(),
+            1,
+            "{error}"
+        );
+        assert!(error.contains("No such file"), "{error}");
     }
 }

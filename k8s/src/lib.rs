@@ -2,7 +2,7 @@
 //! question to its cluster.
 //!
 //! No other crate knows Kubernetes. The gateway offers writers of its tables, and runs without any of this as well.
-//! `client` says how to reach the cluster's API, `objects` what is read of it; `nodes` fills `state::nodes` from Node
+//! `client` says how to reach the cluster's API; `nodes` fills `state::nodes` from Node
 //! objects; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `hubs` tells `YurtHub`s where to read; `ports` has the gateway serve what another
 //! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
@@ -21,7 +21,6 @@ pub mod hubs;
 pub mod identity;
 mod lease;
 pub mod nodes;
-mod objects;
 mod ours;
 pub mod pods;
 pub mod pool;
@@ -33,7 +32,7 @@ pub mod vouch;
 
 pub use advertise::Advertise;
 pub use certificates::Certificates;
-pub use client::{ClientError, ReadYaml, client};
+pub use client::{ClientError, client};
 pub use hosts::Hosts;
 pub use hubs::Hubs;
 pub use identity::OwnCertificate;

@@ -9,7 +9,6 @@
 use crate::{
     client::{watch_said, watch_timeout},
     due::due,
-    objects::Node,
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
@@ -20,6 +19,7 @@ use causeway_gateway::{
 };
 use futures_util::{StreamExt, TryStreamExt};
 use ipnet::IpNet;
+use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, ResourceExt,
     runtime::{
@@ -138,7 +138,7 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
     let addresses = status.and_then(|status| status.addresses.as_ref());
     let of = |kind: &'static str| {
         let all = addresses.into_iter().flatten();
-        all.filter(move |address| address.kind == kind)
+        all.filter(move |address| address.type_ == kind)
     };
     // The first one counts most, in whatever order the object has them.
     let mut believed: Vec<IpAddr> = of("InternalIP")

@@ -14,7 +14,6 @@ use crate::{
     client::said,
     due::due,
     follow::{Now, follow},
-    objects::Service,
     trouble::Trouble,
 };
 use causeway_gateway::{
@@ -23,7 +22,7 @@ use causeway_gateway::{
 };
 use causeway_tunnel::backoff::Backoff;
 use futures_util::{StreamExt, stream};
-use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::api::core::v1::{ConfigMap, Service};
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{Patch, PatchParams},

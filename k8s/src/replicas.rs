@@ -3,11 +3,9 @@
 //! One counts from when callers may be led to it, or earlier (`publishNotReadyAddresses`) from when it has an address, until it
 //! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
 
-use crate::{
-    client::{watch_said, watch_timeout},
-    objects::{Endpoint, EndpointSlice},
-};
+use crate::client::{watch_said, watch_timeout};
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use kube::{
     Api, Client, ResourceExt,
     runtime::{
@@ -59,7 +57,7 @@ pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStrea
 fn counted(slices: &Slices) -> Option<u32> {
     let mut families: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for slice in slices.values() {
-        let there = slice.endpoints.iter().flatten().filter(|each| counts(each));
+        let there = slice.endpoints.iter().filter(|each| counts(each));
         let addresses = there.filter_map(|each| each.addresses.first());
         let family = families.entry(&slice.address_type).or_default();
         family.extend(addresses.map(String::as_str));
@@ -70,8 +68,9 @@ fn counted(slices: &Slices) -> Option<u32> {
 
 /// What is not known of an endpoint counts for it (the API's words of `ready`).
 fn counts(endpoint: &Endpoint) -> bool {
-    let conditions = &endpoint.conditions;
-    conditions.ready != Some(false) && conditions.terminating != Some(true)
+    endpoint.conditions.as_ref().is_none_or(|conditions| {
+        conditions.ready != Some(false) && conditions.terminating != Some(true)
+    })
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 use crate::{
     asking::{self, Wanted, bounded},
     certificates::{KEY, USAGES},
-    client::{ReadYaml, client},
+    client::client,
 };
 use causeway_certs::ClusterSubject;
 use causeway_edge::{Answer, Cluster, NoAnswer, config::Kubernetes};
@@ -15,7 +15,7 @@ use k8s_openapi::api::{authentication::v1::SelfSubjectReview, core::v1::ConfigMa
 use kube::{Api, Client, api::PostParams};
 
 /// Life of what a signer of the cluster's own makes, in seconds: it is shown to a gateway, and not needed any more.
-pub(crate) const SHOWN_WITHIN: i64 = 2 * 60 * 60;
+pub(crate) const SHOWN_WITHIN: i32 = 2 * 60 * 60;
 /// Where a token of a pod says on which node that is.
 pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 
@@ -23,17 +23,16 @@ pub(crate) const NODE: &str = "authentication.kubernetes.io/node-name";
 #[derive(Debug)]
 pub struct Vouch {
     rules: Kubernetes,
-    yaml: ReadYaml,
 }
 
 impl Vouch {
-    /// By this section of an edge's configuration; its kubeconfig is YAML.
-    pub fn new(rules: Kubernetes, yaml: ReadYaml) -> Self {
-        Self { rules, yaml }
+    /// By this section of an edge's configuration.
+    pub fn new(rules: Kubernetes) -> Self {
+        Self { rules }
     }
 
     async fn client(&self) -> Result<Client, NoAnswer> {
-        let client = client(self.rules.kubeconfig.as_deref(), self.yaml).await;
+        let client = client(self.rules.kubeconfig.as_deref()).await;
         client.map_err(|error| NoAnswer::Refused(error.to_string()))
     }
 }

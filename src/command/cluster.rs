@@ -16,9 +16,6 @@ use causeway_gateway::{config::Kubernetes, gateway::names};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-#[cfg(feature = "k8s")]
-use crate::settings;
-
 /// Who an edge asks who it is, in place of a token.
 pub(super) type Vouching = Option<std::sync::Arc<dyn causeway_edge::Cluster>>;
 
@@ -27,8 +24,7 @@ pub(super) type Vouching = Option<std::sync::Arc<dyn causeway_edge::Cluster>>;
 #[allow(clippy::unnecessary_wraps, reason = "as the other build has it")]
 pub(super) fn vouching(config: &causeway_edge::Config) -> anyhow::Result<Vouching> {
     let rules = config.kubernetes.clone();
-    Ok(rules
-        .map(|rules| std::sync::Arc::new(causeway_k8s::Vouch::new(rules, settings::untyped)) as _))
+    Ok(rules.map(|rules| std::sync::Arc::new(causeway_k8s::Vouch::new(rules)) as _))
 }
 
 /// As above, in a build that knows no cluster.
@@ -78,7 +74,7 @@ impl Cluster {
         let Some(rules) = config.kubernetes.clone() else {
             return Ok(Self(None));
         };
-        let client = causeway_k8s::client(rules.kubeconfig.as_deref(), settings::untyped).await?;
+        let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
         Ok(Self(Some(Parts {
             own: own(&client, config)?,
             rules,

@@ -26,7 +26,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let told = |error: &anyhow::Error| notify.status(&explain(error));
     let config = within_files(config);
     let (rules, grace) = (config.kubernetes.rules(), config.timeouts.drain);
-    let client = causeway_k8s::client(rules.kubeconfig.as_deref(), settings::untyped).await;
+    let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await;
     let client = client.map_err(anyhow::Error::from).inspect_err(told)?;
     let bound = Redirector::bind(config).map_err(anyhow::Error::from);
     let (reloads, asked) = causeway_config::reloads();

@@ -4,8 +4,8 @@
 //! that begins anew is no reason to tell it again.
 
 use super::right::Right;
-use crate::objects::CertificateSigningRequest;
-use k8s_openapi::api::core::v1::ObjectReference;
+use crate::asking::condition;
+use k8s_openapi::api::{certificates::v1::CertificateSigningRequest, core::v1::ObjectReference};
 use kube::{Resource, ResourceExt};
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -72,7 +72,7 @@ impl Requests {
         let known = known.filter(|entry| entry.request.uid == uid);
         let over = ["Denied", "Failed"]
             .iter()
-            .any(|kind| heard.condition(kind).is_some());
+            .any(|kind| condition(heard, kind).is_some());
         let certificate = heard
             .status
             .as_ref()
@@ -95,9 +95,9 @@ impl Requests {
         let request = Request {
             uid,
             version: heard.resource_version().unwrap_or_default(),
-            requester: heard.spec.username.clone(),
+            requester: heard.spec.username.clone().unwrap_or_default(),
             asked_at: asked_at.unwrap_or_default(),
-            approved: heard.condition("Approved").is_some(),
+            approved: condition(heard, "Approved").is_some(),
             judged,
             about: heard.object_ref(&()),
             name: name.clone(),
@@ -171,19 +171,23 @@ impl Requests {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::objects::{RequestCondition, RequestStatus};
-    use k8s_openapi::ByteString;
+    use k8s_openapi::{
+        ByteString,
+        api::certificates::v1::{
+            CertificateSigningRequestCondition, CertificateSigningRequestStatus,
+        },
+    };
 
     fn heard(name: &str, uid: &str, condition: Option<&str>) -> CertificateSigningRequest {
         let mut heard = CertificateSigningRequest::default();
         heard.metadata.name = Some(name.to_owned());
         heard.metadata.uid = Some(uid.to_owned());
-        let conditions = condition.map(|kind| RequestCondition {
-            kind: kind.to_owned(),
-            message: String::new(),
+        let conditions = condition.map(|kind| CertificateSigningRequestCondition {
+            type_: kind.to_owned(),
+            ..CertificateSigningRequestCondition::default()
         });
-        heard.status = Some(RequestStatus {
-            conditions: conditions.into_iter().collect(),
+        heard.status = Some(CertificateSigningRequestStatus {
+            conditions: Some(conditions.into_iter().collect()),
             certificate: None,
         });
         heard

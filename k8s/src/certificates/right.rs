@@ -4,12 +4,10 @@
 //! token of a service account that was given to a pod on that node. Whatever is more or less than what an edge needs is wrong:
 //! this grants nothing that somebody should have looked at.
 
-use crate::{
-    objects::CertificateSigningRequest,
-    vouch::{NODE, SHOWN_WITHIN},
-};
+use crate::vouch::{NODE, SHOWN_WITHIN};
 use causeway_certs::{CsrKey, NodeName};
 use causeway_gateway::{config::Certificates, control::signer::Signer};
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::time::Duration;
 
@@ -65,9 +63,14 @@ fn request(asked: &CertificateSigningRequest) -> Result<Vec<u8>, String> {
 /// Which node asks.
 fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeName, String> {
     let spec = &asked.spec;
-    let who = &spec.username;
+    let who = spec.username.as_deref().unwrap_or_default();
     let name = if let Some(name) = who.strip_prefix("system:node:") {
-        if !spec.groups.iter().any(|group| group == "system:nodes") {
+        if !spec
+            .groups
+            .iter()
+            .flatten()
+            .any(|group| group == "system:nodes")
+        {
             return Err(format!(
                 "{who} is not in the group system:nodes, so it is no node"
             ));
@@ -83,7 +86,8 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
                 "who asks is \"{who}\": neither a node, nor one of kubernetes.certificates.service_accounts"
             ));
         }
-        match spec.extra.get(NODE).map(Vec::as_slice) {
+        let extra = spec.extra.as_ref().and_then(|extra| extra.get(NODE));
+        match extra.map(Vec::as_slice) {
             Some([name]) => name,
             _ => {
                 return Err(format!(
@@ -100,7 +104,13 @@ fn node(asked: &CertificateSigningRequest, accounts: &[String]) -> Result<NodeNa
 }
 
 fn usages(asked: &CertificateSigningRequest) -> Result<(), String> {
-    let mut usages: Vec<&str> = asked.spec.usages.iter().map(String::as_str).collect();
+    let mut usages: Vec<&str> = asked
+        .spec
+        .usages
+        .iter()
+        .flatten()
+        .map(String::as_str)
+        .collect();
     usages.sort_unstable();
     if usages == USAGES {
         return Ok(());
@@ -140,15 +150,18 @@ fn shown(asked: &CertificateSigningRequest) -> Result<Option<Duration>, String> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::objects::RequestSpec;
+    use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec as Spec;
 
     fn asked(username: &str, groups: &[&str]) -> CertificateSigningRequest {
         CertificateSigningRequest {
-            spec: RequestSpec {
-                username: username.to_owned(),
-                groups: groups.iter().map(ToString::to_string).collect(),
-                usages: vec!["digital signature".to_owned(), "client auth".to_owned()],
-                ..RequestSpec::default()
+            spec: Spec {
+                username: Some(username.to_owned()),
+                groups: Some(groups.iter().map(ToString::to_string).collect()),
+                usages: Some(vec![
+                    "digital signature".to_owned(),
+                    "client auth".to_owned(),
+                ]),
+                ..Spec::default()
             },
             ..CertificateSigningRequest::default()
         }
@@ -187,11 +200,11 @@ mod tests {
     fn a_service_account_speaks_for_the_node_that_its_token_is_bound_to() {
         let mut pod = asked("system:serviceaccount:edges:edge", &[]);
         assert!(refused(&pod).contains("on which node"));
-        pod.spec.extra = [(NODE.to_owned(), vec!["edge-2".to_owned()])].into();
+        pod.spec.extra = Some([(NODE.to_owned(), vec!["edge-2".to_owned()])].into());
         let accounts = ["edges/edge".to_owned()];
         assert_eq!(node(&pod, &accounts).unwrap().as_str(), "edge-2");
         let two = vec!["edge-1".to_owned(), "edge-2".to_owned()];
-        pod.spec.extra = [(NODE.to_owned(), two)].into();
+        pod.spec.extra = Some([(NODE.to_owned(), two)].into());
         assert!(refused(&pod).contains("on which node"));
         assert!(node(&pod, &[]).unwrap_err().contains("service_accounts"));
         // An account of that name in a namespace that reads alike is another.
@@ -217,9 +230,13 @@ mod tests {
     fn usages_are_exactly_those_of_an_edge_and_no_life_is_longer_than_it_may_be() {
         let mut csr = asked("", &[]);
         usages(&csr).unwrap();
-        csr.spec.usages.push("server auth".to_owned());
+        csr.spec
+            .usages
+            .as_mut()
+            .unwrap()
+            .push("server auth".to_owned());
         assert!(usages(&csr).unwrap_err().contains("server auth"));
-        csr.spec.usages = vec!["client auth".to_owned()];
+        csr.spec.usages = Some(vec!["client auth".to_owned()]);
         assert!(usages(&csr).is_err());
         let hour = Duration::from_hours(1);
         assert_eq!(life(&csr, hour), Ok(None));
