@@ -33,7 +33,6 @@ use arc_swap::ArcSwap;
 use brought::Faces;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
 use causeway_tunnel::task::Tasks;
-use futures_util::future::BoxFuture;
 use joining::{own, warn_of_expiry};
 use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
@@ -77,35 +76,27 @@ impl Edge {
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub fn open(config: Config, stop: &CancellationToken) -> BoxFuture<'_, Result<Self, Error>> {
-        Self::open_telling(config, stop, &|_| {})
+    pub async fn open(config: Config, stop: &CancellationToken) -> Result<Self, Error> {
+        Self::open_telling(config, stop, &|_| {}).await
     }
 
     /// Does what [`Edge::open`] does, and tells why whenever an attempt to join came to nothing and is tried again.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub fn open_telling<'a>(
+    pub async fn open_telling(
         config: Config,
-        stop: &'a CancellationToken,
-        tell: &'a (dyn Fn(&str) + Send + Sync),
-    ) -> BoxFuture<'a, Result<Self, Error>> {
-        Self::open_by(config, None, (stop, tell))
+        stop: &CancellationToken,
+        tell: &(dyn Fn(&str) + Send + Sync),
+    ) -> Result<Self, Error> {
+        Self::open_by(config, None, (stop, tell)).await
     }
 
     /// Does what [`Edge::open_telling`] does; where the configuration names a cluster, that one says who this node is.
     ///
     /// # Errors
     /// If the edge cannot be who it should be, or its configuration does not hold.
-    pub fn open_by<'a>(
-        config: Config,
-        cluster: Option<Arc<dyn Cluster>>,
-        while_joining: (&'a CancellationToken, &'a (dyn Fn(&str) + Send + Sync)),
-    ) -> BoxFuture<'a, Result<Self, Error>> {
-        Box::pin(Self::opened(config, cluster, while_joining))
-    }
-
-    async fn opened(
+    pub async fn open_by(
         config: Config,
         cluster: Option<Arc<dyn Cluster>>,
         while_joining: (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
@@ -113,7 +104,8 @@ impl Edge {
         let store = Store::open(&config.data_dir, Access::Create)?;
         let identity = match &config.identity {
             Some(files) => brought::open(files, &store)?,
-            None => own(&config, &store, cluster.as_deref(), while_joining).await?,
+            // Boxed: enrolment is large, and most edges have enrolled before.
+            None => Box::pin(own(&config, &store, cluster.as_deref(), while_joining)).await?,
         };
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
@@ -273,12 +265,7 @@ impl Bound {
     ///
     /// # Errors
     /// If TLS cannot be set up; nothing ends an edge that runs but `stop`.
-    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), Error>> {
-        // Boxed here, all of it is compiled in this crate.
-        Box::pin(self.serve(stop))
-    }
-
-    async fn serve(self, stop: CancellationToken) -> Result<(), Error> {
+    pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
         let Self {
             config,
             store,

@@ -37,7 +37,6 @@ use crate::{
 use causeway_certs::{Claim, HostName, Store};
 use causeway_pool::Pool;
 use causeway_tunnel::{listener, task::Tasks};
-use futures_util::future::BoxFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
@@ -279,14 +278,7 @@ impl Bound {
     }
 
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
-    ///
-    /// Boxed here, so that it is this crate in which all of it is compiled, whoever runs it, and however small that is
-    /// to be.
-    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, ()> {
-        Box::pin(self.serve(stop))
-    }
-
-    async fn serve(self, stop: CancellationToken) {
+    pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
         // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.

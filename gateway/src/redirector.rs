@@ -28,7 +28,6 @@ use causeway_tunnel::{
     task::Tasks,
 };
 pub use config::{Admin, Cluster, Config, Limits, Timeouts};
-use futures_util::future::BoxFuture;
 use gateways::Gateways;
 use reload::Takers;
 pub use reload::{Changed, Reloader};
@@ -199,13 +198,7 @@ impl Redirector {
     ///
     /// # Errors
     /// If the listener cannot be served.
-    ///
-    /// Boxed here, so that it is this crate in which all of it is compiled.
-    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, io::Result<()>> {
-        Box::pin(self.serve(stop))
-    }
-
-    async fn serve(self, stop: CancellationToken) -> io::Result<()> {
+    pub async fn run(self, stop: CancellationToken) -> io::Result<()> {
         let [listens, shown] = self.addresses;
         let (fares, grace) = (self.fares(), self.passing.timeouts.drain);
         let (control, closing) = (Tasks::default(), CancellationToken::new());

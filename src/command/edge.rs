@@ -54,7 +54,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
             done.inspect_err(|_| reloader.refused())
         });
         let live = notify.edge(reader, grace, running);
-        let ended = reload::beside(live, reasons, again).await;
+        let ended = Box::pin(reload::beside(live, reasons, again)).await;
         if let Err(error) = store.remove_runtime(admin::NAME) {
             tracing::debug!(%error, "the admin address stays noted");
         }

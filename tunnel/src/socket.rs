@@ -22,14 +22,6 @@ use tokio::{
     time::Instant,
 };
 
-/// Any connection, for engines that serve few: one for all kinds is smaller than one for each.
-pub type AnyIo = Box<dyn Io>;
-
-/// What bytes are read from and written to.
-pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
-
-impl<S: AsyncRead + AsyncWrite + Unpin + Send> Io for S {}
-
 /// A connected stream socket of this runtime.
 #[derive(Debug)]
 pub struct Socket {

@@ -5,7 +5,7 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
-use super::listen::{Any, Own, guard};
+use super::listen::{Own, guard};
 use crate::{
     config::Reloads,
     metrics::Metrics,
@@ -69,7 +69,7 @@ pub(crate) async fn run(
         });
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
-        served = async { axum::serve(Any::All(listener), router).await } => {
+        served = async { axum::serve(listener, router).await } => {
             debug!(?served, "the admin listener ended");
         }
         () = stop.cancelled() => {}

@@ -11,7 +11,7 @@ use super::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use bytes::Bytes;
 use causeway_certs::{CsrError, EdgeKey};
-use causeway_tunnel::{socket::AnyIo, wire};
+use causeway_tunnel::wire;
 use http::{
     Request, StatusCode,
     header::{CONTENT_TYPE, HOST},
@@ -127,10 +127,9 @@ async fn post(dialled: Dialled, path: &str, text: Bytes) -> Result<(StatusCode, 
         .header(CONTENT_TYPE, "application/json")
         .body(Full::new(text))
         .map_err(|error| Trouble::silent(error.to_string()))?;
-    let io: AnyIo = Box::new(dialled.io);
     let (mut sender, connection) = http1::Builder::new()
         .title_case_headers(true)
-        .handshake(TokioIo::new(io))
+        .handshake(TokioIo::new(dialled.io))
         .await
         .map_err(|error| broke_off(&error))?;
     let asking = async {

@@ -1,7 +1,6 @@
-//! The edge's own listeners: connections of one kind for all small servers, each with a bound and an end.
+//! The edge's own listeners, whose connections have a bound and an end.
 //!
-//! Whatever is accepted is boxed, so that HTTP is compiled once for the admin listener, the reader's endpoint and the site. A
-//! server of axum leaves its connections to themselves; here each ends with the token that it came with, whether it waits
+//! A server of axum leaves its connections to themselves; here each ends with the token that it came with, whether it waits
 //! to read or to write.
 
 use axum::{
@@ -12,7 +11,7 @@ use axum::{
     serve::Listener,
 };
 use causeway_certs::verify::Shown;
-use causeway_tunnel::{socket::AnyIo, target};
+use causeway_tunnel::target;
 use socket2::{SockRef, TcpKeepalive};
 use std::{
     io,
@@ -49,90 +48,88 @@ pub(super) fn watch_over(tcp: &TcpStream) {
     let _ = socket.set_tcp_user_timeout(Some(UNTAKEN));
 }
 
-/// A listener whose connections are of the kind that all small servers and clients share.
-pub(super) enum Any {
-    /// Each as it comes.
-    All(TcpListener),
-    /// As many at once as there are places; each ends with `stop` at the latest.
-    Some {
-        listener: TcpListener,
-        places: Arc<Semaphore>,
-        stop: CancellationToken,
-        said: bool,
-    },
-    /// What somebody else has accepted, and shaken hands with.
-    Made(mpsc::Receiver<(AnyIo, SocketAddr)>, SocketAddr),
+/// A listener with a bounded number of connections, which end with `stop` at the latest.
+pub(super) struct LimitedListener {
+    listener: TcpListener,
+    places: Arc<Semaphore>,
+    stop: CancellationToken,
+    said: bool,
 }
 
-impl Any {
-    /// At most so many at once, until `stop`.
-    pub(super) fn at_most(most: usize, listener: TcpListener, stop: CancellationToken) -> Self {
-        Self::Some {
+impl LimitedListener {
+    pub(super) fn new(max: usize, listener: TcpListener, stop: CancellationToken) -> Self {
+        Self {
             listener,
-            places: Arc::new(Semaphore::new(most)),
+            places: Arc::new(Semaphore::new(max)),
             stop,
             said: false,
         }
     }
 }
 
-impl Listener for Any {
-    type Io = AnyIo;
+impl Listener for LimitedListener {
+    type Io = LimitedConnection<TcpStream>;
     type Addr = SocketAddr;
 
-    async fn accept(&mut self) -> (AnyIo, SocketAddr) {
-        match self {
-            Self::All(listener) => {
-                let (tcp, from) = Listener::accept(listener).await;
-                (Box::new(tcp), from)
-            }
-            Self::Some {
-                listener,
-                places,
-                stop,
-                said,
-            } => loop {
-                let (tcp, from) = Listener::accept(listener).await;
-                watch_over(&tcp);
-                // Nobody waits for a place without a word: a client that is closed tries again.
-                let Ok(place) = places.clone().try_acquire_owned() else {
-                    if !std::mem::replace(said, true) {
-                        warn!(
-                            "the reader's endpoint has as many connections as it takes; further ones are closed"
-                        );
-                    }
-                    continue;
-                };
-                let kept = Kept::new(Box::new(tcp), place, stop.child_token());
-                return (Box::new(kept), from);
-            },
-            Self::Made(made, _) => match made.recv().await {
-                Some(accepted) => accepted,
-                // Whoever accepts is gone, and so is whoever polls this before long.
-                None => std::future::pending().await,
-            },
+    async fn accept(&mut self) -> (Self::Io, SocketAddr) {
+        loop {
+            let (tcp, from) = Listener::accept(&mut self.listener).await;
+            watch_over(&tcp);
+            // Nobody waits for a place without a word: a client that is closed tries again.
+            let Ok(place) = self.places.clone().try_acquire_owned() else {
+                if !std::mem::replace(&mut self.said, true) {
+                    warn!(
+                        "the reader's endpoint has as many connections as it takes; further ones are closed"
+                    );
+                }
+                continue;
+            };
+            return (
+                LimitedConnection::new(tcp, place, self.stop.child_token()),
+                from,
+            );
         }
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
-        match self {
-            Self::All(listener) | Self::Some { listener, .. } => listener.local_addr(),
-            Self::Made(_, address) => Ok(*address),
-        }
+        self.listener.local_addr()
     }
 }
 
-/// A connection that has a place, and ends with its token.
-pub(super) struct Kept {
-    io: AnyIo,
+/// A listener of connections that another task has accepted and has completed the TLS handshake of.
+pub(super) struct AcceptedConnections<S> {
+    pub(super) accepted: mpsc::Receiver<(S, SocketAddr)>,
+    pub(super) address: SocketAddr,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedConnections<S> {
+    type Io = S;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (S, SocketAddr) {
+        match self.accepted.recv().await {
+            Some(accepted) => accepted,
+            // The accepting task has ended, and ends the server as well.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.address)
+    }
+}
+
+/// A connection that occupies one of a bounded number of places, and ends with its token.
+pub(super) struct LimitedConnection<S> {
+    io: S,
     over: Pin<Box<WaitForCancellationFutureOwned>>,
     _gone: DropGuard,
     _place: OwnedSemaphorePermit,
 }
 
-impl Kept {
+impl<S> LimitedConnection<S> {
     /// Ends with `token`, which is cancelled when this is dropped.
-    pub(super) fn new(io: AnyIo, place: OwnedSemaphorePermit, token: CancellationToken) -> Self {
+    pub(super) fn new(io: S, place: OwnedSemaphorePermit, token: CancellationToken) -> Self {
         Self {
             io,
             over: Box::pin(token.clone().cancelled_owned()),
@@ -150,7 +147,7 @@ impl Kept {
     }
 }
 
-impl AsyncRead for Kept {
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -161,7 +158,7 @@ impl AsyncRead for Kept {
     }
 }
 
-impl AsyncWrite for Kept {
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -313,7 +310,7 @@ mod tests {
         let place = || places.clone().try_acquire_owned();
         let (near, mut far) = duplex(64);
         let token = CancellationToken::new();
-        let mut kept = Kept::new(Box::new(near), place().unwrap(), token.clone());
+        let mut kept = LimitedConnection::new(near, place().unwrap(), token.clone());
         far.write_all(b"x").await.unwrap();
         assert_eq!(kept.read_u8().await.unwrap(), b'x');
         assert!(place().is_err());

@@ -358,7 +358,7 @@ impl Desk {
             root,
             vouched,
         };
-        let (io, router) = (Box::new(io), self.admission.enrol.clone());
+        let router = self.admission.enrol.clone();
         http::serve(io, router, peer, http::SHORT, self.stop.clone()).await;
         Ok(())
     }
@@ -376,7 +376,7 @@ impl Desk {
         let bound = admission.settings.hello_timeout / 2;
         admission.can_judge(&node, bound).await;
         let reader = Reader {
-            io: Box::new(io),
+            io,
             peer: Peer {
                 address: Some(from.ip().to_canonical()),
                 identity: Some(Identity::Edge(node.clone())),

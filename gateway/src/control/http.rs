@@ -10,7 +10,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use causeway_certs::{Fingerprint, Identity, Vouched};
-use causeway_tunnel::{listener::Bound, socket::AnyIo, task::Tasks};
+use causeway_tunnel::{listener::Bound, task::Tasks};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -18,7 +18,11 @@ use hyper_util::{
 };
 use serde_json::json;
 use std::{borrow::Cow, future::Future, net::IpAddr, pin::pin, sync::Arc, time::Duration};
-use tokio::{sync::Semaphore, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::Semaphore,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use tower::Service;
 use tracing::info_span;
@@ -94,7 +98,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            serve(Box::new(socket), router, peer, SHORT, stop).await;
+            serve(socket, router, peer, SHORT, stop).await;
             drop(permit);
         });
     }
@@ -103,7 +107,7 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
 
 /// Serves one connection until its peer, its time or `stop` ends it.
 pub(crate) async fn serve(
-    io: AnyIo,
+    io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
     peer: Peer,
     bounds: Bounds,

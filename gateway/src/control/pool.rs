@@ -33,7 +33,7 @@ use axum::{
 };
 use causeway_certs::NodeName;
 use causeway_pool::{Grant, Pool, Resource};
-use causeway_tunnel::socket::AnyIo;
+use causeway_tunnel::socket::{Counted, Socket};
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use serde_json::json;
@@ -50,6 +50,7 @@ use tokio::{
     sync::{Notify, Semaphore, watch},
     time::sleep,
 };
+use tokio_rustls::server::TlsStream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// Connections of one node: its reader has one, and further ones while it dials anew.
@@ -83,7 +84,7 @@ pub struct Reading {
 
 /// An edge that reads.
 pub(super) struct Reader {
-    pub(super) io: AnyIo,
+    pub(super) io: TlsStream<Counted<Socket>>,
     pub(super) node: NodeName,
     pub(super) certificate: Shown,
     pub(super) peer: Peer,

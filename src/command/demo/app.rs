@@ -16,11 +16,7 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::{get, post},
 };
-use causeway_tunnel::{
-    listener::Listener,
-    socket::{AnyIo, Socket},
-    task::Tasks,
-};
+use causeway_tunnel::{listener::Listener, socket::Socket, task::Tasks};
 use futures_util::{StreamExt, stream};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
@@ -88,9 +84,7 @@ async fn connection(socket: Socket, service: TowerToHyperService<Router>, stop: 
     let mut server = auto::Builder::new(TokioExecutor::new());
     server.http1().timer(TokioTimer::new());
     server.http2().timer(TokioTimer::new());
-    let mut connection = pin!(
-        server.serve_connection_with_upgrades(TokioIo::new(Box::new(socket) as AnyIo), service)
-    );
+    let mut connection = pin!(server.serve_connection_with_upgrades(TokioIo::new(socket), service));
     let ended = select! {
         ended = connection.as_mut() => ended,
         () = stop.cancelled() => {

@@ -16,6 +16,7 @@ use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
     path::Path,
+    pin::pin,
     time::Duration,
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -87,9 +88,9 @@ impl Cloud {
         } = self;
         loop {
             let off = stop.child_token();
-            let mut running = bound.run(off.clone());
+            let mut running = pin!(bound.run(off.clone()));
             tokio::select! {
-                () = &mut running => return Ok(()),
+                () = running.as_mut() => return Ok(()),
                 _ = switch.recv() => {
                     off.cancel();
                     running.await;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use causeway_certs::verify::provider;
-use causeway_tunnel::{socket::AnyIo, task::Tasks};
+use causeway_tunnel::task::Tasks;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -66,7 +66,7 @@ async fn once(
     let io = tls
         .connect(ServerName::try_from(node.to_owned())?, tcp)
         .await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(Box::new(io) as AnyIo)).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
     let tasks = Tasks::default();
     tasks.spawn(debug_span!("probe"), async move {
         // What goes wrong here is seen by the request.

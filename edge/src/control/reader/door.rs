@@ -3,9 +3,9 @@
 //! Who comes is asked after the handshake and for as long as the connection stays.
 
 use super::share::Shares;
-use crate::control::listen::{Any, Kept, watch_over};
+use crate::control::listen::{AcceptedConnections, LimitedConnection, watch_over};
 use axum::{Router, serve::Listener};
-use causeway_tunnel::{linger, socket::AnyIo, task::Tasks};
+use causeway_tunnel::{linger, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
@@ -68,7 +68,7 @@ impl Door {
         let Ok(address) = self.listener.local_addr() else {
             return;
         };
-        let (hand_over, made) = mpsc::channel(1);
+        let (hand_over, accepted) = mpsc::channel(1);
         let tasks = Arc::new(Tasks::new(&stop));
         let hall = Hall {
             shaking: Shares::new(),
@@ -82,7 +82,7 @@ impl Door {
             full: Arc::default(),
         };
         tokio::select! {
-            served = async { axum::serve(Any::Made(made, address), router).await } => {
+            served = async { axum::serve(AcceptedConnections { accepted, address }, router).await } => {
                 debug!(?served, "a listener of the reader's ended");
             }
             () = hall.accept(self.listener, self.most, &tasks) => {}
@@ -100,7 +100,7 @@ struct Hall {
     each: usize,
     host: Arc<dyn Host>,
     guests: &'static str,
-    hand_over: mpsc::Sender<(AnyIo, SocketAddr)>,
+    hand_over: mpsc::Sender<(LimitedConnection<TlsStream<TcpStream>>, SocketAddr)>,
     stop: CancellationToken,
     /// When it was said that somebody was refused, and that there is no place.
     refused: Arc<Rarely>,
@@ -216,8 +216,8 @@ impl Hall {
             return self.refused("it has as many connections here as one may have");
         };
         let over = self.stop.child_token();
-        let kept = Kept::new(Box::new(tls), place, over.clone());
-        if self.hand_over.send((Box::new(kept), from)).await.is_err() {
+        let connection = LimitedConnection::new(tls, place, over.clone());
+        if self.hand_over.send((connection, from)).await.is_err() {
             return;
         }
         tokio::select! {

@@ -7,7 +7,7 @@ use super::{
     choose::At,
     door::{Chain, Door, Host},
 };
-use crate::control::listen::{Any, Own, guard};
+use crate::control::listen::{LimitedListener, Own, guard};
 use axum::{
     Router,
     body::Body,
@@ -84,7 +84,7 @@ impl Endpoint {
 }
 
 async fn plain(listener: TcpListener, router: Router, stop: CancellationToken) {
-    let listener = Any::at_most(MOST, listener, stop.clone());
+    let listener = LimitedListener::new(MOST, listener, stop.clone());
     tokio::select! {
         served = async { axum::serve(listener, router).await } => {
             debug!(?served, "the reader's endpoint ended");

@@ -13,12 +13,7 @@ use crate::control::{
 use bytes::Bytes;
 use causeway_certs::{Leaf, verify::control_client};
 use causeway_pool::{Answer, Source};
-use causeway_tunnel::{
-    backoff::Backoff,
-    socket::{AnyIo, Traffic},
-    task::Tasks,
-    wire,
-};
+use causeway_tunnel::{backoff::Backoff, socket::Traffic, task::Tasks, wire};
 use futures_util::future::BoxFuture;
 use http::{
     HeaderMap,
@@ -186,7 +181,6 @@ impl Gateway {
             )));
         }
         let traffic = io.get_ref().0.traffic();
-        let io: AnyIo = Box::new(io);
         let handshake = http2::Builder::new(On(self.tasks.clone()))
             .timer(TokioTimer::new())
             .keep_alive_interval(PING)

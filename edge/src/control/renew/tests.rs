@@ -246,7 +246,7 @@ impl Joined {
         };
         tokio::select! {
             status = timeout(SOON, until) => status.unwrap_or_else(|_| panic!("{:#?}", reader.status())),
-            ended = bound.run(CancellationToken::new()) => panic!("{ended:?}"),
+            ended = Box::pin(bound.run(CancellationToken::new())) => panic!("{ended:?}"),
         }
     }
 }

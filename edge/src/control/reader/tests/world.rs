@@ -1,6 +1,6 @@
 //! A cloud, gateways that serve what it has, and edges.
 
-use super::super::{super::listen::Any, endpoint::serving};
+use super::super::{super::listen::AcceptedConnections, endpoint::serving};
 use super::Nodes;
 use crate::{
     Config,
@@ -17,7 +17,7 @@ use causeway_pool::{Answer, Limits, Pool, Resource, Source, follow};
 use causeway_tunnel::{
     client,
     hello::{Hello, MemberAt, Members, ToEdge, ToGateway, Welcome},
-    socket::{AnyIo, Counted},
+    socket::Counted,
     task::Tasks,
     wire,
 };
@@ -40,7 +40,7 @@ use std::{
 };
 use tempfile::TempDir;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt, DuplexStream},
     net::{TcpListener, TcpStream},
     sync::{broadcast, mpsc, watch},
     time::{Instant, sleep, timeout},
@@ -180,7 +180,7 @@ struct Door {
     trust: Trust,
     members: watch::Receiver<Option<Members>>,
     welcomes: mpsc::Sender<Welcome>,
-    reads: mpsc::Sender<(AnyIo, SocketAddr)>,
+    reads: mpsc::Sender<(DuplexStream, SocketAddr)>,
     readings: Arc<AtomicUsize>,
 }
 
@@ -210,7 +210,7 @@ impl Gateway {
             .issue_gateway(&[GatewayName::parse("localhost").unwrap()], HOUR)
             .unwrap();
         let trust = Trust::of(ca).unwrap();
-        let (reads, made) = mpsc::channel(1);
+        let (reads, accepted) = mpsc::channel(1);
         let (told, welcomes) = mpsc::channel(16);
         let members = watch::Sender::new(None);
         let readings = Arc::new(AtomicUsize::new(0));
@@ -224,7 +224,8 @@ impl Gateway {
             trust,
         };
         tasks.spawn(info_span!("serve"), async move {
-            let _ = axum::serve(Any::Made(made, address), serving(pool, None, None)).await;
+            let listener = AcceptedConnections { accepted, address };
+            let _ = axum::serve(listener, serving(pool, None, None)).await;
         });
         tasks.spawn(info_span!("gateway"), async move {
             let connections = Tasks::default();
@@ -296,7 +297,7 @@ impl Door {
             self.readings.fetch_add(1, Relaxed);
             // It ends with the gateway, as a real one's connections do.
             let (near, mut far) = tokio::io::duplex(64 * 1024);
-            self.reads.send((Box::new(near), from)).await.unwrap();
+            self.reads.send((near, from)).await.unwrap();
             let mut tls = tls;
             let _ = tokio::io::copy_bidirectional(&mut tls, &mut far).await;
             return;
@@ -519,7 +520,7 @@ pub(super) async fn raw(address: SocketAddr, ask: &str) -> String {
 
 async fn ask(endpoint: SocketAddr, path: &str) -> (Tasks, http::Response<Incoming>) {
     let tasks = Tasks::default();
-    let io: AnyIo = Box::new(TcpStream::connect(endpoint).await.unwrap());
+    let io = TcpStream::connect(endpoint).await.unwrap();
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await.unwrap();
     tasks.spawn(info_span!("client"), async {
         let _ = connection.await;
