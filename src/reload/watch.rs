@@ -221,7 +221,7 @@ mod tests {
         assert!(early.is_err(), "it is empty and open");
         slow.write_all(b"after").unwrap();
         drop(slow);
-        timeout(WRITING / 2, files.settled()).await.unwrap();
+        timeout(WRITING * 9 / 10, files.settled()).await.unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"after");
     }
 

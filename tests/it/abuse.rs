@@ -1,11 +1,12 @@
 //! Callers that behave badly, by the hundred: what they cost they cost themselves, and nothing of it stays.
 //!
-//! Gateway and edge are processes, so that files and memory can be counted from outside. With
-//! `CAUSEWAY_TEST_FULL` each lasts as long as the promise says.
+//! Gateway and edge are processes, so that files and threads can be counted from outside. With
+//! `CAUSEWAY_TEST_FULL=1` each lasts as long as the promise says, and memory and CPU time are measured.
 
 use crate::{
     road::{Road, URL},
     world::{
+        PATIENCE,
         app::{App, answer},
         caller::{exchange, read, read_head},
         frames::{
@@ -13,7 +14,7 @@ use crate::{
             frame, next, send, settings,
         },
         process::{Process, Site, Usage},
-        tool::need,
+        tool::{full, need},
         until,
     },
 };
@@ -94,8 +95,8 @@ impl Siege {
             let mut wire = self.dial().await;
             exchange(&mut wire, GET).await
         };
-        let head = timeout(Duration::from_secs(10), asked).await;
-        let head = head.expect("an ordinary caller waits for more than ten seconds");
+        let head = timeout(PATIENCE, asked).await;
+        let head = head.expect("an ordinary caller waits without end");
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     }
 
@@ -108,14 +109,14 @@ impl Siege {
             left.iter().all(|name| metrics.sum(name, &[]) == 0)
         })
         .await;
-        let last = Cell::new(self.before);
-        let wait = until("files, threads and memory are as before", async || {
+        let (last, full) = (Cell::new(self.before), full());
+        let wait = until("files and threads are as before", async || {
             last.set(self.now());
             let both = last.get().into_iter().zip(self.before);
             both.into_iter().all(|(now, before)| {
                 now.files <= before.files + KEPT
                     && now.threads <= before.threads
-                    && now.memory <= before.memory.max(FIRST) + GROWTH
+                    && (!full || now.memory <= before.memory.max(FIRST) + GROWTH)
             })
         });
         let waited = std::panic::AssertUnwindSafe(wait).catch_unwind().await;
@@ -132,11 +133,7 @@ impl Siege {
 }
 
 fn rounds(few: usize, all: usize) -> usize {
-    if std::env::var_os("CAUSEWAY_TEST_FULL").is_some() {
-        all
-    } else {
-        few
-    }
+    if full() { all } else { few }
 }
 
 #[tokio::test]
@@ -149,7 +146,7 @@ async fn callers_that_are_killed_by_the_hundred_again_and_again_leave_nothing() 
     .await;
     let mut siege = Siege::of(&app, "").await;
     let mut each = interval(Duration::from_millis(400));
-    let rounds = rounds(8, 60);
+    let rounds = rounds(4, 60);
     for round in 0..rounds {
         each.tick().await;
         if round == rounds / 2 {
@@ -235,7 +232,7 @@ async fn resets(road: &Road, all: u32) -> u32 {
             }
         };
         // An end without a word is one as well.
-        let alive: std::io::Result<bool> = timeout(Duration::from_secs(20), alive).await.unwrap();
+        let alive: std::io::Result<bool> = timeout(PATIENCE, alive).await.unwrap();
         if !alive.unwrap_or(false) {
             return first + BATCH;
         }
@@ -247,7 +244,8 @@ async fn resets(road: &Road, all: u32) -> u32 {
 async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     need!("curl");
     let app = App::http(|_| answer::switch("echo", b"")).await;
-    let site = Site::with_fronts(FRONT).await;
+    let short = "timeouts: { header: 2s, idle_keepalive: 2s }";
+    let site = Site::with_fronts(&format!("{FRONT}\n{short}")).await;
     let edge = site.join("edge-1", app.port()).await;
     let before = [site.gateway.usage(), edge.usage()];
     let head =
@@ -264,13 +262,14 @@ async fn a_thousand_idle_upgrades_stay_and_each_still_works() {
     }
     let open = site.metrics().await.sum("open_streams", &[]);
     assert_eq!(open, 1_000);
-    // Time itself is the subject: what is idle must not be ended.
-    sleep(Duration::from_secs(if rounds(0, 1) == 0 {
-        30
-    } else {
-        600
-    }))
-    .await;
+    // A connection that has not upgraded is ended meanwhile.
+    let mut idle = TcpStream::connect(&site.front).await.unwrap();
+    let ended = timeout(PATIENCE, idle.read_u8()).await.unwrap();
+    assert!(ended.is_err(), "{ended:?}");
+    if full() {
+        // Time itself is the subject: what is idle must not be ended.
+        sleep(Duration::from_mins(10)).await;
+    }
     for (number, wire) in wires.iter_mut().enumerate() {
         let said = format!("{number:08}");
         wire.write_all(said.as_bytes()).await.unwrap();
@@ -308,19 +307,16 @@ async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
     let siege = Siege::of(&app, "timeouts: { header: 1s }").await;
     let slow = join_all((0..200).map(|_| async {
         let mut wire = siege.dial().await;
-        let mut sent = 0;
-        for byte in GET.bytes().cycle() {
-            // One byte each 100 ms: whatever is sent, it is never a whole head in time.
+        // One byte each 100 ms, which never make a whole head.
+        for byte in GET.trim_end().bytes().chain(std::iter::repeat(b'x')) {
             if wire.write_all(&[byte]).await.is_err() {
                 break;
             }
-            sent += 1;
             let ended = timeout(Duration::from_millis(100), wire.read_u8()).await;
             if ended.is_ok() {
                 break;
             }
         }
-        sent
     }));
     let bodies = join_all((0..200).map(|_| async {
         let mut wire = siege.dial().await;
@@ -330,14 +326,8 @@ async fn heads_that_trickle_are_ended_and_bodies_that_trickle_hold_up_nobody() {
         wire
     }))
     .await;
-    let begun = Instant::now();
-    let (sent, ()) = tokio::join!(timeout(Duration::from_secs(20), slow), siege.answers());
-    let sent = sent.expect("a head that trickles is ended");
-    assert!(
-        sent.iter().all(|sent| *sent < 60),
-        "{sent:?} in {:?}",
-        begun.elapsed()
-    );
+    let (slow, ()) = tokio::join!(timeout(PATIENCE, slow), siege.answers());
+    slow.expect("a head that trickles is ended");
     siege.answers().await;
     drop(bodies);
     siege.end().await;
@@ -380,7 +370,7 @@ async fn a_flood_up_to_the_limit_of_files_ends_and_the_gateway_takes_callers_aga
         begun.elapsed(),
     );
     assert!(
-        spent < took / 2 + Duration::from_millis(500),
+        !full() || spent < took / 2 + Duration::from_millis(500),
         "busy: {spent:?} of {took:?}"
     );
     drop(flood);
@@ -412,15 +402,13 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     }
     // Those for which there was no file left have their answer, which says so.
     let answered = silent.iter_mut().map(|wire| Box::pin(read_head(wire)));
-    let (head, ..) = timeout(Duration::from_secs(8), select_all(answered))
-        .await
-        .unwrap();
+    let (head, ..) = timeout(PATIENCE, select_all(answered)).await.unwrap();
     assert!(head.starts_with("HTTP/1.1 502 "), "{head}");
     assert!(head.contains("target_refused"), "{head}");
     // And so has whoever comes now, well or not.
     let mut wire = TcpStream::connect(&site.front).await.unwrap();
-    let head = timeout(Duration::from_secs(8), exchange(&mut wire, GET)).await;
-    let head = head.expect("no answer within eight seconds");
+    let head = timeout(PATIENCE, exchange(&mut wire, GET)).await;
+    let head = head.expect("no answer");
     assert!(head.starts_with("HTTP/1.1 "), "{head}");
     drop((silent, wire));
     until("it serves again", async || {

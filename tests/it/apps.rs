@@ -21,7 +21,7 @@ use hyper::Request;
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 use tokio::{io::AsyncWriteExt, net::TcpListener, task::JoinSet};
 use tokio_rustls::TlsAcceptor;
@@ -393,12 +393,10 @@ async fn an_edge_that_leaves_waits_for_no_connection_that_rests() {
     let caller = road.caller();
     join_all((0..8).map(|_| caller.get(URL))).await;
     let connections = app.connections();
-    let began = Instant::now();
     road.edge.stop().await;
     for _ in 0..connections {
         assert_eq!(app.end().await, End::Finished);
     }
-    assert!(began.elapsed() < Duration::from_secs(20));
     road.edge.start().await.unwrap();
     road.until_tunnels("edge-1", 1).await;
     assert_eq!(caller.get(URL).await.text(), "well");
@@ -458,11 +456,10 @@ async fn a_connection_that_rests_for_too_long_is_ended_in_order() {
 
 #[tokio::test]
 async fn a_gateway_that_stops_waits_for_no_connection_that_rests() {
-    let grace = Duration::from_secs(20);
+    // Longer than the test waits for its end.
+    let grace = Duration::from_hours(1);
     let (mut world, _edge, app) = asked_once(|config| config.timeouts.drain = grace).await;
-    let began = Instant::now();
     world.stop_gateway().await;
-    assert!(began.elapsed() < grace, "{:?}", began.elapsed());
     assert_eq!(app.end().await, End::Finished);
 }
 

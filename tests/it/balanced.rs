@@ -3,7 +3,7 @@
 //! Callers come to whichever gateway is there, as by a balancer of their own.
 
 use crate::{
-    fleet::load,
+    fleet::{Load, load},
     world::{
         app::App,
         process::{OPEN, Process, Site, address_after, causeway},
@@ -15,13 +15,13 @@ use std::{
     fmt::Write,
     fs,
     net::{Ipv4Addr, SocketAddr},
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    sync::atomic::Ordering::Relaxed,
     time::Duration,
 };
 use tempfile::TempDir;
 use tokio::{
     net::{TcpListener, TcpStream},
-    time::sleep,
+    time::Instant,
 };
 
 /// What a gateway says of a tunnel that has come.
@@ -179,20 +179,20 @@ async fn of_gateways_behind_one_address_all_are_found_and_one_may_go_and_one_com
     edge.reaches(3, 3).await;
     all.serve().await;
     let (one, two, three) = (&all.sites[0], &all.sites[1], &all.sites[2]);
-    let enough = AtomicBool::new(false);
+    let shared = Load::default();
     let acting = async {
-        // Time is the subject, here and below: a load before the signal, and one behind it.
-        sleep(Duration::from_secs(1)).await;
+        // A load before the signal, and one behind it.
+        shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
         until("its front is closed", async || {
             TcpStream::connect(&one.front).await.is_err()
         })
         .await;
-        sleep(Duration::from_secs(1)).await;
-        enough.store(true, Relaxed);
+        shared.goes_on(100).await;
+        shared.enough.store(true, Relaxed);
     };
     let (ones, threes, ()) =
-        tokio::join!(load(one, two, &enough), load(three, two, &enough), acting);
+        tokio::join!(load(one, two, &shared), load(three, two, &shared), acting);
     for met in [&ones, &threes] {
         let example = met.failed.first();
         assert!(met.failed.is_empty(), "for example {example:?}");
@@ -226,11 +226,14 @@ async fn a_balancer_that_leads_by_source_to_one_gateway_costs_an_edge_few_attemp
         edge.misses().await >= 4
     })
     .await;
-    let before = edge.misses().await;
     // Time is the subject: the next pauses are 1 s at least.
-    sleep(Duration::from_secs(3)).await;
-    let more = edge.misses().await - before;
-    assert!((1..=3).contains(&more), "{more}");
+    let (began, before) = (Instant::now(), edge.misses().await);
+    until("it looks three times more", async || {
+        edge.misses().await >= before + 3
+    })
+    .await;
+    let took = began.elapsed();
+    assert!(took >= Duration::from_secs(2), "two pauses in {took:?}");
     let said = edge.process.written();
     assert_eq!(said.count("looking for the other gateways"), 1);
     let statuses = all
@@ -266,7 +269,7 @@ async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_n
     let edge = all.edge().await;
     edge.reaches(2, 2).await;
     let (one, two) = (&all.sites[0], &all.sites[1]);
-    let enough = AtomicBool::new(false);
+    let shared = Load::default();
     let renewed = async {
         let twice = [before[0] + 2, before[1] + 2];
         until("both have a tunnel by the new certificate", async || {
@@ -274,9 +277,9 @@ async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_n
             arrived[0] >= twice[0] && arrived[1] >= twice[1]
         })
         .await;
-        enough.store(true, Relaxed);
+        shared.enough.store(true, Relaxed);
     };
-    let (ones, twos, ()) = tokio::join!(load(one, two, &enough), load(two, one, &enough), renewed);
+    let (ones, twos, ()) = tokio::join!(load(one, two, &shared), load(two, one, &shared), renewed);
     for met in [&ones, &twos] {
         assert!(met.failed.is_empty(), "{met:?}");
         assert_eq!((met.told, met.refused, met.closed), (0, 0, 0), "{met:?}");

@@ -8,7 +8,7 @@ use crate::{
         app::{App, Script, answer, answer::pattern},
         caller::{Caller, Place, exchange, read, whole},
         process::{Site, causeway},
-        tool::need,
+        tool::{full, need},
         until,
     },
 };
@@ -17,7 +17,7 @@ use causeway_edge::config::Scheme;
 use http_body_util::BodyExt;
 use hyper::Request;
 use serde_json::Value;
-use std::{collections::BTreeSet, env, fs, path::Path, sync::Mutex, time::Duration};
+use std::{collections::BTreeSet, fs, path::Path, sync::Mutex, time::Duration};
 use tokio::{
     io::AsyncWriteExt,
     time::{Instant, sleep},
@@ -34,8 +34,7 @@ const PIECE: usize = 512;
 const PIECES: u64 = 450;
 
 pub(crate) fn span() -> Duration {
-    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1");
-    Duration::from_secs(if full { 120 } else { 30 })
+    Duration::from_secs(if full() { 120 } else { 30 })
 }
 
 fn pieces(span: Duration) -> usize {

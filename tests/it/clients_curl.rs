@@ -8,7 +8,7 @@ use crate::{
         caller::read_to_end,
         gateway::front,
         process::{Site, binary},
-        tool::{Tool, need},
+        tool::{Tool, full, need},
     },
 };
 use causeway_edge::config::Scheme;
@@ -110,7 +110,7 @@ async fn a_head_request_gets_the_length_and_no_body_and_keeps_the_connection() {
 #[tokio::test]
 async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
     need!("curl", "python:http.server", "sha256sum");
-    let full = std::env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1");
+    let full = full();
     let mut app = Tool::python("bulk_server.py").start();
     let port = app.json().await["port"].as_u64().unwrap();
     let site = Site::start().await;

@@ -379,7 +379,7 @@ async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
 
 #[tokio::test]
 async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
-    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = 5 * SOON);
+    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = 15 * SOON);
     let world = world.start().await;
     let app = App::http(|_| answer::silence()).await;
     let quick = world.edge("edge-1").port(9100, app.address());
@@ -400,7 +400,7 @@ async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
         &answer,
         504,
         "target_timeout",
-        "edge-2 did not answer the upgrade within 1s",
+        "edge-2 did not answer the upgrade within 3s",
     );
 }
 

@@ -1,5 +1,6 @@
 //! An edge with a valid certificate that leaves with the gateway more than it may: by windows that it does not give
-//! up, by frames of single bytes, by tunnels without number. It loses its tunnels; the gateway keeps its memory.
+//! up, by frames of single bytes, by tunnels without number. It loses its tunnels. With `CAUSEWAY_TEST_FULL=1` the
+//! gateway's memory is measured.
 
 use crate::world::{
     app::App,
@@ -7,6 +8,7 @@ use crate::world::{
     evil::{self, Evil},
     frames::{DATA, END_HEADERS, HEADERS, STATUS_200, frame},
     process::{OPEN, Process, Site},
+    tool::full,
 };
 use hyper::Request;
 use tokio::{
@@ -90,7 +92,7 @@ impl Ground {
         self.site.gateway.line(reason, ended).await;
         self.serves().await;
         let grown = self.site.gateway.usage().peak.saturating_sub(self.before);
-        assert!(grown < GROWTH, "{} MiB", grown >> 20);
+        assert!(!full() || grown < GROWTH, "{} MiB", grown >> 20);
     }
 }
 

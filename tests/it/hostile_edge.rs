@@ -1,8 +1,8 @@
 //! An edge with a valid certificate that means harm: it ends its own tunnel, and nobody else's.
 //!
-//! The gateway is the built binary, since its memory is measured. Each test floods or lies in one way; meanwhile
-//! another node goes on being served, the reason is in the gateway's log, and its memory has not grown by
-//! more than what a tunnel may have unread.
+//! The gateway is the built binary. Each test floods or lies in one way; meanwhile another node goes on being served, and
+//! the reason is in the gateway's log. With `CAUSEWAY_TEST_FULL=1` the gateway's memory has not grown by more than what a
+//! tunnel may have unread.
 
 use crate::world::{
     app::App,
@@ -12,7 +12,7 @@ use crate::world::{
         WINDOW_UPDATE, frame,
     },
     process::{Process, Site},
-    tool::{Ran, need},
+    tool::{Ran, full, need},
     until,
 };
 use tokio::task::JoinSet;
@@ -52,7 +52,7 @@ impl Ground {
 
     /// Another node's request is answered.
     async fn serves(&self) {
-        let ran = self.site.curl("edge-1", "").args(["--max-time", "10"]);
+        let ran = self.site.curl("edge-1", "").args(["--max-time", "120"]);
         assert_eq!(ran.run().await.ok().text(), "it");
     }
 
@@ -67,7 +67,7 @@ impl Ground {
         self.says(reason).await;
         self.serves().await;
         let grown = self.site.gateway.usage().peak.saturating_sub(self.before);
-        assert!(grown < GROWTH, "{} MiB", grown >> 20);
+        assert!(!full() || grown < GROWTH, "{} MiB", grown >> 20);
     }
 
     async fn says(&mut self, reason: &str) {
@@ -329,7 +329,7 @@ async fn a_hello_without_end_is_cut_short() {
 #[tokio::test]
 async fn a_hello_that_never_comes_is_not_waited_for() {
     need!("curl");
-    let mut ground = Ground::with("tunnel: { hello_timeout: 500ms }").await;
+    let mut ground = Ground::with("tunnel: { hello_timeout: 2s }").await;
     for answered in [false, true] {
         let mut evil = Evil::greeted(&ground.site).await;
         if answered {
@@ -337,7 +337,7 @@ async fn a_hello_that_never_comes_is_not_waited_for() {
                 .await
                 .unwrap();
         }
-        Box::pin(ground.bears(evil.ended(), "no answer to the hello within 500ms")).await;
+        Box::pin(ground.bears(evil.ended(), "no answer to the hello within 2s")).await;
     }
     // Not even an answer's head, but a thousand promises of one.
     let evil = Evil::greeted(&ground.site).await;

@@ -6,13 +6,13 @@
 use crate::world::{
     app::App,
     process::{Causeway, Site, causeway, causeway_killed_at, causeway_killed_over},
-    tool::need,
+    tool::{full, need},
     until,
 };
 use causeway_certs::{Access, NodeName, NodeRecord, Pin, Store};
 use std::{
     collections::BTreeMap,
-    env, fs,
+    fs,
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
@@ -94,10 +94,6 @@ fn copy(from: &Path, to: &Path) {
         let entry = entry.unwrap();
         fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
-}
-
-fn full() -> bool {
-    env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1")
 }
 
 /// Runs a command until it comes through for each of the calls, each time in a new copy of `template`, and `looks`

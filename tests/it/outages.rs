@@ -1,21 +1,22 @@
 //! A link that dies, and one that returns: who knows how soon, and what callers see.
 //!
-//! Real processes on a street of namespaces; the bounds are those that a user is promised, with what a busy machine
-//! may add. `CAUSEWAY_TEST_FULL=1` adds outages of one minute and of ten.
+//! Real processes on a street of namespaces. `CAUSEWAY_TEST_FULL=1` holds them to the times that a user is promised, with
+//! what a busy machine may add, and adds outages of one minute and of ten.
 
 use crate::world::{
     app::{App, answer},
     caller::{Answer, CallError, whole},
     netns::{HUB, Host, NEED, Street},
     process::{Causeway, Process, Site},
-    tool::need,
+    tool::{full, need},
+    until,
 };
 use hyper::Request;
-use std::{env, io::Write, time::Duration};
+use std::{io::Write, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     task::JoinSet,
-    time::{Instant, sleep, sleep_until, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 /// How soon both ends know of a silent death.
@@ -23,7 +24,7 @@ const KNOWN: Duration = Duration::from_secs(15);
 /// How soon requests succeed after a link's return.
 const BACK: Duration = Duration::from_secs(2);
 /// The bound of a wait for what a process writes.
-const SOON: Duration = Duration::from_mins(1);
+const SOON: Duration = Duration::from_mins(2);
 /// What TCP itself may keep what it has sent waiting, after an outage that was over before anybody knew of it:
 /// its retransmissions are 3.2 s apart by then.
 const RETRANSMISSION: Duration = Duration::from_millis(3_200);
@@ -34,6 +35,9 @@ const SHORT: Duration = Duration::from_secs(5);
 const PROBED_EARLY: Duration = Duration::from_millis(3_500);
 /// What a machine that does other work besides may add.
 const BUSY: Duration = Duration::from_millis(1_500);
+
+/// As much has passed when bulk has come to its full speed, in bytes.
+const BULK: u64 = 16 << 20;
 
 const URL: &str = "http://edge-1:9100/";
 
@@ -108,7 +112,7 @@ impl<'a> Scene<'a> {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        let asked = timeout(Duration::from_mins(1), asking).await;
+        let asked = timeout(SOON, asking).await;
         assert!(asked.is_ok(), "not back: {:#?}", self.edge.written());
         began.elapsed()
     }
@@ -176,7 +180,7 @@ async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
         scene.node
     ));
     let late = KNOWN + BUSY;
-    assert!(known.0 <= late && known.1 <= late && known.2 <= late);
+    assert!(!full() || known.0 <= late && known.1 <= late && known.2 <= late);
     let told = scene.ask().await.unwrap();
     assert_eq!((told.status, told.reason()), (503, "node_away".to_owned()));
 }
@@ -184,7 +188,7 @@ async fn known(scene: &Scene<'_>, callers: &mut JoinSet<()>, cut: Instant) {
 async fn back_in_time(scene: &Scene<'_>, bound: Duration) {
     let back = scene.back().await;
     say(&format!("{}: back after {back:?}", scene.node));
-    assert!(back <= bound + BUSY, "back after {back:?}");
+    assert!(!full() || back <= bound + BUSY, "back after {back:?}");
 }
 
 /// A request after `outage` succeeds in time.
@@ -210,10 +214,6 @@ fn say(figure: &str) {
     writeln!(std::io::stderr().lock(), "{figure}").unwrap();
 }
 
-fn full() -> bool {
-    env::var_os("CAUSEWAY_TEST_FULL").is_some_and(|value| value == "1")
-}
-
 #[tokio::test]
 async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
     need!(NEED);
@@ -229,8 +229,11 @@ async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
         scene.caller(Traffic::Idle, callers).await;
         scene.caller(traffic, callers).await;
     }
-    // They have come to their full speed, and nothing that this waits for could be seen from outside.
-    sleep(Duration::from_secs(2)).await;
+    until("bulk passes both ways", async || {
+        let (down, up) = (site.node("download").await, site.node("upload").await);
+        down["bytes_down"].as_u64() > Some(BULK) && up["bytes_up"].as_u64() > Some(BULK)
+    })
+    .await;
     for scene in scenes {
         scene.host.cut();
     }
@@ -241,7 +244,6 @@ async fn both_ends_know_of_a_silent_cut_and_return_in_time_idle_or_busy() {
         known(&download, second, cut),
         known(&upload, third, cut),
     );
-    sleep_until(cut + Duration::from_secs(20)).await;
     for scene in scenes {
         scene.host.mend();
     }
@@ -266,6 +268,9 @@ async fn an_outage_of_five_seconds_in_which_a_probe_was_lost_early_is_over_soon(
 #[tokio::test]
 async fn an_outage_of_five_seconds_is_over_in_two_where_the_system_retransmits_each_second() {
     need!(NEED);
+    if !full() {
+        return;
+    }
     let street = Street::new();
     if street.insists() {
         outage_on(&street, PROBED_EARLY, SHORT, BACK).await;
@@ -333,6 +338,11 @@ async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
         (answer, killed, killed.elapsed())
     };
     let ((held, ended), (next, killed, asked)) = tokio::join!(held, killing);
+    // Its end was noticed by the closed connection, and not by silence.
+    let silent = [("why", "silent")];
+    let metrics = site.metrics().await;
+    assert_eq!(metrics.sum("tunnels_ended_total", &[]), 1);
+    assert_eq!(metrics.sum("tunnels_ended_total", &silent), 0);
     assert_eq!(
         (held.status, held.reason()),
         (502, "tunnel_lost".to_owned())
@@ -340,7 +350,7 @@ async fn an_edge_that_is_killed_is_out_of_selection_at_once() {
     assert_eq!(next.status / 100, 5, "{}", next.text());
     let at_once = Duration::from_secs(1);
     assert!(
-        ended.duration_since(killed) < at_once && asked < at_once,
+        !full() || ended.duration_since(killed) < at_once && asked < at_once,
         "{asked:?}"
     );
 }

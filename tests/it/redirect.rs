@@ -4,11 +4,12 @@
 //! that sends by the hub.
 
 use crate::world::{
+    PATIENCE,
     app::{App, answer},
     cluster::Cluster,
     netns::{HUB, Host, NEED, Street},
     process::{Process, Site, binary, causeway, program},
-    tool::{Ran, Tool, need},
+    tool::{Ran, Tool, full, need},
     until,
 };
 use causeway_certs::NodeName;
@@ -31,7 +32,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// How soon a change of the nodes is one of the rules.
+/// How soon a change of the nodes is one of the rules, on a machine that has nothing else to do.
 const SOON: Duration = Duration::from_secs(1);
 
 const CONFIGURATION: &str = r#"
@@ -108,7 +109,8 @@ impl Scene {
             self.set("edges4").contains(address) == there
         })
         .await;
-        assert!(asked.elapsed() < SOON, "{:?}", asked.elapsed());
+        let took = asked.elapsed();
+        assert!(!full() || took < SOON, "{took:?}");
     }
 
     async fn edge(&self, line: &str) {
@@ -389,9 +391,9 @@ async fn five_thousand_nodes_have_as_many_rules_as_one_and_another_is_there_at_o
         "5,000 nodes are redirected after {installed:?}, and one more after {changed:?}, {asking:?} of which nft takes to look"
     )
     .unwrap();
-    assert!(changed < SOON, "{changed:?}");
+    assert!(!full() || changed < SOON, "{changed:?}");
     stop.cancel();
-    timeout(SOON * 5, running.join_next()).await.unwrap();
+    timeout(PATIENCE, running.join_next()).await.unwrap();
     assert!(street.nft("list table inet causeway").is_err());
 }
 

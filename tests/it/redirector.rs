@@ -26,7 +26,7 @@ use tokio::{
 };
 
 /// A bound of what takes milliseconds.
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_mins(2);
 
 /// Of whom headers are believed: of the one host that redirects.
 const CONFIGURATION: &str = r#"

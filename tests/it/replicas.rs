@@ -2,7 +2,7 @@
 //! them goes is nothing.
 
 use crate::{
-    fleet::load,
+    fleet::{Load, load},
     world::{
         app::App,
         names::NameServer,
@@ -14,10 +14,8 @@ use crate::{
 use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
-    sync::{Arc, Mutex, atomic::AtomicBool, atomic::Ordering::Relaxed},
-    time::Duration,
+    sync::{Arc, Mutex, atomic::Ordering::Relaxed},
 };
-use tokio::time::sleep;
 
 /// Of the name server.
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 53, 17, 2);
@@ -116,10 +114,10 @@ async fn of_gateways_to_which_one_name_leads_one_may_go_and_one_come_and_no_requ
     .await;
 
     let (one, two) = (&replicas.sites[0], &replicas.sites[1]);
-    let enough = AtomicBool::new(false);
+    let shared = Load::default();
     let acting = async {
-        // Time is the subject, here and below: a load before the signal, and one behind it.
-        sleep(Duration::from_secs(2)).await;
+        // A load before the signal, and one behind it.
+        shared.goes_on(100).await;
         one.gateway.signal("TERM").await;
         until("its front is closed", async || {
             tokio::net::TcpStream::connect(&one.front).await.is_err()
@@ -130,11 +128,11 @@ async fn of_gateways_to_which_one_name_leads_one_may_go_and_one_come_and_no_requ
             replicas.arrived(3) == 1
         })
         .await;
-        sleep(Duration::from_secs(1)).await;
-        enough.store(true, Relaxed);
+        shared.goes_on(100).await;
+        shared.enough.store(true, Relaxed);
     };
     // As a Service has it: to each of them, and to the other one if nobody is there any more.
-    let (ones, twos, ()) = tokio::join!(load(one, two, &enough), load(two, one, &enough), acting);
+    let (ones, twos, ()) = tokio::join!(load(one, two, &shared), load(two, one, &shared), acting);
     for met in [&ones, &twos] {
         assert!(
             met.failed.is_empty(),

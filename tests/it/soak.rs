@@ -1,9 +1,9 @@
 //! Everything at once, for a long time: mixed load, edges that flap, callers that abort, SIGHUP.
 //!
-//! `CAUSEWAY_SOAK` says for how long (`tests/soak 1h`); without it a quarter of a minute shows that the soak itself
+//! `CAUSEWAY_SOAK` says for how long (`tests/soak 1h`); without it some seconds show that the soak itself
 //! works. Two nodes stay and never fail a request; two are killed and started again all the time, and whatever
-//! comes from them whole is right. Each body is compared byte for byte. At the end memory has not grown since the
-//! warm-up, and files, threads, streams and connections are as they were at the start.
+//! comes from them whole is right. Each body is compared byte for byte. At the end files, threads, streams and
+//! connections are as they were at the start, and where `CAUSEWAY_SOAK` is set memory has not grown since the warm-up.
 
 use crate::world::{
     app::{
@@ -32,9 +32,9 @@ use tokio::{
 
 const FRONT: &str =
     "fronts: [{ name: web, kind: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
-const SHORT: Duration = Duration::from_secs(15);
+const SHORT: Duration = Duration::from_secs(8);
 /// No single exchange takes longer, at a node that stays.
-const PATIENCE: Duration = Duration::from_mins(1);
+const PATIENCE: Duration = Duration::from_mins(5);
 const DOWNLOAD: usize = 4 << 20;
 const UPLOAD: usize = 512 << 10;
 /// By how much memory may differ between two looks at the same load, in bytes.
@@ -94,7 +94,9 @@ async fn mixed_load_with_flapping_edges_leaves_nothing_and_spoils_no_byte() {
     }
     report(&load.tally, lasts, &samples);
     assert!(load.tally.requests.load(Relaxed) > 100);
-    flat(&samples);
+    if std::env::var_os("CAUSEWAY_SOAK").is_some() {
+        flat(&samples);
+    }
 
     until("streams and connections are gone", async || {
         let metrics = site.metrics().await;

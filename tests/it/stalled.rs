@@ -8,6 +8,7 @@ use crate::{
             answer::{self, pattern},
         },
         caller::{Body, Wire, assert_problem, exchange},
+        tool::full,
         until,
     },
 };
@@ -41,11 +42,7 @@ const FLOOR: usize = 64 << 10;
 const SLACK: usize = 24 * MIB;
 
 fn many() -> usize {
-    if std::env::var_os("CAUSEWAY_TEST_FULL").is_some() {
-        2_000
-    } else {
-        200
-    }
+    if full() { 2_000 } else { 200 }
 }
 
 fn get(path: &str) -> String {
@@ -75,7 +72,7 @@ async fn others_are_served(road: &Road, whole: &[u8]) {
         let answer = road.caller().get(&format!("{URL}download")).await;
         assert!(answer.body == whole, "the download is not what was sent");
     };
-    let all = timeout(Duration::from_mins(1), async {
+    let all = timeout(Duration::from_mins(5), async {
         tokio::join!(callers, download)
     });
     all.await.expect("others wait for those who stall");

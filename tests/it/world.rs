@@ -38,7 +38,7 @@ use tokio::time::{sleep, timeout};
 use tool::Tool;
 
 /// The bound of a wait for something that takes milliseconds on an idle machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(45);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
 /// How often a condition is looked at.
 const LOOK: Duration = Duration::from_millis(5);
 /// Life of what is issued here.

@@ -13,6 +13,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use crate::{
+    full,
     nodes::{number, started},
     trial,
     world::{
@@ -23,7 +24,7 @@ use crate::{
 };
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let full = env::var_os("CAUSEWAY_TEST_FULL").is_some();
+    let full = full();
     let thousands = trial(
         "fleet::five_thousand_nodes_with_five_thousand_edges",
         five_thousand_nodes_with_five_thousand_edges,

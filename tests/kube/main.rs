@@ -32,6 +32,7 @@ mod world;
 use std::{env, process::ExitCode};
 
 use libtest_mimic::{Arguments, Trial};
+use test_summary::Skipped;
 use world::{Way, assets, cage};
 
 fn main() -> ExitCode {
@@ -53,7 +54,7 @@ fn main() -> ExitCode {
     }
     match assets::folder() {
         Some(folder) => cage::run(&folder, &wanted(&arguments)),
-        None => skipped("the parts of Kubernetes (tests/kube/assets/build)"),
+        None => skipped("the parts of Kubernetes"),
     }
 }
 
@@ -66,7 +67,7 @@ fn trials() -> Vec<Trial> {
 fn wanted(arguments: &Arguments) -> Vec<usize> {
     let groups = groups();
     let Some(filter) = arguments.filter.as_deref() else {
-        return if steps::full() {
+        return if full() {
             (SMOKE + 1..groups.len()).collect()
         } else {
             vec![SMOKE]
@@ -134,13 +135,35 @@ fn required() -> bool {
 fn missing(what: &str) {
     assert!(!required(), "needs {what}");
     eprintln!("kube: skipped: needs {what}");
+    let command = ".ci/setup && cargo test --test kube";
+    add_skipped(&format!("needs {what}"), command);
 }
 
 fn skipped(what: &str) -> ExitCode {
     eprintln!("kube: skipped: needs {what}");
     if required() {
-        ExitCode::FAILURE
-    } else {
-        ExitCode::SUCCESS
+        return ExitCode::FAILURE;
     }
+    let command = match what {
+        "root" => r#"tests/kube/assets/build && sudo -E env "PATH=$PATH" cargo test --test kube"#,
+        "the parts of Kubernetes" => "tests/kube/assets/build && cargo test --test kube",
+        _ => ".ci/setup && cargo test --test kube",
+    };
+    add_skipped(&format!("needs {what}"), command);
+    ExitCode::SUCCESS
+}
+
+fn add_skipped(reason: &str, command: &str) {
+    let added = skips().add("the Kubernetes suite", reason, command);
+    added.expect("the target directory can be written to");
+}
+
+/// Skipped tests of this run.
+fn skips() -> Skipped {
+    Skipped::of_this_run(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// Whether long runs, all variants and measurements are wanted (`CAUSEWAY_TEST_FULL=1`).
+fn full() -> bool {
+    skips().full("the Kubernetes suite")
 }

@@ -17,6 +17,7 @@ use std::thread;
 use libtest_mimic::Trial;
 
 use crate::{
+    full,
     steps::{self, by},
     world::{
         Way, World,
@@ -29,14 +30,14 @@ use crate::{
 /// By the ways whose words differ; by addresses they are those of names.
 pub(crate) fn trials(name: &str, way: Way) -> Vec<Trial> {
     let mut trials = Vec::new();
-    if !matches!(way, Way::Addresses(_)) || steps::full() {
+    if !matches!(way, Way::Addresses(_)) || full() {
         trials.push(by(
             format!("{name}::a_kubelet_that_does_not_answer_is_told"),
             way,
             a_kubelet_that_does_not_answer_is_told,
         ));
     }
-    if matches!(way, Way::Names(_)) || steps::full() {
+    if matches!(way, Way::Names(_)) || full() {
         let limits = move |world: &mut World| limits_are_told(world, way);
         trials.push(by(format!("{name}::limits_are_told"), way, limits));
     }

@@ -3,6 +3,7 @@
 //! Each is a trial of its own for each way, with kubectl as it is today, which speaks websocket; those about bytes of
 //! sessions also with that of Debian 12, which speaks SPDY. A step leaves pods and edges as it has found them.
 
+use crate::full;
 use std::{
     env, fs,
     io::{Read, Write},
@@ -93,11 +94,6 @@ pub(crate) fn variant(name: &str, way: Way, (step, run): Step) -> Vec<Trial> {
         .then(|| by(format!("{name}::{step}"), way, run))
         .into_iter()
         .collect()
-}
-
-/// Whether all variants are wanted.
-pub(crate) fn full() -> bool {
-    env::var_os("CAUSEWAY_TEST_FULL").is_some()
 }
 
 /// An API server that was restarted reaches nodes as before.

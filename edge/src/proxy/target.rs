@@ -143,7 +143,7 @@ mod tests {
         let policy = policy.listing(&listed, &Own::default());
         let app = policy.decide(&Target::new("edge-1", port), &Kind::Request);
         let app = app?;
-        dial(&policy, &app, deadline(Duration::from_secs(5))).await
+        dial(&policy, &app, deadline(Duration::from_mins(2))).await
     }
 
     #[tokio::test]

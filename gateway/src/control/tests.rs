@@ -20,8 +20,8 @@ use tokio_rustls::client::TlsStream;
 use tracing::info_span;
 
 /// Longer than any wait that a test is about.
-pub(crate) const LONG: Duration = Duration::from_secs(10);
-pub(crate) const SHORT: Duration = Duration::from_millis(300);
+pub(crate) const LONG: Duration = Duration::from_mins(2);
+pub(crate) const SHORT: Duration = Duration::from_secs(3);
 
 pub(crate) fn welcome(instance: &str, slot: u32) -> Welcome {
     Welcome {

@@ -40,7 +40,7 @@ use wire::Wire;
 /// What the system takes of an app's answer that nobody reads, in bytes.
 const SEND: usize = 256 << 10;
 /// How long a test waits for what an app should see.
-const PATIENCE: Duration = Duration::from_secs(45);
+const PATIENCE: Duration = Duration::from_mins(2);
 
 /// How a connection ended, seen from the app.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,15 +3,18 @@
 //! An edge counts as joined when the gateway says so. It can be stopped in order, killed without a word, and
 //! started again from its data directory.
 
-use super::{PATIENCE, World, gateway::loopback, until};
-use causeway_certs::{Confirmed, NodeName};
+use super::{LOOK, PATIENCE, World, gateway::loopback, until};
+use causeway_certs::{Confirmed, NodeName, StoreError};
 use causeway_edge::{
     Config, Error,
     config::{Port, Scheme, Secret},
     state::{Reader, Status},
 };
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
-use tokio::{task::JoinSet, time::timeout};
+use tokio::{
+    task::JoinSet,
+    time::{sleep, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 /// Tests wait for the end of what they stop.
@@ -146,8 +149,17 @@ impl Edge {
     pub(crate) async fn start(&mut self) -> Result<(), Error> {
         assert!(self.running.is_none(), "the edge runs");
         let stop = CancellationToken::new();
-        let opened = causeway_edge::Edge::open(self.config.clone(), &stop);
-        let opened = timeout(PATIENCE, opened).await;
+        let opening = async {
+            loop {
+                let opened = causeway_edge::Edge::open(self.config.clone(), &stop).await;
+                let Err(Error::Store(StoreError::InUse { .. })) = opened else {
+                    return opened;
+                };
+                // A child that another test has forked holds the lock of this directory until it runs its program.
+                sleep(LOOK).await;
+            }
+        };
+        let opened = timeout(PATIENCE, opening).await;
         let bound = opened.expect("the edge joins or is refused")?.bind()?;
         let reader = bound.reader();
         let mut task = JoinSet::new();

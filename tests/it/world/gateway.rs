@@ -185,13 +185,19 @@ impl Build {
     /// Binds and runs; from then on the configuration names the addresses that were chosen.
     pub(super) async fn run(&mut self) -> Running {
         let mut bound = None;
-        until("the gateway's addresses are free", async || {
-            bound = match self.bind() {
-                Err(BindError::Listen { .. }) => None,
-                other => Some(other.unwrap()),
-            };
-            bound.is_some()
-        })
+        until(
+            "the gateway's addresses and directory are free",
+            async || {
+                bound = match self.bind() {
+                    // A child that another test has forked holds sockets and locks until it runs its program.
+                    Err(BindError::Listen { .. } | BindError::Store(StoreError::InUse { .. })) => {
+                        None
+                    }
+                    other => Some(other.unwrap()),
+                };
+                bound.is_some()
+            },
+        )
         .await;
         let bound = bound.expect("it was waited for");
         let (config, reloader) = (self.config.clone(), bound.reloader());

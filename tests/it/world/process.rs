@@ -23,7 +23,7 @@ use tokio::{
 };
 
 /// For a machine that does other work besides.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
 
 /// The built binary, or the one of another build that `CAUSEWAY_TEST_BINARY` names.
 pub(crate) fn binary() -> &'static str {

@@ -4,7 +4,7 @@
 //! `eprintln!` writes); under `CAUSEWAY_TEST_REQUIRE_ALL=1` it fails the test instead.
 //! Every child is bounded in time and dies with the value that holds it.
 
-use super::netns;
+use super::{netns, process::am_root};
 use std::{
     env,
     ffi::OsStr,
@@ -13,6 +13,7 @@ use std::{
     process::{ExitStatus, Stdio},
     time::Duration,
 };
+use test_summary::Skipped;
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines},
     process::{Child, ChildStdin, ChildStdout, Command},
@@ -20,7 +21,7 @@ use tokio::{
 };
 
 /// What a child gets unless `within` says otherwise: for a machine that does other work besides.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_mins(2);
 
 /// What would send a client somewhere else than where its test says.
 const PROXY_VARIABLES: [&str; 8] = [
@@ -50,16 +51,37 @@ pub(crate) fn have(tool: &str) -> bool {
         return true;
     }
     let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
-    // What is built once, for minutes, is not built by a test.
-    let remedy = match tool {
-        "coredns" => "run tests/kube/assets/build",
-        _ => "run .ci/setup",
+    let command = match tool {
+        _ if needs_root(tool) && !am_root() => r#"sudo -E env "PATH=$PATH" cargo test --workspace"#,
+        // A build of minutes, which no test starts.
+        "coredns" => "tests/kube/assets/build && cargo test --workspace",
+        _ => ".ci/setup && cargo test --workspace",
     };
-    assert!(!required, "needs {tool} ({remedy})");
-    let name = std::thread::current().name().unwrap_or("a test").to_owned();
+    assert!(!required, "needs {tool}: {command}");
+    let name = test_name();
     let mut stderr = std::io::stderr().lock();
-    writeln!(stderr, "{name}: skipped: needs {tool} ({remedy})").unwrap();
+    writeln!(stderr, "{name}: skipped: needs {tool}: {command}").unwrap();
+    let skipped = skipped().add(&name, &format!("needs {tool}"), command);
+    skipped.expect("the target directory can be written to");
     false
+}
+
+/// Whether long runs and measurements are wanted (`CAUSEWAY_TEST_FULL=1`). The summary of the run tells of the test if not.
+pub(crate) fn full() -> bool {
+    skipped().full(&test_name())
+}
+
+fn skipped() -> Skipped {
+    Skipped::of_this_run(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// Returns the name of the running test, which its thread has.
+fn test_name() -> String {
+    std::thread::current().name().unwrap_or("a test").to_owned()
+}
+
+fn needs_root(tool: &str) -> bool {
+    matches!(tool, netns::NEED | "mounts")
 }
 
 fn is_here(tool: &str) -> bool {

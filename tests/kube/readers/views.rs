@@ -17,7 +17,7 @@ use super::{
     scene::{ENDPOINT, Edge},
 };
 use crate::{
-    steps::full,
+    full,
     world::{
         cluster::Cluster,
         process::{PATIENCE, Process, Program, within},

@@ -7,8 +7,8 @@ use libtest_mimic::Trial;
 
 use super::{Firewall, REQUESTS, UPGRADES, each_says};
 use crate::{
-    names,
-    steps::{by, full},
+    full, names,
+    steps::by,
     world::{
         Way, World,
         causeway::{CLOSED, REFUSING},

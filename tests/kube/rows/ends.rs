@@ -6,8 +6,8 @@ use libtest_mimic::Trial;
 
 use super::{REQUESTS, UPGRADES, apps, each_says, exec};
 use crate::{
-    names,
-    steps::{by, full},
+    full, names,
+    steps::by,
     world::{
         Way, World,
         causeway::REFUSING,

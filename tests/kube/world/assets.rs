@@ -1,7 +1,7 @@
 //! What the tests need of the machine: the parts of Kubernetes, programs, and leave to make namespaces.
 //!
-//! `KUBEBUILDER_ASSETS` names the folder of the parts; where it is not set, `tests/kube/assets/build` prints one, and
-//! builds it first where it has to. Only the outer program builds; the inner one is told the folder by that variable.
+//! `KUBEBUILDER_ASSETS` names the folder of the parts; where it is not set, it is the one that `tests/kube/assets/build`
+//! has made. No test builds them. The inner program is told the folder by that variable.
 
 use std::{env, os::unix::fs::MetadataExt, path::Path, path::PathBuf, process::Command};
 
@@ -13,10 +13,11 @@ const VARIABLE: &str = "KUBEBUILDER_ASSETS";
 /// The folder of kube-apiserver, kubectl and the others.
 pub(crate) fn folder() -> Option<PathBuf> {
     if let Some(named) = env::var_os(VARIABLE) {
-        return Some(named.into());
+        return Some(named.into()).filter(|named: &PathBuf| named.is_dir());
     }
     let build = [env!("CARGO_MANIFEST_DIR"), "tests/kube/assets/build"];
     let made = Command::new(build.iter().collect::<PathBuf>())
+        .arg("--built")
         .stderr(std::process::Stdio::inherit())
         .output()
         .ok()

@@ -14,6 +14,7 @@ use std::{
 };
 
 use super::process::must;
+use crate::skips;
 
 /// Says to the inner program that it is that, and where its folder is.
 const INSIDE: &str = "CAUSEWAY_KUBE_INSIDE";
@@ -114,6 +115,8 @@ fn run_to_end(assets: &Path, group: usize, said: Option<File>) -> u8 {
         .env(INSIDE, folder.path())
         .env("KUBEBUILDER_ASSETS", assets)
         .env(GROUP, group.to_string());
+    let (variable, file) = skips().variable();
+    inner.env(variable, file);
     if let Some(said) = said {
         inner.stdout(said);
     }

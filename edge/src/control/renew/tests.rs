@@ -25,7 +25,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-const SOON: Duration = Duration::from_secs(8);
+const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
 const DAY: Duration = Duration::from_hours(24);
 /// Certificates begin an hour before they are issued, so one of ten minutes is due at once.

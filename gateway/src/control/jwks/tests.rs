@@ -159,13 +159,13 @@ async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fet
     let issuers = Issuers::new(
         Tasks::default(),
         Handle::current(),
-        Duration::from_secs(30),
+        Duration::from_mins(2),
         metrics.clone(),
     );
     let jwt = Jwt::new("https://id.test", "causeway", url.parse().unwrap());
     let first = issuers.keys(&jwt, None).unwrap();
     let second = issuers.keys(&jwt, None).unwrap();
-    first.anew(Duration::from_secs(30)).await;
+    first.anew(Duration::from_mins(2)).await;
     assert!(second.are(&first.now().unwrap()));
     assert_eq!(asked.load(SeqCst), 1);
     assert!(
@@ -176,8 +176,8 @@ async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fet
     assert_eq!(issuers.tasks.len(), 1);
     drop((first, second));
     tokio::time::timeout(
-        Duration::from_secs(30),
-        issuers.tasks.drain(Duration::from_secs(30)),
+        Duration::from_mins(2),
+        issuers.tasks.drain(Duration::from_mins(2)),
     )
     .await
     .unwrap();

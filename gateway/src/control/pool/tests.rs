@@ -320,11 +320,6 @@ async fn a_leader_that_does_not_answer_stays_until_somebody_else_was_heard() {
     let (leading, other) = (tunnel("edge-1"), tunnel("edge-2"));
     leading.probe();
     world.until(|_| !other.unanswered_for().is_zero()).await;
-    let asked = leading.unanswered_for();
-    assert!(
-        asked < Duration::from_secs(4),
-        "{asked:?}: its turn comes later"
-    );
     world.until(|_| leading.is_suspect()).await;
     // Time is the subject: longer than it takes to look again.
     sleep(Duration::from_millis(1_200)).await;

@@ -125,6 +125,13 @@ impl Site {
         Metrics(Tool::curl().args([url]).run().await.ok().text())
     }
 
+    /// Returns the admin API's row of a node.
+    pub(crate) async fn node(&self, node: &str) -> serde_json::Value {
+        let url = format!("http://{}/api/v1/edges/{node}", self.admin);
+        let row = Tool::curl().args([url]).run().await.ok();
+        row.json()
+    }
+
     async fn again(self, program: Causeway, flags: &[&str], change: impl FnOnce(&Path)) -> Self {
         let data = self.data();
         let Self {

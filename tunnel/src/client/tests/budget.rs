@@ -46,7 +46,7 @@ async fn fill(send: &mut Send) {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
     let Turning {
         tunnel,
@@ -86,13 +86,13 @@ async fn stalled_uploads_hold_no_more_at_the_edge_than_its_budget() {
         length
     };
     let both = async { tokio::join!(sending, reading) };
-    let (sent, length) = timeout(Duration::from_secs(20), both).await.unwrap();
+    let (sent, length) = timeout(Duration::from_mins(2), both).await.unwrap();
     sent.unwrap();
     assert_eq!(length, total);
     drop((sends, deaf));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
     let pressure = Arc::new(Pressure::new(usize::MAX));
     let Turning {
@@ -127,10 +127,10 @@ async fn stalled_readers_hold_no_more_at_the_gateway_than_its_budget() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(Duration::from_secs(20), gone).await.unwrap();
+    timeout(Duration::from_mins(2), gone).await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
     const FRAME: usize = 105;
     let mut turning = taking_turns(settings(Arc::default())).await;
@@ -157,7 +157,7 @@ async fn small_frames_that_stall_make_windows_small_and_end_nothing() {
         let mut body = answer.into_body();
         let mut length = 0;
         while length < sent {
-            let data = timeout(Duration::from_secs(20), body.data()).await.unwrap();
+            let data = timeout(Duration::from_mins(2), body.data()).await.unwrap();
             length += data.unwrap().unwrap().len();
         }
     }
@@ -185,7 +185,7 @@ async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
     assert!(windows.len() <= 2, "{windows:?}");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn under_pressure_of_the_whole_process_every_window_is_small() {
     let pressure = Arc::new(Pressure::new(4 * FLOOR));
     let mut first = taking_turns(settings(pressure.clone())).await;
@@ -208,7 +208,7 @@ async fn stall(turning: &mut Turning) -> (Response<Receive>, Send) {
     (answer, send)
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn what_a_dead_tunnel_left_counts_until_its_readers_are_gone() {
     let pressure = Arc::new(Pressure::new(usize::MAX));
     let settings = settings(pressure.clone());
@@ -235,7 +235,7 @@ async fn what_a_dead_tunnel_left_counts_until_its_readers_are_gone() {
     assert_eq!(counted(), (0, 0));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn tunnels_of_one_node_share_its_budget() {
     let budget = 4 * BUDGET;
     let settings = Settings {

@@ -49,7 +49,7 @@ use tokio_rustls::LazyConfigAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::info_span;
 
-pub(super) const SOON: Duration = Duration::from_secs(20);
+pub(super) const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
 
 /// Versions by resource and name.
