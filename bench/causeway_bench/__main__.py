@@ -17,43 +17,62 @@ from .bed import PACES, PLACEMENTS, Bed
 from .machine import describe
 from .process import Trouble
 from .profile import draw
-from .prose import Run
+from .report import Run
 from .rounds import Outcome, run_row
-from .rows import ROWS, Row
+from .rows import CONTESTANTS, ROWS, Row
 from .tools import Tools
+
+# Built from this tree, or named by the caller.
+_BUILT = {"causeway", "before", "bench-load"}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/run", description="Measures Causeway beside other roads, on loopback.")
+    parser = argparse.ArgumentParser(prog="bench/run", description="Measures Causeway beside other proxies and tunnels.")
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--quick", action="store_true", help="two minutes; prints ratios, keeps nothing in bench/")
+    pace.add_argument("--smoke", action="store_true",
+                      help="one short round of a few rows; fails where somebody cannot be measured or answers wrongly, "
+                      "and never by a figure; needs neither Go nor a compiler")  # fmt: skip
     pace.add_argument("--full", action="store_true", help="more and longer rounds")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows; see --list")
+    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds of every row")
     parser.add_argument("--before", type=Path, metavar="PROGRAM",
-                        help="another build of causeway: these two alone, the other as the reference")  # fmt: skip
+                        help="another build of causeway, measured beside this one and HAProxy in two hops")  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="DIR",
                         help="with --only: no figures, but flame graphs of the gateway in these rows")  # fmt: skip
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), default="free",
                         help="free: the kernel decides; split: the cloud's side on CPU 0, the rest on CPU 1")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder of the results (default: bench/, and for --quick a scratch one)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: a new one under target/bench)")
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder, with all logs")
     parser.add_argument("--list", action="store_true", help="name the rows and end")
     return parser.parse_args()
 
 
 def chosen(asked: argparse.Namespace) -> list[tuple[Row, tuple[str, ...]]]:
-    """The rows of this run, with those who take part."""
+    """Returns the rows of this run, with the contestants of each."""
     unknown = set(asked.only) - {row.name for row in ROWS}
     if unknown:
         raise SystemExit(f"bench: no such row: {' '.join(sorted(unknown))}; --list names them")
+    rows = [row for row in ROWS if not asked.only or row.name in asked.only]
     if asked.before:
-        named = (replace(row, reference="before") for row in ROWS if "causeway" in row.contestants)
-        return [(row, ("before", "causeway")) for row in named if row.name in (asked.only or ("http1-64",))]
-    if asked.only:
-        return [(row, row.contestants) for row in ROWS if row.name in asked.only]
-    if asked.quick:
-        return [(row, row.quick) for row in ROWS if row.quick]
-    return [(row, row.contestants) for row in ROWS]
+        own = [row for row in rows if "causeway" in row.contestants and (asked.only or row.before)]
+        return [_before(row) for row in own]
+    if asked.profile:
+        return [(row, ("causeway",)) for row in rows]
+    if asked.smoke:
+        return [(row, row.smoke or ("causeway",)) for row in rows if row.smoke or asked.only]
+    return [(row, row.contestants) for row in rows]
+
+
+def _before(row: Row) -> tuple[Row, tuple[str, ...]]:
+    """Returns the row with another build as a reference, and its contestants."""
+    other = tuple(name for name in ("haproxy-hops",) if name in row.contestants)
+    return replace(row, references=("before", *other)), (*other, "before", "causeway")
+
+
+def programs(rows: list[tuple[Row, tuple[str, ...]]]) -> set[str]:
+    """Returns the names of all programs that these rows need."""
+    base = {"nginx", "openssl", "curl", "wrk", "h2load"}
+    return base.union(*(row.needs for row, _ in rows), *(CONTESTANTS[name].needs for _, who in rows for name in who))
 
 
 def measure(bed: Bed, rows: list[tuple[Row, tuple[str, ...]]]) -> tuple[list[Outcome], bool]:
@@ -90,19 +109,21 @@ def main() -> int:
         raise SystemExit("bench: --profile wants --only ROW")
     if asked.list:
         for row in ROWS:
-            print(f"{row.name:24}{'quick' if row.quick else '':7}{row.title}")
+            print(f"{row.name:24}{'smoke' if row.smoke else '':7}{row.title}")
         return 0
     # Ends as Ctrl-C does: through every `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = chosen(asked)
     bench = Path(__file__).resolve().parent.parent
-    tools = Tools.gather(bench)
-    target = Path(os.environ["CARGO_TARGET_DIR"])
-    tools.add("causeway", target / "release" / "causeway", "not built")
+    wanted = programs(rows)
+    tools = Tools.gather(bench, wanted - _BUILT)
+    tools.add("causeway", Path(os.environ["BENCH_PROGRAM"]), "not built")
     tools.add("bench-load", Path(os.environ["BENCH_LOAD"]), "bench/load is not built")
     if asked.before:
         tools.add("before", asked.before.resolve(), "not built")
-    pace = PACES["quick" if asked.quick else "full" if asked.full else "default"]
+    pace = PACES["smoke" if asked.smoke else "full" if asked.full else "default"]
+    if asked.rounds:
+        pace = replace(pace, rounds=asked.rounds, long_rounds=asked.rounds)
 
     scratch = Path(tempfile.mkdtemp(prefix="causeway-bench."))
     begin = time.monotonic()
@@ -122,18 +143,31 @@ def main() -> int:
             shutil.rmtree(scratch, ignore_errors=True)
     took = time.monotonic() - begin
 
-    said = [f"--{pace.name}"] if pace.name != "default" else []
+    run = Run(outcomes, machine, pace, asked.placement, bed.configurations, words(asked), took, scratch)
+    print(f"\n{report.short(run)}")
+    out = asked.out or Path(os.environ["CARGO_TARGET_DIR"]) / "bench" / time.strftime("%Y%m%d-%H%M%S")
+    report.write(run, out)
+    print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}", flush=True)
+    return conclude(run, asked.smoke) if whole else 1
+
+
+def words(asked: argparse.Namespace) -> list[str]:
+    """Returns the arguments that decide what is measured, for the results."""
+    said = [f"--{name}" for name in ("smoke", "full") if getattr(asked, name)]
     said += ["--only", *asked.only] if asked.only else []
+    said += ["--rounds", str(asked.rounds)] if asked.rounds else []
     said += ["--before", str(asked.before)] if asked.before else []
-    said += ["--placement", asked.placement] if asked.placement != "free" else []
-    run = Run(outcomes, machine, pace, asked.placement, bed.configurations, said, took, scratch)
-    print(report.short(run))
-    # Only a whole run replaces what is checked in.
-    kept = whole and not (asked.quick or asked.only or asked.before)
-    out = asked.out or (bench if kept else Path(tempfile.mkdtemp(prefix="causeway-bench-results.")))
-    report.write(run, out, bench / "why")
-    print(f"\nbench: {len(outcomes)} rows in {took:.0f} s; results in {out}")
-    return report.status(run) if whole else 1
+    return said + (["--placement", asked.placement] if asked.placement != "free" else [])
+
+
+def conclude(run: Run, smoke: bool) -> int:
+    """Returns the exit status; a smoke names its faults."""
+    if not smoke:
+        return report.status(run)
+    faults = report.faults(run)
+    for fault in faults:
+        print(f"bench: {fault}", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _PORTS = range(20000, 32000)
 
 @dataclass(frozen=True)
 class Pace:
-    """How long it all takes: `--quick`, the default, `--full`."""
+    """How long it all takes: `--smoke`, the default, `--full`."""
 
     name: str
     rounds: int
@@ -40,7 +40,7 @@ class Pace:
 
 
 PACES = {
-    "quick": Pace("quick", rounds=2, long_rounds=1, seconds=1, warm=1, bulk=256 * MIB, bulk_of_eight=64 * MIB, settle=1.0),
+    "smoke": Pace("smoke", rounds=1, long_rounds=1, seconds=1, warm=1, bulk=64 * MIB, bulk_of_eight=8 * MIB, settle=0.2),
     "default": Pace(
         "default", rounds=3, long_rounds=2, seconds=3, warm=1, bulk=1024 * MIB, bulk_of_eight=128 * MIB, settle=2.0
     ),

@@ -1,4 +1,4 @@
-"""The generators: wrk, h2load and curl, each as a function that returns figures."""
+"""The generators: wrk, h2load and curl, each as a function that returns figures, and the check of an answer's bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from .bed import Bed
+from .bed import App, Bed
 from .contestant import Contestant, Https, Plain, Way
 from .process import Process, Trouble, run
 from .usage import Meter
@@ -21,8 +21,10 @@ MICRO = 1e6
 # How often the memory of the callers' side is looked at while transfers are under way, in seconds.
 _LOOK = 0.25
 _BOUND = 330
-_FINISHED = re.compile(r"finished in ([\d.]+)(us|ms|s), ([\d.]+) req/s")
 _OUTCOMES = re.compile(r"requests: .* (\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout")
+_STATUSES = re.compile(r"status codes: \d+ 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx")
+# Answers with another status than was asked for: not a matter of speed.
+WRONG = "wrong_answers"
 
 
 def https_of(contestant: Contestant) -> Https:
@@ -55,11 +57,13 @@ def wrk(
     if not answer["requests"]:
         raise Trouble(f"wrk got no answer: {said}")
     return {
+        "requests": answer["requests"],
         "requests_per_s": answer["requests"] / answer["microseconds"] * MICRO,
         "p50_us": answer["p50"],
         "p99_us": answer["p99"],
         "p999_us": answer["p999"],
         "errors": answer["errors"],
+        WRONG: answer["wrong"],
         **cpu_per("request", meter, answer["requests"], MICRO),
     }
 
@@ -72,46 +76,32 @@ def cpu_per(what: str, meter: Meter, count: float, scale: float) -> Figures:
     return {f"cpu_{role}_{unit}_per_{what}": seconds * scale / count for role, seconds in used.items()}
 
 
-def h2load(bed: Bed, contestant: Contestant, callers: int, seconds: float) -> Figures:
-    """HTTP/2 requests for 1 KiB: each caller has a connection of its own and asks one thing at a time."""
+def h2load(bed: Bed, contestant: Contestant, connections: int, streams: int, seconds: float) -> Figures:
+    """Sends HTTP/2 requests for 1 KiB over so many connections, with so many streams at once on each."""
     front = https_of(contestant)
-    log = bed.scratch / "h2load.log"
-    log.unlink(missing_ok=True)
     meter = Meter(contestant.processes)
     said = run(
-        [bed.tools.path("h2load"), "-t1", f"-c{callers}", "-m1", f"-D{seconds:.0f}", "--npn-list=h2",
-         f"--log-file={log}", "-H", ":authority: localhost", f"--connect-to=127.0.0.1:{front.port}",
-         "https://localhost/1k"],
+        [bed.tools.path("h2load"), "-t1", f"-c{connections}", f"-m{streams}", f"-D{seconds:.0f}", "--npn-list=h2",
+         "-H", ":authority: localhost", f"--connect-to=127.0.0.1:{front.port}", "https://localhost/1k"],
         seconds + 30,
         bed.cpus("rest"),
     )  # fmt: skip
-    finished, outcomes = _FINISHED.search(said), _OUTCOMES.search(said)
-    if not finished or not outcomes or not int(outcomes.group(1)):
-        raise Trouble(f"h2load: {said[-400:]}")
-    times = sorted(int(line.split("\t")[2]) for line in log.read_text().splitlines() if line.count("\t") == 2)
+    outcomes, statuses = _OUTCOMES.search(said), _STATUSES.search(said)
+    if not outcomes or not statuses or not int(outcomes.group(1)):
+        told = [line for line in said.splitlines() if line.startswith(("requests:", "status codes:"))]
+        raise Trouble(f"h2load got no answer: {' '.join(told) or said[-400:]}")
     requests = int(outcomes.group(1))
     return {
         "requests_per_s": requests / seconds,
-        **percentiles(times),
         "errors": float(sum(int(outcomes.group(group)) for group in (2, 3, 4))),
+        WRONG: float(sum(int(count) for count in statuses.groups())),
         **cpu_per("request", meter, requests, MICRO),
     }
 
 
-def percentiles(ordered: list[int]) -> Figures:
-    """Of times that are in order, in microseconds."""
-    if not ordered:
-        return {}
-
-    def at(share: float) -> float:
-        return float(ordered[min(len(ordered) - 1, int(len(ordered) * share))])
-
-    return {"p50_us": at(0.5), "p99_us": at(0.99), "p999_us": at(0.999)}
-
-
-def curl_words(bed: Bed, way: Way, path: str) -> list[str]:
-    """How curl reaches a path of the app by that way; HTTP/1.1, everything verified."""
-    words = [bed.tools.path("curl"), "-sS", "--fail", "--http1.1", "-o", "/dev/null", "--max-time", "300"]
+def curl_words(bed: Bed, way: Way, path: str, out: str = "/dev/null", version: str = "1.1") -> list[str]:
+    """Returns the command by which curl reaches a path of the upstream that way; all certificates are verified."""
+    words = [bed.tools.path("curl"), "-sS", "--fail", f"--http{version}", "-o", out, "--max-time", "300"]
     if isinstance(way, Https):
         return [*words, "--cacert", str(way.ca), "--connect-to", f"localhost:443:127.0.0.1:{way.port}",
                 f"https://localhost/{path}"]  # fmt: skip
@@ -132,13 +122,26 @@ def way_of(contestant: Contestant, connect: bool = False) -> Way:
     return way
 
 
+def check_answer(bed: Bed, contestant: Contestant, app: App) -> None:
+    """Compares the bytes of one answer with those of the upstream, in each way and HTTP version that the rows use."""
+    expected = (bed.scratch / "files" / "1k").read_text() if app == "files" else "." * 1024
+    ways: list[tuple[Way | None, str]] = [
+        (contestant.https, "1.1"), (contestant.https, "2"), (contestant.connect, "1.1"), (contestant.plain, "1.1"),
+    ]  # fmt: skip
+    for way, version in ways:
+        if way is not None and run(curl_words(bed, way, "1k", "-", version), 30) != expected:
+            raise Trouble(f"{contestant.name}: a wrong answer to HTTP/{version} by {type(way).__name__}")
+
+
 def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bool = False) -> Figures:
     """So many downloads or uploads of one bulk at once: bytes a second from the first's start to the last's end."""
     name, size = ("bulk", bed.pace.bulk) if count == 1 else ("bulk8", bed.pace.bulk_of_eight)
-    words = curl_words(bed, way_of(contestant, connect), "sink" if up else name)
+    way = way_of(contestant, connect)
     if up:
         # An upload begins at once, as other clients' do, and not after a second of waiting for 100.
-        words += ["-H", "Expect:", "-T", str(bed.scratch / "files" / name)]
+        words = [*curl_words(bed, way, "sink", "-"), "-H", "Expect:", "-T", str(bed.scratch / "files" / name)]
+    else:
+        words = [*curl_words(bed, way, name), "-w", "%{size_download}"]
     before = contestant.memory()
     meter = Meter(contestant.processes)
     begin = time.monotonic()
@@ -151,6 +154,10 @@ def transfer(bed: Bed, contestant: Contestant, count: int, up: bool, connect: bo
                 if time.monotonic() - begin > _BOUND:
                     raise Trouble(f"curl: not done within {_BOUND} s")
         seconds = time.monotonic() - begin
+        for curl in curls:
+            # The upstream's count of an upload, or curl's of a download.
+            if curl.said().strip() != str(size):
+                raise Trouble(f"{size} bytes became {curl.tail()}")
     finally:
         for curl in curls:
             curl.stop()

@@ -59,7 +59,9 @@ class Causeway(Contestant):
 
     def start_gateway(self, bed: Bed, app: int) -> None:
         """The gateway alone, on the data directory that is there."""
-        https, connect = bed.port(), bed.port()
+        # A restart has the same listeners.
+        https = self.https.port if self.https else bed.port()
+        connect = self.connect.port if self.connect else bed.port()
         self.tunnel = self.tunnel or bed.port()
         self.admin = bed.port()
         configuration = bed.write(

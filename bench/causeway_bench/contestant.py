@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from .bed import Bed
 from .process import Process
@@ -53,10 +54,8 @@ class Contestant:
     connect: Connect | None = None
     plain: Plain | None = None
 
-    # The role that holds the callers' connections, whose memory is looked at.
-    front = "front"
     # Programs without which it cannot start.
-    needs: tuple[str, ...] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
 
     def start(self, bed: Bed, app: int) -> None:
         """Begins to lead callers to the app at that port, and returns when it does."""

@@ -41,7 +41,7 @@ def instructions(bed: Bed, contestant: Contestant) -> Figures:
     folder.mkdir(exist_ok=True)
     gateway.under = (bed.tools.path("valgrind"), "--tool=callgrind", f"--callgrind-out-file={folder}/%p")
     gateway.start(bed, bed.apps["files"])
-    load.requests(bed, gateway, _CALLERS, 2)
+    wrk(bed, gateway, _CALLERS, 2)
     short = _count(bed, gateway, folder, 2)
     long = _count(bed, gateway, folder, 2 + 2 * bed.pace.seconds)
     executed, allocations, requests = (one - other for one, other in zip(long, short, strict=True))
@@ -59,7 +59,7 @@ def _count(bed: Bed, gateway: Causeway, folder: Path, seconds: float) -> tuple[f
     pid = str(gateway.processes["front"].pid)
     control = str(Path(bed.tools.path("valgrind")).with_name("callgrind_control"))
     run([control, "-z", pid])
-    found = load.requests(bed, gateway, _CALLERS, seconds)
+    found = wrk(bed, gateway, _CALLERS, seconds)
     run([control, "-d", pid])
     dumps = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
     text = dumps[-1].read_text(errors="replace") if dumps else ""
@@ -68,7 +68,7 @@ def _count(bed: Bed, gateway: Causeway, folder: Path, seconds: float) -> tuple[f
         raise Trouble("callgrind wrote no total")
     ours = {number for number, name in _NAMED.findall(text) if _ALLOCATES.match(name)}
     calls = sum(int(count) for number, count in _CALLED.findall(text) if number in ours)
-    return float(total.group(1)), float(calls), found["requests_per_s"] * seconds
+    return float(total.group(1)), float(calls), found["requests"]
 
 
 def system_calls(bed: Bed, contestant: Contestant) -> Figures:
@@ -76,7 +76,7 @@ def system_calls(bed: Bed, contestant: Contestant) -> Figures:
     gateway = _causeway(contestant)
     gateway.cores = 2
     gateway.start(bed, bed.apps["files"])
-    load.requests(bed, gateway, 64, bed.pace.warm)
+    wrk(bed, gateway, 64, bed.pace.warm)
     short, few = _traced(bed, gateway, 1)
     long, many = _traced(bed, gateway, 1 + bed.pace.seconds)
     requests = many - few
@@ -111,7 +111,7 @@ def waits(bed: Bed, contestant: Contestant) -> Figures:
     counted = {name: int(count) for count, name in _COUNTED.findall(counter.said())}
     if counted.keys() != _CROSSING.keys():
         raise Trouble(f"perf counted only {counted}: {counter.tail(3)}")
-    requests = found["requests_per_s"] * bed.pace.seconds
+    requests = found["requests"]
     return {_CROSSING[name]: count / requests for name, count in counted.items()}
 
 
@@ -135,14 +135,14 @@ def _traced(bed: Bed, gateway: Causeway, seconds: float) -> tuple[dict[str, int]
     tracer = Process(name, words, bed.scratch / f"{name}.log", bed.cpus("rest"))
     try:
         wait_for("strace is attached", lambda: "attached" in tracer.said(), [tracer])
-        found = load.requests(bed, gateway, 64, seconds)
+        found = wrk(bed, gateway, 64, seconds)
     finally:
         # It writes its table when it is asked to end.
         tracer.stop(10)
     calls = {name: int(count) for count, name in _SYSTEM_CALL.findall(out.read_text()) if name != "total"}
     if not calls:
         raise Trouble(f"strace wrote no table: {tracer.tail(2)}")
-    return calls, found["requests_per_s"] * seconds
+    return calls, found["requests"]
 
 
 def _causeway(contestant: Contestant) -> Causeway:

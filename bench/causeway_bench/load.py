@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .bed import Bed
-from .callers import MICRO, Figures, cpu_per, way_of
+from .callers import MICRO, WRONG, Figures, cpu_per, way_of
 from .contestant import Contestant, Https, Plain, Way, fresh_name
 from .process import Process, Trouble, run, wait_for
 from .usage import Meter
@@ -80,6 +80,8 @@ def requests(
         "p99_us": float(took["p99"]),
         "p999_us": float(took["p99.9"]),
         "errors": float(found["failed"]),
+        # Failures are named by what they were: those of an answer by its status.
+        WRONG: float(sum(count for name, count in found["failures"].items() if name[:3].isdigit())),
         **cpu_per("request", meter, requests_made, MICRO),
     }
 

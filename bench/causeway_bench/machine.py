@@ -38,7 +38,7 @@ def describe(tools: Tools) -> Machine:
             "commit": _said(["git", "rev-parse", "--short=12", "HEAD"]),
             "compiler": _said(["rustc", "--version"]),
         },
-        {name: tools.version(name) for name in PROGRAMS if name != "before" or name in tools.paths},
+        {name: tools.version(name) for name in PROGRAMS if name in tools.paths or name in tools.missing},
     )
 
 

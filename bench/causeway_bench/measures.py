@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 from . import load
 from .bed import Bed
@@ -22,6 +25,8 @@ KIB = 1024.0
 CROSSED = "causeway_gateway_streams_crossed_total"
 # Nodes that callers ask in turn where it is about two cores: on each of them some have their tunnel.
 TURNED = 8
+# Longer than the 30 s that a drain takes by default, in seconds.
+_DRAINED = 60.0
 
 
 def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
@@ -30,8 +35,8 @@ def http1(bed: Bed, contestant: Contestant, callers: int) -> Figures:
     return wrk(bed, contestant, callers, bed.pace.seconds * max(1, callers // 50))
 
 
-def http2(bed: Bed, contestant: Contestant, callers: int) -> Figures:
-    return h2load(bed, contestant, callers, bed.pace.seconds)
+def http2(bed: Bed, contestant: Contestant, connections: int, streams: int) -> Figures:
+    return h2load(bed, contestant, connections, streams, bed.pace.seconds)
 
 
 def connections(bed: Bed, contestant: Contestant, callers: int) -> Figures:
@@ -236,6 +241,51 @@ def back(bed: Bed, contestant: Contestant) -> Figures:
     return figures
 
 
+def graceful_restart(bed: Bed, contestant: Contestant, role: Literal["front", "edge"]) -> Figures:
+    """Restarts a gateway or an edge that has an open session: SIGTERM, and a new start once the process has ended.
+
+    Returns the longest time between two requests that succeeded, of a client that asks over and over.
+    """
+    gateway = _causeway(contestant)
+    app = bed.apps["load"]
+    gateway.start(bed, app)
+    with load.beside(bed, load.idle(contestant, 1), "ready"), _succeeding(gateway) as successes:
+        time.sleep(bed.pace.settle)
+        begin = time.monotonic()
+        gateway.processes[role].stop(_DRAINED)
+        ended = time.monotonic()
+        (gateway.start_gateway if role == "front" else gateway.start_edge)(bed, app)
+        started = time.monotonic()
+        wait_for("a request succeeds", lambda: successes[-1] > started, gateway.processes.values(), 60)
+        found = list(successes)
+    return {
+        "outage_s": max(later - earlier for earlier, later in pairwise(found)),
+        "drain_s": ended - begin,
+        "start_s": started - ended,
+    }
+
+
+@contextmanager
+def _succeeding(gateway: Causeway) -> Iterator[list[float]]:
+    """Asks one request after the other until the block is left, and notes when each success ended."""
+    successes = [time.monotonic()]
+    over = threading.Event()
+
+    def ask() -> None:
+        # A short wait between two requests leaves the CPU to what is measured.
+        while not over.wait(0.01):
+            if gateway.serves():
+                successes.append(time.monotonic())
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield successes
+    finally:
+        over.set()
+        client.join()
+
+
 def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
     """Requests of 64 callers to the one real node, while so many others are registered."""
     gateway = _causeway(contestant)
@@ -253,16 +303,16 @@ def growth(bed: Bed, contestant: Contestant, count: int) -> Figures:
 def beside_idle(bed: Bed, contestant: Contestant, count: int) -> Figures:
     """64 callers while so many upgrades stand open and silent on the same tunnel."""
     if not count:
-        return load.requests(bed, contestant, 64, bed.pace.seconds)
+        return wrk(bed, contestant, 64, bed.pace.seconds)
     with load.beside(bed, load.idle(contestant, count), "ready"):
-        return load.requests(bed, contestant, 64, bed.pace.seconds)
+        return wrk(bed, contestant, 64, bed.pace.seconds)
 
 
 def cores(bed: Bed, contestant: Contestant) -> Figures:
     """A request whose node SNI names, served where its tunnel is, and one whose node Host alone names: of those a part
     arrives on the other of the gateway's two cores. So does a part of what is asked inside of CONNECT, whose tunnels a
     gateway with one core has beside it for comparison."""
-    two, one = _causeway(contestant), Causeway(contestant.name)
+    two, one = _pair(contestant)
     two.cores = 2
     turns: list[Figures] = []
     try:
@@ -304,7 +354,7 @@ def _crossing(gateway: Causeway, name: str, asks: Callable[[], Figures], streams
 def turning(bed: Bed, contestant: Contestant) -> Figures:
     """64 kept-alive callers that turn to another node with each request: a gateway with two cores, of which each has
     the tunnels of some, and one with a single core. Light edges answer."""
-    two, one = _causeway(contestant), Causeway(contestant.name)
+    two, one = _pair(contestant)
     turns: list[Figures] = []
     with ExitStack() as standing:
         standing.callback(one.stop)
@@ -327,7 +377,7 @@ def turning(bed: Bed, contestant: Contestant) -> Figures:
 
 def rules(bed: Bed, contestant: Contestant) -> Figures:
     """What a request costs a gateway with 10 rules and one with 10,000, of which the last is the one that matches."""
-    few, many = _causeway(contestant), Causeway(contestant.name)
+    few, many = _pair(contestant)
     costs: dict[int, list[Figures]] = {10: [], 10_000: []}
     try:
         for gateway, count in ((few, 10), (many, 10_000)):
@@ -357,6 +407,11 @@ def many_nodes(bed: Bed, contestant: Contestant, nodes: int) -> Figures:
     with load.beside(bed, load.fleet(gateway.tunnel, identities, nodes), "up", 300):
         wrk(bed, gateway, 64, bed.pace.warm, named=nodes)
         return wrk(bed, gateway, 64, bed.pace.seconds, named=nodes)
+
+
+def _pair(contestant: Contestant) -> tuple[Causeway, Causeway]:
+    """Returns the contestant and a second one of the same build."""
+    return _causeway(contestant), type(_causeway(contestant))(contestant.name)
 
 
 def _causeway(contestant: Contestant) -> Causeway:

@@ -25,10 +25,9 @@ class Pki:
     def key(self, name: str) -> Path:
         return self.folder / f"{name}-key.pem"
 
-    @property
-    def server_bundle(self) -> Path:
+    def bundle(self, name: str) -> Path:
         """Certificate and key in one file, as HAProxy wants them."""
-        return self.folder / "server-bundle.pem"
+        return self.folder / f"{name}-bundle.pem"
 
     @property
     def server_pkcs12(self) -> Path:
@@ -39,7 +38,8 @@ class Pki:
         self.authority()
         self.leaf("server", "serverAuth", f"DNS:localhost,IP:127.0.0.1,IP:{cloud}")
         self.leaf("client", "clientAuth", "DNS:client")
-        self.server_bundle.write_text(self.chain("server").read_text() + self.key("server").read_text())
+        for name in ("server", "client"):
+            self.bundle(name).write_text(self.chain(name).read_text() + self.key(name).read_text())
         run([self.openssl, "pkcs12", "-export", "-in", str(self.chain("server")), "-inkey",
              str(self.key("server")), "-passout", "pass:bench", "-out", str(self.server_pkcs12)])  # fmt: skip
 

@@ -101,7 +101,7 @@ class Scene:
 
 def reading(bed: Bed, contestant: Contestant) -> Figures:
     """Bytes over the links, delays from the API to readers, CPU and memory of everybody, while slices change."""
-    scale = _SMALL if bed.pace.name == "quick" else _WHOLE
+    scale = _SMALL if bed.pace.name == "smoke" else _WHOLE
     with places(bed, scale.sites) as there:
         scene = Scene(there, scale, contestant, Cluster(there.cloud, contestant.processes))
         scene.cluster.start()

@@ -1,19 +1,49 @@
-"""Results: a table of bars, a table of ratios, the details of each row, JSON, and pictures."""
+"""Results of a run: a table for the terminal, the same with all details as Markdown, and JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shlex
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from . import pictures, prose
-from .bars import BARS, Bar
-from .prose import Run
+from .bed import MIB, Pace
+from .callers import WRONG
+from .machine import Machine
 from .rounds import Outcome, Spread
+
+_PLACED = {
+    "free": "No pinning: the kernel places all processes on all CPUs",
+    "split": "Pinned: HAProxy, gateways and tunnels' servers on CPU 0; edges, agents, upstreams and generators on CPU 1",
+}
+Table = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run found, and how it was made."""
+
+    outcomes: list[Outcome]
+    machine: Machine
+    pace: Pace
+    placement: str
+    configurations: dict[str, str]
+    arguments: list[str]
+    seconds: float
+    scratch: Path
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["bench/run", *self.arguments])
+
+    def clean(self, text: str) -> str:
+        """Removes this machine's folders, which logs and reasons may name."""
+        return text.replace(str(self.scratch), "$SCRATCH").replace(str(Path.home()), "~")
 
 
 def number(value: float) -> str:
-    """Three digits that count, without an exponent."""
+    """Formats a value with three significant digits and without an exponent."""
     if value != value or value in (float("inf"), float("-inf")):
         return "–"
     size = abs(value)
@@ -25,124 +55,93 @@ def number(value: float) -> str:
 def spread(found: Spread | None) -> str:
     if found is None:
         return "–"
+    if found.low == found.high:
+        return number(found.median)
     return f"{number(found.median)} ({number(found.low)}–{number(found.high)})"
 
 
 def line(outcome: Outcome) -> str:
-    """One row in one line, while a run goes on."""
-    row = outcome.row
+    """Formats a row's first figure in one line, for the progress of a run."""
+    figure = outcome.row.figures[0]
+    reference = next((name for name in outcome.row.references if name in outcome.samples), None)
     cells = []
     for who in outcome.samples:
-        ratio = outcome.ratio(who, row.headline) if row.reference and who != row.reference else None
-        said = outcome.spread(who, row.headline)
+        ratio = outcome.ratio(who, figure, reference) if reference and who != reference else None
+        said = outcome.spread(who, figure)
         if said is not None:
             cells.append(f"{who} {number(said.median)}" + (f" ×{number(ratio.median)}" if ratio else ""))
     cells += [f"{who} failed" for who in outcome.failed]
-    return f"  {row.headline}: {', '.join(cells)} ({outcome.seconds:.0f} s)"
+    return f"  {figure}: {', '.join(cells)} ({outcome.seconds:.0f} s)"
 
 
-def bar_line(bar: Bar, rows: dict[str, Outcome]) -> str:
-    found = [part(rows) for part in bar.parts]
-    if not any(found):
-        here, verdict = "–", bar.elsewhere
-    else:
-        here = " / ".join(spread(one) + bar.unit if one else "–" for one in found)
-        said = [bar.verdict(index, one) if one else "not measured" for index, one in enumerate(found)]
-        verdict = " / ".join(said if len(set(said)) > 1 else said[:1])
-    must, aim = (" / ".join(number(one) for one in limits) + bar.unit for limits in (bar.must, bar.aim))
-    return f"| {bar.measure} | {bar.konnectivity} | {bar.best_other} | {must} | {aim} | {here} | {verdict} |"
-
-
-def bars(run: Run) -> list[str]:
-    """The design's bars. They stand against HAProxy: beside another build of ours nothing is judged."""
-    if any(outcome.row.reference == "before" for outcome in run.outcomes):
-        return ["| measure |", "| --- |", "| not judged: the reference is another build of Causeway |"]
-    rows = {outcome.row.name: outcome for outcome in run.outcomes}
-    return [
-        "| measure | Konnectivity (design) | best other (design) | must | aim | here | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        *(bar_line(bar, rows) for bar in BARS),
-    ]
-
-
-def shortfalls(run: Run, why: Path) -> list[str]:
-    """For each bar that is not reached: why, with its profile, as somebody who looked has written it down."""
-    rows = {outcome.row.name: outcome for outcome in run.outcomes}
-    short: dict[str, list[str]] = {}
-    for bar in BARS:
-        said = [bar.verdict(index, found) for index, part in enumerate(bar.parts) if (found := part(rows))]
-        if "falls short" in said:
-            short.setdefault(bar.why, []).append(bar.measure)
-    lines = []
-    for name, measures in short.items():
-        text = why / f"{name}.md"
-        lines += [f"### {'; '.join(measures)}", ""]
-        lines += [text.read_text().strip() if name and text.is_file() else "Nobody has looked into it yet.", ""]
-    return lines or ["Nothing.", ""]
-
-
-def ratios(run: Run) -> list[str]:
-    """The headline of each row, by contestant: the reference's figure, and the others as ratios to it."""
-    lines = [
-        "| row | figure | contestant | median (min–max) | against the reference |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+def ratios(run: Run) -> Table:
+    """Returns each shown figure of each row by contestant, with its ratio to every reference of the run."""
+    references = list(dict.fromkeys(name for outcome in run.outcomes for name in outcome.row.references))
+    table = [["row", "figure", "contestant", "median (min–max)", *(f"× {name}" for name in references)]]
     for outcome in run.outcomes:
         row = outcome.row
-        for who in dict.fromkeys([*outcome.samples, *outcome.failed]):
-            said = spread(outcome.spread(who, row.headline))
-            ratio = (
-                "reference" if who == row.reference else spread(outcome.ratio(who, row.headline)) if row.reference else "–"
-            )
-            if who in outcome.failed:
-                ratio = "failed" + (f" in a later round; before {ratio}" if outcome.samples.get(who) else "")
-            lines.append(f"| {row.name} | {row.headline} | {who} | {said} | {ratio} |")
-    return lines
+        for figure in row.figures:
+            for who in outcome.samples:
+                found = outcome.spread(who, figure)
+                if found is not None:
+                    against = (
+                        spread(outcome.ratio(who, figure, name)) if name in row.references and name != who else "–"
+                        for name in references
+                    )
+                    table.append([row.name, figure, who, spread(found), *against])
+        table += [[row.name, "failed", who, *("–" for _ in ["", *references])] for who in outcome.failed]
+    return table
 
 
 def short(run: Run) -> str:
-    """What a terminal shows."""
-    return "\n".join(["", *_aligned(ratios(run)), "", *_aligned(bars(run))])
+    """Formats the table for a terminal."""
+    table = ratios(run)
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table)
 
 
-def _aligned(table: list[str]) -> list[str]:
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for index, row in enumerate(table) if index != 1]
-    widths = [min(60, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    return ["  ".join(cell[:60].ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _markdown_table(table: Table) -> list[str]:
+    rows = [f"| {' | '.join(cells)} |" for cells in table]
+    return [rows[0], f"|{' --- |' * len(table[0])}", *rows[1:]]
 
 
-def details(outcome: Outcome) -> list[str]:
-    """All figures of a row."""
-    row = outcome.row
-    lines = [f"### `{row.name}`: {row.title}", ""]
+def _details(outcome: Outcome) -> list[str]:
+    """Returns all figures of a row, and why a contestant has none."""
+    lines = [f"### `{outcome.row.name}`: {outcome.row.title}", ""]
     who = list(outcome.samples)
-    figures = list(dict.fromkeys(name for one in who for sample in outcome.samples[one] for name in sample))
+    figures = dict.fromkeys(name for samples in outcome.samples.values() for sample in samples for name in sample)
     if figures:
-        lines += [f"| figure | {' | '.join(who)} |", f"| --- |{' --- |' * len(who)}"]
-        for figure in figures:
-            lines.append(f"| {figure} | {' | '.join(spread(outcome.spread(one, figure)) for one in who)} |")
-        lines.append("")
+        rows = [[figure, *(spread(outcome.spread(one, figure)) for one in who)] for figure in figures]
+        lines += [*_markdown_table([["figure", *who], *rows]), ""]
     for name, why in outcome.failed.items():
         lines += [f"**{name} failed**: {' '.join(why.split())[:600]}", ""]
     return lines
 
 
-def markdown(run: Run, why: Path) -> str:
-    lines = ["# Results of the benchmark", "", *prose.opening(run), "", "## Bars", "", *prose.BARS, "", *bars(run), ""]
-    lines += ["## What falls short", "", *shortfalls(run, why)]
-    if any(outcome.row.name.startswith("growth") for outcome in run.outcomes):
-        lines += ["## Growth", "", (why / "growth.md").read_text().strip(), ""]
-    if any(outcome.row.name == "readers" for outcome in run.outcomes):
-        lines += ["## What nodes read", "", (why / "reading.md").read_text().strip(), ""]
-    lines += ["## Ratios", ""]
-    lines += [f"![{title}](pictures/{name})\n" for name, title in pictures.names(run.outcomes)]
-    lines += [*ratios(run), "", "## Rows", ""]
-    lines += [text for outcome in run.outcomes for text in details(outcome)]
-    lines += ["## How it was measured", "", *prose.method(run), "", "## Machine", ""]
-    lines += [f"- {name}: {value}" for name, value in run.machine.facts.items()]
-    lines += ["", "| program | version |", "| --- | --- |"]
-    lines += [f"| {name} | {version} |" for name, version in run.machine.versions.items()]
-    lines += [
+def _markdown(run: Run) -> str:
+    pace = run.pace
+    lines = [
+        "# Results of the benchmark",
+        "",
+        f"Written by `{run.command}` on {datetime.now(UTC):%Y-%m-%d}, in {run.seconds / 60:.0f} minutes. "
+        f"Each row has {pace.rounds} rounds, long ones {pace.long_rounds}, and contestants take turns within each.",
+        f"Requests last {pace.seconds} s a round after {pace.warm} s of warming up; one transfer is {pace.bulk // MIB} MiB,"
+        f" each of eight {pace.bulk_of_eight // MIB} MiB. {_PLACED[run.placement]}.",
+        "A figure is the median of its rounds with the least and the most; a ratio is taken round by round.",
+        "`docs/performance.md` says how rows are measured.",
+        "",
+        "## Ratios",
+        "",
+        *_markdown_table(ratios(run)),
+        "",
+        "## Rows",
+        "",
+        *(text for outcome in run.outcomes for text in _details(outcome)),
+        "## Machine",
+        "",
+        *(f"- {name}: {value}" for name, value in run.machine.facts.items()),
+        "",
+        *_markdown_table([["program", "version"], *map(list, run.machine.versions.items())]),
         "",
         "## Configurations",
         "",
@@ -154,11 +153,10 @@ def markdown(run: Run, why: Path) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(run: Run, out: Path, why: Path) -> None:
-    """Into `out`; what is known of shortfalls is in `why`."""
+def write(run: Run, out: Path) -> None:
+    """Writes `results.md` and `results.json` into a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    pictures.draw(run.outcomes, out / "pictures")
-    (out / "RESULTS.md").write_text(run.clean(markdown(run, why)))
+    (out / "results.md").write_text(run.clean(_markdown(run)))
     found = {
         "command": run.command,
         "placement": run.placement,
@@ -171,7 +169,18 @@ def write(run: Run, out: Path, why: Path) -> None:
     (out / "results.json").write_text(run.clean(json.dumps(found, indent=1)) + "\n")
 
 
+def faults(run: Run) -> list[str]:
+    """Returns every failure to measure a contestant, and every wrong answer, of a smoke."""
+    found = [f"{outcome.row.name}: {who}: {why}" for outcome in run.outcomes for who, why in outcome.failed.items()]
+    for outcome in run.outcomes:
+        for who, samples in outcome.samples.items():
+            wrong = sum(sample.get(WRONG, 0) for sample in samples)
+            if wrong:
+                found.append(f"{outcome.row.name}: {who}: {wrong:.0f} answers with a wrong status")
+    return found
+
+
 def status(run: Run) -> int:
-    """Fails where Causeway did: others may, and figures are not judged here."""
-    broken = [outcome.row.name for outcome in run.outcomes if "causeway" in outcome.failed]
+    """Returns the exit status: 1 where Causeway could not be measured; figures are not judged."""
+    broken = any("causeway" in outcome.failed for outcome in run.outcomes)
     return 1 if broken or not run.outcomes else 0

@@ -7,11 +7,12 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from . import load
 from .bed import Bed
-from .callers import Figures, wrk
+from .callers import Figures, check_answer, wrk
 from .contestant import Contestant
 from .link import long_bed
 from .process import Trouble
@@ -44,9 +45,9 @@ class Outcome:
         values = [sample[figure] for sample in self.samples.get(contestant, []) if figure in sample]
         return Spread.of(values) if values else None
 
-    def ratio(self, contestant: str, figure: str, reference: str | None = None) -> Spread | None:
+    def ratio(self, contestant: str, figure: str, reference: str) -> Spread | None:
         """Each round's figure against the reference's of the same round."""
-        against = self.samples.get(reference or self.row.reference, [])
+        against = self.samples.get(reference, [])
         pairs = zip(self.samples.get(contestant, []), against, strict=False)
         ratios = [mine[figure] / theirs[figure] for mine, theirs in pairs if figure in mine and theirs.get(figure)]
         return Spread.of(ratios) if ratios else None
@@ -61,11 +62,10 @@ class Outcome:
 
         return {
             "title": self.row.title,
-            "headline": self.row.headline,
-            "reference": self.row.reference or None,
+            "shown": self.row.figures,
             "seconds": round(self.seconds, 1),
             "figures": table(self.spread),
-            "ratios": table(self.ratio) if self.row.reference else {},
+            "ratios": {to: table(partial(self.ratio, reference=to)) for to in self.row.references if to in self.samples},
             "samples": self.samples,
             "failed": self.failed,
         }
@@ -95,8 +95,9 @@ def _rounds(bed: Bed, row: Row, who: tuple[str, ...], outcome: Outcome) -> None:
         if row.start == "together":
             for name in who:
                 _guarded(outcome, name, lambda name=name: _stand(bed, row, name, standing))
-        for _ in range(bed.pace.long_rounds if row.long else bed.pace.rounds):
-            for name in who:
+        for turn in range(bed.pace.long_rounds if row.long else bed.pace.rounds):
+            # Forth and back, so that nobody always comes behind the same one.
+            for name in who if turn % 2 == 0 else reversed(who):
                 if name not in outcome.failed:
                     _guarded(outcome, name, lambda name=name: _round(bed, row, name, standing, outcome))
     finally:
@@ -110,13 +111,14 @@ def _stand(bed: Bed, row: Row, name: str, standing: dict[str, Contestant]) -> No
     standing[name] = contestant
     try:
         contestant.start(bed, bed.apps[row.app])
+        check_answer(bed, contestant, row.app)
         _warm(bed, contestant)
     except Trouble as error:
         raise Trouble(f"{error} [{contestant.trouble()}]") from error
 
 
 def _warm(bed: Bed, contestant: Contestant) -> None:
-    if "bench-load" in bed.tools.paths:
+    if contestant.https is None:
         warmed = load.requests(bed, contestant, 16, bed.pace.warm)
     else:
         warmed = wrk(bed, contestant, 16, bed.pace.warm)

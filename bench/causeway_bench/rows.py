@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +13,15 @@ from .callers import Figures
 from .causeway import Before, Causeway
 from .contestant import Contestant, Direct
 from .cost import instructions, system_calls, waits
-from .haproxy import Haproxy
+from .haproxy import Haproxy, HaproxyHops
 from .konnectivity import Konnectivity
 from .link import Link, outage, over_link
 from .readers import ApiServer, reading
 from .tunnels import Chisel, Frp, Rathole
 
-CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
+CONTESTANTS: dict[str, type[Contestant]] = {
     "haproxy": Haproxy,
+    "haproxy-hops": HaproxyHops,
     "causeway": Causeway,
     "before": Before,
     "konnectivity": Konnectivity,
@@ -33,12 +33,18 @@ CONTESTANTS: dict[str, Callable[[str], Contestant]] = {
     # Watches of the cluster's API without any road, for what is read of it.
     "apiserver": ApiServer,
 }
-ALL = ("haproxy", "causeway", "konnectivity", "frp", "chisel", "rathole")
+TUNNELS = ("causeway", "konnectivity", "frp", "chisel", "rathole")
 # Those that wrk and h2load can call: Konnectivity wants a CONNECT.
-DIRECT = ("haproxy", "causeway", "frp", "chisel", "rathole")
+DIRECT = ("haproxy", "haproxy-hops", "causeway", "frp", "chisel", "rathole")
 PAIR = ("haproxy", "causeway")
 CONNECTS = ("haproxy", "causeway", "konnectivity")
 OWN = ("causeway",)
+# The smoke has those that need no compiler.
+SMOKE = ("haproxy", "haproxy-hops", "causeway")
+PER_REQUEST = ("requests_per_s", "cpu_all_us_per_request", "cpu_front_us_per_request", "cpu_edge_us_per_request")
+LINK = ("mb_per_s", "share_of_link", "p50_beside_ratio", "round_trips")
+BESIDE = ("kept", "kib_per_reader", "p99_ratio")
+PER_GB = ("mb_per_s", "cpu_all_s_per_gb", "cpu_front_s_per_gb", "cpu_edge_s_per_gb")
 
 # `together`: all stand for the whole row. `fresh`: each is started anew for every round. `own`: the measure starts it.
 Start = Literal["together", "fresh", "own"]
@@ -46,20 +52,21 @@ Start = Literal["together", "fresh", "own"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the results."""
+    """One measurement; `figures` are those of its results that the table shows, the first of them in the progress too."""
 
     name: str
     title: str
     measure: Callable[[Bed, Contestant], Figures]
-    # The figure that stands for the row, and whether more of it is better.
-    headline: str
+    figures: tuple[str, ...]
     contestants: tuple[str, ...]
-    higher: bool = True
     start: Start = "together"
     app: App = "files"
-    reference: str = "haproxy"
-    # Part of `--quick`, and with whom; none is not at all.
-    quick: tuple[str, ...] = ()
+    # The contestants that the others' figures are divided by, round by round; none where nothing is to be compared.
+    references: tuple[str, ...] = ("haproxy", "haproxy-hops")
+    # Those who take part in `--smoke`; none where the row does not.
+    smoke: tuple[str, ...] = ()
+    # Whether `--before` measures it where no other rows are named.
+    before: bool = False
     # What it goes over; none is loopback.
     link: Link | None = None
     needs: tuple[str, ...] = ()
@@ -68,158 +75,171 @@ class Row:
 
 
 def _requests() -> list[Row]:
-    rows = []
-    for callers in (1, 64, 256):
-        quick = PAIR if callers > 1 else ()
+    rows = [
+        Row(f"http1-{callers}", f"HTTP/1.1, {callers} connections, 1 KiB", partial(measures.http1, callers=callers),
+            (*PER_REQUEST, "p99_us"), DIRECT, smoke=SMOKE if callers == 64 else (), before=callers == 64)
+        for callers in (1, 64, 256)
+    ]  # fmt: skip
+    for connections, streams in ((1, 1), (64, 1), (256, 1), (16, 10)):
+        several = streams > 1
         rows.append(
-            Row(f"http1-{callers}", f"HTTP/1.1, {callers} callers, 1 KiB", partial(measures.http1, callers=callers),
-                "requests_per_s", DIRECT, quick=quick)
+            Row(f"http2-{connections * streams}", f"HTTP/2, {connections} connections with {streams} streams each, 1 KiB",
+                partial(measures.http2, connections=connections, streams=streams), PER_REQUEST, DIRECT,
+                smoke=SMOKE if several else (), before=several)
         )  # fmt: skip
-    for callers in (1, 64, 256):
-        rows.append(
-            Row(f"http2-{callers}", f"HTTP/2, {callers} callers, 1 KiB", partial(measures.http2, callers=callers),
-                "requests_per_s", DIRECT, quick=PAIR if callers == 64 else ())
-        )  # fmt: skip
-    for callers in (1, 64, 256):
-        rows.append(
-            Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} callers, 1 KiB",
-                partial(measures.connect, callers=callers), "requests_per_s", CONNECTS,
-                quick=CONNECTS if callers == 64 else (), needs=("bench-load",))
-        )  # fmt: skip
+    rows.extend(
+        Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} callers, 1 KiB",
+            partial(measures.connect, callers=callers), PER_REQUEST, CONNECTS, smoke=OWN if callers == 64 else (),
+            references=("haproxy", "konnectivity"), needs=("bench-load",))
+        for callers in (1, 64, 256)
+    )  # fmt: skip
     rows.append(
         Row("connections", "a new TLS connection for each request, 64 callers",
-            partial(measures.connections, callers=64), "requests_per_s", DIRECT, quick=PAIR)
+            partial(measures.connections, callers=64), PER_REQUEST, DIRECT, smoke=SMOKE)
     )  # fmt: skip
     rows.append(
         Row("connections-connect", "a new TLS connection and CONNECT for each request, 64 callers",
-            partial(measures.connect_new, callers=64), "requests_per_s", CONNECTS, needs=("bench-load",))
+            partial(measures.connect_new, callers=64), PER_REQUEST, CONNECTS,
+            references=("haproxy", "konnectivity"), needs=("bench-load",))
     )  # fmt: skip
     return rows
 
 
 def _transfers() -> list[Row]:
     rows = []
+    everybody = ("haproxy", "haproxy-hops", *TUNNELS)
     for count in (1, 8):
         word = "one" if count == 1 else "eight"
+        smoke = SMOKE if count == 1 else ()
         rows.append(
-            Row(f"down-{count}", f"download, {word} at once", partial(measures.down, count=count), "mb_per_s", ALL,
-                quick=CONNECTS if count == 1 else ())
+            Row(f"down-{count}", f"download, {word} at once", partial(measures.down, count=count), PER_GB, everybody,
+                smoke=smoke, before=True)
         )  # fmt: skip
         rows.append(
-            Row(f"up-{count}", f"upload, {word} at once", partial(measures.up, count=count), "mb_per_s", ALL,
-                app="load", quick=PAIR if count == 1 else (), needs=("bench-load",))
+            Row(f"up-{count}", f"upload, {word} at once", partial(measures.up, count=count), PER_GB, everybody,
+                app="load", smoke=smoke, before=count == 1, needs=("bench-load",))
         )  # fmt: skip
-    for way, who in (("connect", CONNECTS), ("upgrade", DIRECT)):
+    upgrades = tuple(name for name in DIRECT if name != "haproxy-hops")
+    for way, who in (("connect", CONNECTS), ("upgrade", upgrades)):
         word = "CONNECT" if way == "connect" else "an upgrade"
         rows.extend(
             Row(f"{way}-{'up' if is_up else 'down'}", f"{'upload' if is_up else 'download'} inside of {word}",
-                partial(measures.within, way=way, is_up=is_up), "mb_per_s", who, app="load", needs=("bench-load",))
+                partial(measures.within, way=way, is_up=is_up), PER_GB, who, app="load",
+                smoke=() if is_up else OWN, references=("haproxy",), needs=("bench-load",))
             for is_up in (False, True)
         )  # fmt: skip
     return rows
 
 
 def _neighbours() -> list[Row]:
+    readable = ("haproxy", *TUNNELS)
     return [
         Row("stalled-1", "64 callers beside one reader that reads nothing",
-            partial(measures.beside_stalled, readers=1), "kept", ALL, start="fresh", long=True, needs=("bench-load",)),
+            partial(measures.beside_stalled, readers=1), BESIDE, readable, start="fresh", references=(), long=True,
+            needs=("bench-load",)),
         Row("stalled-64", "64 callers beside 64 readers that read nothing",
-            partial(measures.beside_stalled, readers=64), "kept", ALL, start="fresh", quick=PAIR,
+            partial(measures.beside_stalled, readers=64), BESIDE, readable, start="fresh", references=(),
             long=True, needs=("bench-load",)),
-        Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), "kept", ALL,
-            start="fresh", quick=PAIR, long=True, needs=("bench-load",)),
+        Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), BESIDE,
+            readable, start="fresh", references=(), long=True, needs=("bench-load",)),
     ]  # fmt: skip
 
 
 def _standing() -> list[Row]:
     rows = [
         Row(f"idle-edges-{count}", f"gateway with {count:,} idle edges", partial(measures.fleet_memory, count=count),
-            "kib_per_edge", OWN, higher=False, start="own", reference="", quick=OWN if count == 1000 else (),
-            long=count > 1000, needs=("bench-load",))
+            ("kib_per_edge", "idle_cpu_share"), OWN, start="own", references=(), smoke=OWN if count == 1 else (),
+            before=count == 1000, long=count > 1000, needs=("bench-load",))
         for count in (1, 1000, 10000)
     ]  # fmt: skip
     rows.append(
-        Row("idle-upgrades", "1,000 idle upgrades", partial(measures.idle_upgrades, count=1000), "kib_per_upgrade",
-            DIRECT, higher=False, start="fresh", app="load", quick=OWN, needs=("bench-load",))
+        Row("idle-upgrades", "1,000 idle upgrades", partial(measures.idle_upgrades, count=1000), ("kib_per_upgrade",),
+            ("haproxy", "causeway", "frp", "chisel", "rathole"), start="fresh", app="load", references=("haproxy",),
+            needs=("bench-load",))
     )  # fmt: skip
     for name, resume in (("full", False), ("resumed", True)):
         rows.append(
             Row(f"handshakes-{name}", f"edges' {name} handshakes, with hello", partial(measures.storm, resume=resume),
-                "per_s_and_core", OWN, start="own", reference="", quick=() if resume else OWN, needs=("bench-load",))
+                ("per_s_and_core", "resumed_share"), OWN, start="own", references=(), smoke=() if resume else OWN,
+                needs=("bench-load",))
         )  # fmt: skip
     rows.extend(
         Row(f"restart-{count}", f"{count:,} edges after a gateway's restart", partial(measures.restart, count=count),
-            "seconds_from_start", OWN, higher=False, start="own", reference="", long=count > 1000,
+            ("seconds_from_start", "gateway_cpu_s"), OWN, start="own", references=(), long=count > 1000,
             needs=("bench-load",))
         for count in (1000, 10000)
     )  # fmt: skip
     rows.append(
-        Row("back", "a request after edge, then gateway, was killed and started again", measures.back, "gateway_s", OWN,
-            higher=False, start="own", reference="")
+        Row("back", "a request after edge, then gateway, was killed and started again", measures.back,
+            ("edge_s", "gateway_s"), OWN, start="own", references=())
+    )  # fmt: skip
+    rows.extend(
+        Row(f"graceful-{name}", f"outage by SIGTERM and a new start of the {name}, with an open session",
+            partial(measures.graceful_restart, role=role), ("outage_s", "drain_s"), OWN, start="own", app="load",
+            references=(), long=True, needs=("bench-load",))
+        for name, role in (("gateway", "front"), ("edge", "edge"))
     )  # fmt: skip
     rows.extend(
         Row(f"growth-{count}", f"HTTP/1.1, 64 callers of one node, {count:,} others registered",
-            partial(measures.growth, count=count), "requests_per_s", OWN, start="own", reference="",
+            partial(measures.growth, count=count), PER_REQUEST, OWN, start="own", references=(),
             long=count > 1000, needs=("bench-load",))
         for count in (0, 100, 1000, 10000)
     )  # fmt: skip
     rows.extend(
         Row(f"nodes-{nodes}", f"HTTP/1.1, 64 callers that ask {nodes} nodes in turn",
-            partial(measures.many_nodes, nodes=nodes), "requests_per_s", OWN, start="own", reference="",
+            partial(measures.many_nodes, nodes=nodes), PER_REQUEST, OWN, start="own", references=(),
             needs=("bench-load",))
         for nodes in (1, 100)
     )  # fmt: skip
     rows.extend(
         Row(f"streams-{count}", f"64 callers beside {count:,} idle upgrades on the same tunnel",
-            partial(measures.beside_idle, count=count), "requests_per_s", PAIR, start="fresh", app="load",
-            needs=("bench-load",))
+            partial(measures.beside_idle, count=count), PER_REQUEST, PAIR, start="fresh", app="load",
+            references=("haproxy",), needs=("bench-load",))
         for count in (0, 1000, 4000)
     )  # fmt: skip
     rows += [
         Row("cores", "64 callers of a gateway with two cores: the node named by SNI, by Host alone, and by CONNECT",
-            measures.cores, "cpu_host_to_own", OWN, higher=False, start="own", reference="", needs=("bench-load",)),
+            measures.cores, ("cpu_host_to_own",), OWN, start="own", references=(), needs=("bench-load",)),
         Row("turning", "64 callers that turn to another of 8 nodes with each request, on two cores and on one",
-            measures.turning, "cpu_turning_to_one_core", OWN, higher=False, start="own", reference="",
+            measures.turning, ("cpu_turning_to_one_core",), OWN, start="own", references=(),
             needs=("bench-load",)),
         Row("rules", "64 callers of a gateway with 10 rules, and of one with 10,000, of which the last matches",
-            measures.rules, "cpu_10000_to_10", OWN, higher=False, start="own", reference=""),
+            measures.rules, ("cpu_10000_to_10",), OWN, start="own", references=()),
         Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
-            "instructions_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "valgrind")),
+            ("instructions_per_request", "allocations_per_request"), OWN, start="own", references=(), needs=("valgrind",)),
         Row("system-calls", "system calls of a gateway with two cores for a request, HTTP/1.1, 64 callers", system_calls,
-            "system_calls_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "strace")),
+            ("system_calls_per_request",), OWN, start="own", references=(), needs=("strace",)),
         Row("waits", "locks and wakes of a gateway with two cores, 64 callers that turn to another node with each request",
-            waits, "futexes_per_request", OWN, higher=False, start="own", reference="", needs=("bench-load", "perf")),
+            waits, ("futexes_per_request",), OWN, start="own", references=(), needs=("bench-load", "perf")),
     ]  # fmt: skip
     return rows
 
 
 def _long() -> list[Row]:
     rows = [
-        Row("outage", "the link of an idle tunnel falls silent, and returns", outage, "both_know_s", OWN, higher=False,
-            reference="", needs=("bench-load",), link=Link(20, 125), long=True)
+        Row("outage", "the link of an idle tunnel falls silent, and returns", outage, ("both_know_s", "again_s"), OWN,
+            references=(), needs=("bench-load",), link=Link(20, 125), long=True)
     ]  # fmt: skip
     for name, link, who in (
-        ("link-50", Link(50, 50), ALL[1:]),
-        ("link-125", Link(50, 125), ALL[1:]),
-        ("link-far", Link(100, 50), CONNECTS[1:]),
-        ("link-near", Link(0.1, 125), CONNECTS[1:]),
+        ("link-50", Link(50, 50), TUNNELS),
+        ("link-125", Link(50, 125), TUNNELS),
+        ("link-far", Link(100, 50), ("causeway", "konnectivity")),
+        ("link-near", Link(0.1, 125), ("causeway", "konnectivity")),
     ):
         over = f"{link.round_trip_ms:g} ms and {link.mb_per_s} MB/s"
         rows.append(
-            Row(name, f"one stream, and small requests beside it, over {over}", partial(over_link, link=link), "mb_per_s",
-                ("plain", *who), reference="plain", needs=("bench-load",), link=link, long=True)
+            Row(name, f"one stream, and small requests beside it, over {over}", partial(over_link, link=link), LINK,
+                ("plain", *who), references=("plain",), needs=("bench-load",), link=link, long=True)
         )  # fmt: skip
     return rows
 
 
 def _reading() -> list[Row]:
     who = ("apiserver", "causeway")
-    # Network namespaces are not everybody's to make, and what is quick is for everybody.
-    quick = who if os.geteuid() == 0 else ()
     return [
         Row("readers", "1,000 EndpointSlices with 100 changes/s, and 200 readers in 4 pools of 5 edges with 10 each",
-            reading, "link_bytes_per_change", who, higher=False, start="own", reference="apiserver", quick=quick, long=True,
-            needs=("bench-load", "kube-apiserver", "etcd")),
+            reading, ("link_bytes_per_change", "delay_p99_ms", "mib_leader_more"), who, start="own",
+            references=("apiserver",), long=True, needs=("bench-load", "kube-apiserver", "etcd")),
     ]  # fmt: skip
 
 

@@ -37,11 +37,11 @@ class Tools:
     missing: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def gather(cls, bench: Path) -> Tools:
-        """Runs `bench/tools`, which may take minutes the first time and says so on standard error."""
+    def gather(cls, bench: Path, names: set[str]) -> Tools:
+        """Runs `bench/tools` for these programs: it may build for minutes the first time and says so on standard error."""
         tools = cls()
         said = subprocess.run(
-            [str(bench / "tools")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+            [str(bench / "tools"), *sorted(names)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
         )
         for line in said.stdout.splitlines():
             name, _, value = line.partition("=")

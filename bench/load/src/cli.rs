@@ -32,12 +32,8 @@ pub(crate) enum Command {
     Mint(Mint),
     /// Be many light edges: TLS 1.3, HTTP/2, hello, and an answer of 1 KiB to each stream
     Fleet(Fleet),
-    /// Relay TCP with a delay and a rate, where no TUN can be had
-    Relay(Relay),
     /// Lay a link with a delay and a rate between two network namespaces
     Link(Link),
-    /// Be readers that read the head of a large answer and then nothing, or slowly
-    Stall(Stall),
     /// Open upgrades and hold them
     Idle(Idle),
     /// Load in a closed loop, inside a CONNECT or straight: requests, or bytes
@@ -88,9 +84,6 @@ pub(crate) struct Fleet {
     /// How many dial at once at the beginning
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub(crate) at_once: usize,
-    /// Wait at most this long, evenly spread, before each dial after a fall; if absent, back off as an edge does
-    #[arg(long, value_parser = duration)]
-    pub(crate) jitter: Option<Duration>,
     /// Only dial and hang up, over and over
     #[arg(long, requires = "for_")]
     pub(crate) handshakes_only: bool,
@@ -111,18 +104,6 @@ pub(crate) struct Fleet {
     /// Hang up after the registration only, not after TLS
     #[arg(long, requires = "handshakes_only")]
     pub(crate) hello: bool,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct Relay {
-    /// Where it listens
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) listen: SocketAddr,
-    /// Where it leads
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) to: SocketAddr,
-    #[command(flatten)]
-    pub(crate) way: Way,
 }
 
 #[derive(Debug, Args)]
@@ -174,24 +155,6 @@ pub(crate) struct Caller {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct Stall {
-    /// What they read; over https any certificate is accepted
-    #[arg(long)]
-    pub(crate) url: http::Uri,
-    /// The address that is dialled instead of the URL's
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) to: Option<SocketAddr>,
-    /// How many
-    #[arg(long, value_name = "N")]
-    pub(crate) count: usize,
-    /// Bytes a second that each reads behind the head; nothing if absent
-    #[arg(long, value_parser = rate)]
-    pub(crate) rate: Option<u64>,
-    #[command(flatten)]
-    pub(crate) caller: Caller,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct Idle {
     /// What is asked to switch protocols, and then to echo; over https any certificate is accepted
     #[arg(long)]
@@ -209,7 +172,6 @@ pub(crate) struct Idle {
     pub(crate) caller: Caller,
 }
 
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("road").required(true))]
 #[command(group = clap::ArgGroup::new("bytes"))]
@@ -232,12 +194,9 @@ pub(crate) struct Connect {
     /// What they ask for
     #[arg(long, default_value = "/1k")]
     pub(crate) path: String,
-    /// A new connection for each request
-    #[arg(long, conflicts_with = "keep")]
-    pub(crate) new: bool,
-    /// One connection for each caller (this is what happens without either)
+    /// A new connection for each request; without it each caller has one
     #[arg(long)]
-    pub(crate) keep: bool,
+    pub(crate) new: bool,
     /// Each caller downloads this many bytes once, instead of making requests
     #[arg(long, value_name = "BYTES", value_parser = size, group = "bytes")]
     pub(crate) download: Option<u64>,

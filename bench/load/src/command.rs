@@ -7,9 +7,7 @@ mod idle;
 mod link;
 mod mint;
 mod readers;
-mod relay;
 mod slices;
-mod stall;
 mod way;
 
 use crate::{cli::Command, stop::Stop};
@@ -23,9 +21,7 @@ pub(crate) async fn run(command: Command, stop: Stop) -> anyhow::Result<()> {
         Command::App(asked) => app::run(&asked, stop).await,
         Command::Mint(asked) => mint::run(&asked),
         Command::Fleet(asked) => Box::pin(fleet::run(asked, stop)).await,
-        Command::Relay(asked) => relay::run(&asked, stop).await,
         Command::Link(asked) => link::run(&asked, stop).await,
-        Command::Stall(asked) => stall::run(asked, stop).await,
         Command::Idle(asked) => idle::run(asked, stop).await,
         Command::Connect(asked) => connect::run(asked, stop).await,
         Command::Slices(asked) => slices::run(asked, stop).await,

@@ -1,8 +1,7 @@
 //! Many light edges in one process: real TLS with a certificate each, real HTTP/2, the real hello.
 //!
 //! 1. All dial, some at a time, and register.
-//! 2. Each answers whatever stream it is sent. One whose tunnel falls dials anew: after a short random wait if
-//!    `--jitter` says so, else with the very back-off of an edge.
+//! 2. Each answers whatever stream it is sent. One whose tunnel falls dials anew, with the back-off of an edge.
 //! 3. When all are registered the report says so, and after each fall it says when they came back.
 //!
 //! Light means: one tunnel for each node, no policy, no app, no renewal, no second tunnel for bulk.
@@ -28,7 +27,6 @@ const BODY: &[u8] = &[b'.'; 1024];
 /// What all nodes share.
 struct Fleet {
     gateway: SocketAddr,
-    jitter: Option<Duration>,
     body: Bytes,
     roll: Roll,
     /// How many dial at once before each has stood once.
@@ -46,7 +44,6 @@ pub(crate) async fn run(asked: cli::Fleet, stop: Stop) -> anyhow::Result<()> {
     let (told, changes) = mpsc::unbounded_channel();
     let fleet = Arc::new(Fleet {
         gateway: asked.gateway,
-        jitter: asked.jitter,
         body: Bytes::from_static(BODY),
         roll: Roll::new(told),
         first: Semaphore::new(asked.at_once),

@@ -80,16 +80,7 @@ impl Node {
                     failed
                 }
             };
-            sleep(self.pause(&failed, &mut backoff)).await;
-        }
-    }
-
-    fn pause(&self, failed: &Failed, backoff: &mut Backoff) -> Duration {
-        let random = rand::random();
-        match (failed, self.fleet.jitter) {
-            (_, Some(jitter)) => jitter.mul_f64(random),
-            (Failed::Silent(_), None) => backoff.silent(random),
-            (Failed::Refused(_, asked), None) => backoff.refused(*asked, random),
+            sleep(pause(&failed, &mut backoff)).await;
         }
     }
 
@@ -103,6 +94,14 @@ impl Node {
         let (io, round_trip) = dial(&self.identity, &self.fleet).await?;
         let greeted = timeout(BOUND, greet((io, round_trip), &self.identity, &self.fleet)).await;
         greeted.unwrap_or_else(|_| Err(Failed::Silent("no hello in time".into())))
+    }
+}
+
+fn pause(failed: &Failed, backoff: &mut Backoff) -> Duration {
+    let random = rand::random();
+    match failed {
+        Failed::Silent(_) => backoff.silent(random),
+        Failed::Refused(_, asked) => backoff.refused(*asked, random),
     }
 }
 
