@@ -96,13 +96,19 @@ def _rounds(bed: Bed, row: Row, who: tuple[str, ...], outcome: Outcome) -> None:
             for name in who:
                 _guarded(outcome, name, lambda name=name: _stand(bed, row, name, standing))
         for turn in range(bed.pace.long_rounds if row.long else bed.pace.rounds):
-            # Forth and back, so that nobody always comes behind the same one.
-            for name in who if turn % 2 == 0 else reversed(who):
+            for name in _order(who, turn):
                 if name not in outcome.failed:
                     _guarded(outcome, name, lambda name=name: _round(bed, row, name, standing, outcome))
     finally:
         for contestant in standing.values():
             contestant.stop()
+
+
+def _order(who: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """Returns the contestants in another order each round: none is always in one place, or behind the same one."""
+    first = turn % len(who)
+    order = who[first:] + who[:first]
+    return order if turn % 2 == 0 else order[::-1]
 
 
 def _stand(bed: Bed, row: Row, name: str, standing: dict[str, Contestant]) -> None:
@@ -127,6 +133,8 @@ def _warm(bed: Bed, contestant: Contestant) -> None:
 
 
 def _round(bed: Bed, row: Row, name: str, standing: dict[str, Contestant], outcome: Outcome) -> None:
+    if row.start == "renewed":
+        _stand(bed, row, name, standing)
     contestant = standing.get(name) or CONTESTANTS[name](name)
     try:
         if row.start == "fresh":

@@ -46,8 +46,9 @@ LINK = ("mb_per_s", "share_of_link", "p50_beside_ratio", "round_trips")
 BESIDE = ("kept", "kib_per_reader", "p99_ratio")
 PER_GB = ("mb_per_s", "cpu_all_s_per_gb", "cpu_front_s_per_gb", "cpu_edge_s_per_gb")
 
-# `together`: all stand for the whole row. `fresh`: each is started anew for every round. `own`: the measure starts it.
-Start = Literal["together", "fresh", "own"]
+# `together`: all stand for the whole row. `fresh`: each is started anew for every round, `renewed`: and warms up as well.
+# `own`: the measure starts it.
+Start = Literal["together", "fresh", "renewed", "own"]
 
 
 @dataclass(frozen=True)
