@@ -3,7 +3,7 @@
 //! Each test has a gateway of its own, beside that of the egress selector's way.
 
 use std::{
-    env, fs,
+    fs,
     io::{Read, Write},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},

@@ -5,7 +5,7 @@
 
 use crate::full;
 use std::{
-    env, fs,
+    fs,
     io::{Read, Write},
     net::TcpStream,
     path::Path,

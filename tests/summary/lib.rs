@@ -96,7 +96,7 @@ fn summarize(text: &str) -> Vec<String> {
     let groups = groups.iter();
     groups
         .map(|((reason, command), tests)| match tests[..] {
-            [test] => format!("skipped: {test}: {reason}: {command}"),
+            [only] => format!("skipped: {only}: {reason}: {command}"),
             _ => format!("skipped: {} tests: {reason}: {command}", tests.len()),
         })
         .collect()

@@ -4,7 +4,7 @@
 //! adds others by what makes them special.
 
 use super::{GATEWAY_NAME, PATIENCE, World, caller::Place, folder, log::Log, until};
-use causeway_certs::{Access, Ca, CallerTokens, Store, TrustDomain, install_provider};
+use causeway_certs::{Access, Ca, CallerTokens, Store, StoreError, TrustDomain, install_provider};
 use causeway_gateway::{
     BindError, Changed, Config, Gateway, Reloader,
     config::{AccessLog, Front, Kind, Listen},
