@@ -19,7 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub(crate) use ca::{
     Ca, CaBackup, CaCaller, CaImport, CaInit, OperatorFiles, Rotate, RotatePrepare, RotateStep,
 };
-pub(crate) use edge::{EdgeAdd, EdgeNamed, EdgeOrder, EdgePins, EdgeRevoke, EdgeUnpin};
+pub(crate) use edge::{EdgeAdd, EdgeLeave, EdgeNamed, EdgeOrder, EdgePins, EdgeRevoke, EdgeUnpin};
 #[cfg(feature = "k8s")]
 pub(crate) use k8s::{CaSecret, EgressConfig, K8s};
 pub(crate) use keys::Keys;
@@ -38,7 +38,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Run a gateway: the cloud side, where callers and edges arrive
     Gateway(Run<causeway_gateway::config::Config>),
-    /// Run an edge: the agent on a node, which dials the gateway; or, beside a gateway, say which edges are welcome
+    /// Run an edge: the agent on a node, which dials the gateway; or give up its identity; or, beside a gateway, say which edges are welcome
     Edge(Edge),
     /// Lead callers of nodes' own addresses from this host, where no gateway runs, to gateways elsewhere
     #[cfg(feature = "k8s")]
@@ -110,6 +110,9 @@ pub(crate) struct Run<C: schemars::JsonSchema + Send + Sync + 'static> {
 pub(crate) struct Edge {
     #[command(subcommand)]
     pub(crate) order: Option<EdgeOrder>,
+    /// Replace this node's identity by the token of --join or --join-file, even though gateways accept it; the old one is kept aside
+    #[arg(long)]
+    pub(crate) rejoin: bool,
     #[command(flatten)]
     pub(crate) run: Run<causeway_edge::config::Config>,
 }

@@ -95,8 +95,10 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Edge(cli::Edge {
             order: Some(order), ..
         }) => Job::brief(nodes::run(order)),
-        Command::Edge(cli::Edge { run, .. }) => match configure(run, PROXY, edge::check)? {
-            Some((config, sources)) => Job::new(config.log.clone(), edge::run(config, sources)),
+        Command::Edge(cli::Edge { run, rejoin, .. }) => match configure(run, PROXY, edge::check)? {
+            Some((config, sources)) => {
+                Job::new(config.log.clone(), edge::run(config, sources, rejoin))
+            }
             None => return Ok(None),
         },
         #[cfg(feature = "k8s")]

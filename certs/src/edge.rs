@@ -159,6 +159,12 @@ impl EdgeIdentity {
             .collect()
     }
 
+    /// Whether all roots of this PEM are trusted already. False if the text does not read.
+    pub fn trusts_all(&self, roots_pem: &str) -> bool {
+        read_roots(roots_pem)
+            .is_ok_and(|(roots, _)| roots.iter().all(|root| self.roots.contains(root)))
+    }
+
     /// Reads the roots that a gateway tells. Refuses those of another trust domain, and those among which there is none that
     /// is believed already: what takes a root's place is trusted beside it first.
     pub fn read_roots(

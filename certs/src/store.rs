@@ -16,8 +16,9 @@ mod shared;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
 pub use backup::Backup;
@@ -42,6 +43,8 @@ const VERSION: &str = "1";
 const TICKETS: &str = "tickets.key";
 const NODES: &str = "nodes.json";
 const EDGE: &str = "edge.json";
+/// The id of the join token that has brought the identity in `edge.json`.
+const JOINED_BY: &str = "joined-by";
 /// What an edge has learned of gateways, where another system keeps its identity.
 const GATEWAYS: &str = "gateways.json";
 /// Twice what an identity takes with two certificates, a key and some gateways, in bytes.
@@ -153,6 +156,60 @@ impl Store {
             return self.dir.write_json(GATEWAYS, &edge.gateways);
         }
         self.dir.write_json(EDGE, &edge.to_file())
+    }
+
+    /// Keeps the identity that a join token of this id, or the node's cluster, has brought. The identity before it stays in
+    /// the directory: returns its new place.
+    pub fn replace_edge(
+        &self,
+        edge: &EdgeIdentity,
+        token: Option<&str>,
+    ) -> Result<Option<PathBuf>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let kept = match self.dir.read(EDGE)? {
+            Some(text) => {
+                let name = self.unused_name();
+                self.dir.write(&name, &text)?;
+                Some(self.dir.path(&name))
+            }
+            None => None,
+        };
+        self.dir.write_json(EDGE, &edge.to_file())?;
+        match token {
+            // Last: a token that was spent for nothing is only refused once more.
+            Some(id) => self.dir.write(JOINED_BY, &format!("{id}\n"))?,
+            None => self.dir.remove(JOINED_BY)?,
+        }
+        Ok(kept)
+    }
+
+    /// Gives up the edge's identity, which stays in the directory under another name: returns its new place, or `None` if
+    /// there is no identity. The file is not read, so that one that is damaged can be given up as well.
+    pub fn leave_edge(&self) -> Result<Option<PathBuf>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let name = self.unused_name();
+        let left = self.dir.rename(EDGE, &name)?;
+        self.dir.remove(JOINED_BY)?;
+        self.forget_request()?;
+        Ok(left.then(|| self.dir.path(&name)))
+    }
+
+    /// A name for an identity that is kept aside.
+    fn unused_name(&self) -> String {
+        let mut at = UnixTime::now().as_secs();
+        loop {
+            let name = format!("edge-replaced-{at}.json");
+            if !self.dir.path(&name).exists() {
+                return name;
+            }
+            at += 1;
+        }
+    }
+
+    /// The id of the join token that has brought the edge's identity, if a token has and that was noted.
+    pub fn joined_by(&self) -> Result<Option<String>, StoreError> {
+        let id = self.dir.read(JOINED_BY)?;
+        Ok(id.map(|id| id.trim().to_owned()))
     }
 
     /// The gateways that an edge has learned whose identity another system keeps.

@@ -29,13 +29,13 @@ pub use reader::{Hubs, Reader, Shown, Site};
 pub struct Config {
     /// Directory of the key, the certificate and the learnt gateways; made with mode 0700.
     pub data_dir: PathBuf,
-    /// Name of this node, to be held against the certificate's, which is the one that counts.
+    /// Name of this node. If the stored identity is of another node, the edge joins by this name.
     pub node: Option<String>,
     /// `host:port` of the gateways.
     pub gateways: Vec<String>,
-    /// Token of `causeway token create`; needed once.
+    /// Token of `causeway token create`. Used where there is no identity, or gateways refuse the stored one; a token is used once.
     pub join: Option<Secret>,
-    /// File with that token, in place of `join`; read only while there is no certificate.
+    /// File with that token, in place of `join`; read whenever a token is needed.
     pub join_file: Option<PathBuf>,
     /// A certificate that another system makes and renews, in place of the one that a token brings.
     pub identity: Option<Identity>,

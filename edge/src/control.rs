@@ -1,7 +1,7 @@
 //! What keeps an edge connected; never in a stream's way.
 //!
 //! `dial` makes one authenticated connection to a gateway, directly or through a proxy; `link` keeps tunnels on
-//! such connections; `enrol` gets a certificate by one (or `vouch` by the cluster's word), `renew` the next, and both `ask` in the same way,
+//! such connections; `enrol` gets a certificate by one (or `vouch` by the cluster's word), `renew` the next, `rejoin` another for one that gateways refuse, and all `ask` in the same way,
 //! or else somebody else makes it (`given`); `held` keeps the identity, `gateways` the addresses; `trouble` says what went wrong and how long to
 //! wait; `changes` hears when the machine's network changed; `admin` tells all of it.
 
@@ -16,6 +16,7 @@ pub(crate) mod link;
 
 pub(crate) mod ask;
 pub(crate) mod enrol;
+pub(crate) mod rejoin;
 pub(crate) mod renew;
 mod roots;
 pub(crate) mod vouch;

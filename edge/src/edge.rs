@@ -22,6 +22,7 @@ use crate::{
         held::Held,
         link::{Links, Reached},
         reader::Reading,
+        rejoin::RejoinState,
         renew,
         vouch::Cluster,
     },
@@ -48,6 +49,7 @@ pub struct Edge {
     identity: EdgeIdentity,
     policy: Policy,
     cluster: Option<Arc<dyn Cluster>>,
+    rejoin: bool,
 }
 
 /// An edge that has its admin port.
@@ -110,8 +112,9 @@ impl Edge {
         let certificate = identity.node.as_str();
         if let Some(configured) = &config.node
             && !configured.eq_ignore_ascii_case(certificate)
+            && let Some(files) = &config.identity
         {
-            return Err(brought::other_node(&config, configured, certificate));
+            return Err(brought::other_node(files, configured, certificate));
         }
         if config.gateways.is_empty() && identity.gateways.is_empty() {
             return Err(Error::NoGateway);
@@ -123,7 +126,15 @@ impl Edge {
             identity,
             policy,
             cluster,
+            rejoin: false,
         })
+    }
+
+    /// Replaces the identity by the configured join token even though gateways accept it. The identity stays if the token
+    /// has brought it already.
+    #[must_use]
+    pub fn rejoin(self, rejoin: bool) -> Self {
+        Self { rejoin, ..self }
     }
 
     /// The node, as the certificate says.
@@ -158,6 +169,7 @@ impl Edge {
             identity,
             policy,
             cluster,
+            rejoin,
         } = self;
         let way = Way::new(
             policy.clone(),
@@ -181,6 +193,7 @@ impl Edge {
                 metrics,
                 tasks,
                 given: watch::Sender::default(),
+                rejoin: RejoinState::new(&config, rejoin),
                 shown: watch::Sender::new(faces.endpoint),
                 hubs: watch::Sender::new(faces.hubs),
             }),
@@ -308,6 +321,7 @@ impl Bound {
             anew: watch::Sender::default(),
             held: held.clone(),
             renewal: watch::Sender::default(),
+            rejoin: parts.rejoin.clone(),
             stop,
             config,
             cluster,

@@ -19,6 +19,7 @@ mod metrics;
 
 pub use config::Config;
 pub use control::enrol::EnrolError;
+pub use control::rejoin::TokenFault;
 pub use control::vouch::{Answer, Cluster, NoAnswer};
 pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader, check};
 pub use proxy::TlsError;

@@ -122,6 +122,8 @@ struct Shared {
     reached: Mutex<Option<ReachedStatus>>,
     /// What last went wrong, by the gateway that it is about.
     troubles: Mutex<BTreeMap<String, TroubleStatus>>,
+    /// How the operator replaces an identity that gateways refuse.
+    identity_hint: Mutex<Option<String>>,
     certificate: Mutex<Option<CertificateStatus>>,
     /// How many tunnels stand.
     standing: watch::Sender<usize>,
@@ -168,6 +170,7 @@ pub(crate) fn table(node: &str, instance: &str) -> (Writer, Reader) {
         gateways: Mutex::default(),
         reached: Mutex::default(),
         troubles: Mutex::default(),
+        identity_hint: Mutex::default(),
         certificate: Mutex::default(),
         standing: watch::Sender::default(),
         reading: Reading::default(),
@@ -232,6 +235,7 @@ impl Writer {
         troubles.remove(ANY);
         troubles.remove(&place.to_string());
         drop(troubles);
+        *locked(&self.0.identity_hint) = None;
         Row {
             shared: self.0.clone(),
             id,
@@ -247,6 +251,22 @@ impl Writer {
     /// Nothing is wrong with this gateway any more, or it is none.
     pub(crate) fn mended(&self, whose: &str) {
         locked(&self.0.troubles).remove(whose);
+    }
+
+    /// Returns once a tunnel stands.
+    pub(crate) async fn connected(&self) {
+        let mut standing = self.0.standing.subscribe();
+        // The sender lives as long as this.
+        let _ = standing.wait_for(|standing| *standing > 0).await;
+    }
+
+    /// Sets, or with `None` removes, what the operator has to do about an identity that gateways refuse. Returns whether
+    /// that has changed.
+    pub(crate) fn identity_hint(&self, hint: Option<&str>) -> bool {
+        let mut said = locked(&self.0.identity_hint);
+        let changed = said.as_deref() != hint;
+        *said = hint.map(ToOwned::to_owned);
+        changed
     }
 
     /// The certificate, and when it is renewed.
@@ -303,7 +323,10 @@ impl Reader {
             let newest = troubles.values().max_by_key(|trouble| trouble.at);
             newest.cloned()
         };
-        let trouble = newest(&locked(&self.0.troubles));
+        let mut trouble = newest(&locked(&self.0.troubles));
+        if let (Some(trouble), Some(hint)) = (&mut trouble, &*locked(&self.0.identity_hint)) {
+            trouble.what = format!("{}; {hint}", trouble.what);
+        }
         let state = match &trouble {
             _ if !tunnels.is_empty() => "connected",
             Some(trouble) if trouble.refused => "refused",

@@ -1,5 +1,7 @@
 //! The arguments of `causeway edge` that are no edge's: who is welcome at a gateway.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 
 use super::{ConfirmedArgs, DataDir, Listing};
@@ -14,6 +16,8 @@ pub(crate) enum EdgeOrder {
     Allow(EdgeNamed),
     /// Forget a node: it is let in again by a new token, by `add`, or where any node is (`any_node`); to shut one out, revoke it
     Remove(EdgeNamed),
+    /// On the node itself: give up this node's identity, which is kept aside; the next start joins anew with a token
+    Leave(EdgeLeave),
     /// List the keys by which apps on nodes are known (`apps.*.pin`)
     Pins(EdgePins),
     /// Forget by which key an app on a node is known: whichever it has when it is met next is believed
@@ -50,6 +54,18 @@ pub(crate) struct EdgeNamed {
     pub(crate) node: String,
     #[command(flatten)]
     pub(crate) data: DataDir,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EdgeLeave {
+    /// The edge's data directory
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CAUSEWAY_DATA_DIR",
+        default_value = "/var/lib/causeway-edge"
+    )]
+    pub(crate) data_dir: PathBuf,
 }
 
 #[derive(Debug, Args)]

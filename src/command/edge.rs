@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
+use causeway_certs::{Access, Store};
 use causeway_edge::{Config, Edge, Error, Reloader};
 
 use super::{admin, cluster, explain, files as open_files};
+use crate::cli::EdgeLeave;
 use crate::notify::Notify;
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
@@ -14,7 +16,7 @@ use crate::signal::Signals;
 
 /// Joins if it has to, dials the gateways, serves until SIGTERM or SIGINT, then drains.
 /// Reads `sources` anew whenever there is a reason.
-pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
+pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyhow::Result<()> {
     // A pool's leader has some hundreds of neighbours, and its own way to the cloud must never want for a file.
     open_files::raise();
     // Joining may take days: what changes meanwhile is a change.
@@ -32,7 +34,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         let bound = match Box::pin(notify.joining(opening)).await {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),
-            opened => opened?.bind()?,
+            opened => opened?.rejoin(rejoin).bind()?,
         };
         let (reloads, asked) = causeway_config::reloads();
         let bound = bound.reloads(reloads);
@@ -71,6 +73,28 @@ fn reloaded(sources: &Sources, reloader: &Reloader, noted: &mut Noted) -> anyhow
     let config: Config = settings::load_anew(sources)?;
     noted.files(config.files());
     Ok(reloader.prepare(&config)?.apply().to_string())
+}
+
+/// Gives up the identity in an edge's data directory.
+pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
+    let shown = ask.data_dir.display();
+    let store = Store::open(&ask.data_dir, Access::Existing).with_context(|| {
+        format!("{shown} is no data directory of an edge; name that by --data-dir")
+    })?;
+    let _claim = store.claim().with_context(|| {
+        format!("an edge runs in {shown}; stop it first, as by `systemctl stop causeway-edge`")
+    })?;
+    let Some(kept) = store.leave_edge()? else {
+        bail!("there is no identity in {shown}: nothing to give up");
+    };
+    println!(
+        "this node has no identity any more; the one before is kept as {}",
+        kept.display()
+    );
+    println!(
+        "it joins anew with a token of `causeway token create --node NODE`; a gateway that is to forget the node: `causeway edge remove NODE` there"
+    );
+    Ok(())
 }
 
 /// Reads what the configuration names, as far as an edge would run without it.

@@ -10,7 +10,7 @@ use rustls::pki_types::UnixTime;
 
 use std::path::Path;
 
-use super::{admin, data, pins, token};
+use super::{admin, data, edge, pins, token};
 use crate::cli::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
 
 /// Longest reason, in bytes: it goes to the edge in one line.
@@ -38,6 +38,7 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
             known(store.nodes().set_revoked(&node, None)?, &store, &node)?;
             (data.data_dir, node, "allowed again")
         }
+        EdgeOrder::Leave(ask) => return edge::leave(&ask),
         EdgeOrder::Pins(ask) => return pins::list(&ask),
         EdgeOrder::Unpin(ask) => return pins::unpin(ask).await,
         EdgeOrder::Remove(EdgeNamed { node, data }) => {

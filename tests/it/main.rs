@@ -27,6 +27,7 @@ mod balanced;
 mod certificates;
 mod company;
 mod given;
+mod rejoin;
 mod reload;
 mod renewal;
 mod replicas;

@@ -149,6 +149,18 @@ impl Dir {
         Ok(file)
     }
 
+    /// Gives a file another name; whether there was one. Under the lock only.
+    pub(crate) fn rename(&self, name: &str, to: &str) -> Result<bool, StoreError> {
+        let path = self.path(name);
+        match fs::rename(&path, self.path(to)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            renamed => renamed.map_err(failed("rename", &path))?,
+        }
+        let synced = File::open(&*self.0).and_then(|directory| directory.sync_all());
+        synced.map_err(failed("rename", &path))?;
+        Ok(true)
+    }
+
     pub(crate) fn remove(&self, name: &str) -> Result<(), StoreError> {
         let path = self.path(name);
         match fs::remove_file(&path) {

@@ -65,6 +65,11 @@ impl Store {
     /// Nothing is waited for any more.
     pub fn forget_pending(&self) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
+        self.forget_request()
+    }
+
+    /// Removes the request. Under the lock only.
+    pub(super) fn forget_request(&self) -> Result<(), StoreError> {
         self.dir.remove(PENDING)
     }
 }

@@ -505,3 +505,28 @@ fn a_restore_that_was_cut_short_is_finished_by_whoever_comes_next() {
     assert!(says(&data) == wanted);
     assert!(!data.join(".restore.json").exists());
 }
+
+#[test]
+fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
+    let (dir, store) = open();
+    let data = dir.path().join("data");
+    let (first, second) = (edge(&ca(), "edge-1"), edge(&ca(), "edge-2"));
+    assert_eq!(store.replace_edge(&first, Some("one")).unwrap(), None);
+    assert_eq!(store.joined_by().unwrap().as_deref(), Some("one"));
+    let before = fs::read_to_string(data.join(EDGE)).unwrap();
+
+    let kept = store.replace_edge(&second, None).unwrap().unwrap();
+    assert_eq!(fs::read_to_string(&kept).unwrap(), before);
+    assert_eq!(mode(&kept), 0o600);
+    assert_eq!(store.edge().unwrap().unwrap().node, second.node);
+    assert_eq!(store.joined_by().unwrap(), None);
+
+    // A file that does not read is given up as well, and what is kept already stays.
+    fs::write(data.join(EDGE), b"\xff").unwrap();
+    let left = store.leave_edge().unwrap().unwrap();
+    assert_ne!(left, kept);
+    assert_eq!(fs::read(&left).unwrap(), b"\xff");
+    assert_eq!(fs::read_to_string(&kept).unwrap(), before);
+    assert!(store.edge().unwrap().is_none());
+    assert_eq!(store.leave_edge().unwrap(), None);
+}

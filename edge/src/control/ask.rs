@@ -10,7 +10,7 @@ use super::{
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use bytes::Bytes;
-use causeway_certs::{CsrError, EdgeKey};
+use causeway_certs::{CsrError, EdgeKey, Secret};
 use causeway_tunnel::wire;
 use http::{
     Request, StatusCode,
@@ -20,7 +20,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use std::{error::Error, io, pin::pin, sync::Arc, time::Duration};
 use tokio::time::timeout;
 
@@ -31,15 +31,16 @@ const ANSWER: Duration = Duration::from_secs(30);
 
 /// What a gateway is asked.
 #[derive(Serialize)]
-pub(crate) struct Asking<'a> {
+pub(crate) struct Asking {
     /// The join token; a renewal has none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    token: Option<&'a str>,
+    #[serde(serialize_with = "exposed")]
+    token: Option<Secret>,
     csr: String,
     version: &'static str,
     /// Who the edge believes it is.
     #[serde(skip_serializing_if = "Option::is_none")]
-    node: Option<&'a str>,
+    node: Option<String>,
 }
 
 /// What a gateway grants.
@@ -70,7 +71,13 @@ struct Problem {
     detail: String,
 }
 
-impl<'a> Asking<'a> {
+/// The token itself: it goes to the gateway alone.
+#[expect(clippy::ref_option, reason = "serde passes the field by reference")]
+fn exposed<S: Serializer>(token: &Option<Secret>, to: S) -> Result<S::Ok, S::Error> {
+    token.as_ref().map(Secret::expose).serialize(to)
+}
+
+impl Asking {
     /// A request for a certificate for `key`.
     ///
     /// # Errors
@@ -85,10 +92,10 @@ impl<'a> Asking<'a> {
     }
 
     /// The same with a token, and the name that the edge believes to be its own.
-    pub(crate) fn joining(self, token: &'a str, node: Option<&'a str>) -> Self {
+    pub(crate) fn joining(self, token: Secret, node: Option<&str>) -> Self {
         Self {
             token: Some(token),
-            node,
+            node: node.map(ToOwned::to_owned),
             ..self
         }
     }

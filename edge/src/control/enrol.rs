@@ -49,6 +49,9 @@ pub enum EnrolError {
     /// The gateway's CA is not the one that the token names.
     #[error(transparent)]
     WrongCa(#[from] WrongCa),
+    /// The node is revoked, so that no token helps.
+    #[error("the gateway refused to enrol this node: {0}")]
+    NodeRevoked(String),
     /// The gateway refused for another reason.
     #[error("the gateway refused to enrol this node: {0}")]
     Refused(String),
@@ -91,25 +94,75 @@ pub(crate) async fn join(
     config: &Config,
     tell: &Listener<'_>,
 ) -> Result<EdgeIdentity, EnrolError> {
-    let key = EdgeKey::generate()?;
-    let secret = token.text();
-    let asking = Asking::new(&key)?.joining(secret.expose(), config.node.as_deref());
-    let dialler = Dialler::new(trust(token.root)?, config);
+    let request = JoinRequest::new(token, config.node.as_deref(), config)?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
-    let granted = loop {
-        let asked = asking.ask(&dialler, &config.gateways, "/v1/enrol").await;
-        let trouble = match asked {
-            Ok(granted) => break granted,
-            Err(failed) => weigh(failed)?,
+    let identity = loop {
+        let trouble = match request.send(&config.gateways).await {
+            Ok(identity) => break identity,
+            Err(NotJoined::Trouble(trouble)) => trouble
+                .wrong_ca()
+                .map_or(Ok(trouble), |wrong| Err(EnrolError::from(wrong)))?,
+            Err(NotJoined::Refused(error)) => return Err(error),
         };
         let delay = trouble.delay(&mut backoff, rand::random());
         warn!(what = trouble.what(), retry_in = ?delay, "not joined yet");
         tell(trouble.what());
         sleep(delay).await;
     };
-    let identity = identity(&granted, &key, token.root)?;
     info!(node = identity.node.as_str(), "joined");
     Ok(identity)
+}
+
+/// A request to join with a token, with one key however often it is sent.
+pub(crate) struct JoinRequest {
+    key: EdgeKey,
+    asking: Asking,
+    dialler: Dialler,
+    /// The root that the token names.
+    root: Fingerprint,
+}
+
+/// Why one request to join has brought no identity.
+pub(crate) enum NotJoined {
+    /// A later request may succeed.
+    Trouble(Trouble),
+    /// The gateway refuses, and would again.
+    Refused(EnrolError),
+}
+
+impl JoinRequest {
+    /// A request of the node of this name; without a name the token says which node it is.
+    ///
+    /// # Errors
+    /// If the key or TLS cannot be made.
+    pub(crate) fn new(
+        token: &JoinToken,
+        node: Option<&str>,
+        config: &Config,
+    ) -> Result<Self, EnrolError> {
+        let key = EdgeKey::generate()?;
+        Ok(Self {
+            asking: Asking::new(&key)?.joining(token.text(), node),
+            dialler: Dialler::new(trust(token.root)?, config),
+            root: token.root,
+            key,
+        })
+    }
+
+    /// Sends the request to the first of the gateways that answers. The token is shown only to a gateway of the CA that the
+    /// token names.
+    ///
+    /// # Errors
+    /// Why there is no identity.
+    pub(crate) async fn send(&self, gateways: &[String]) -> Result<EdgeIdentity, NotJoined> {
+        let asked = self.asking.ask(&self.dialler, gateways, "/v1/enrol").await;
+        let granted = asked.map_err(|failed| match failed {
+            Failed::Trouble(trouble) => NotJoined::Trouble(trouble),
+            Failed::Answer(why) => NotJoined::Refused(EnrolError::Answer(why)),
+            Failed::Refused { reason, detail } => NotJoined::Refused(refusal(&reason, detail)),
+        })?;
+        identity(&granted, &self.key, self.root).map_err(NotJoined::Refused)
+    }
 }
 
 fn trust(root: Fingerprint) -> Result<Arc<ClientConfig>, EnrolError> {
@@ -137,18 +190,9 @@ fn identity(
     Ok(identity)
 }
 
-/// What time may mend is trouble; anything else is final.
-fn weigh(failed: Failed) -> Result<Trouble, EnrolError> {
-    let (reason, detail) = match failed {
-        Failed::Trouble(trouble) => {
-            return trouble
-                .wrong_ca()
-                .map_or(Ok(trouble), |wrong| Err(wrong.into()));
-        }
-        Failed::Answer(why) => return Err(EnrolError::Answer(why)),
-        Failed::Refused { reason, detail } => (reason, detail),
-    };
-    Err(match reason.as_str() {
+/// The error for a gateway's reason.
+fn refusal(reason: &str, detail: String) -> EnrolError {
+    match reason {
         "token_unknown" => EnrolError::Unknown(detail),
         "token_expired" => EnrolError::Expired(detail),
         "token_used" => EnrolError::Used(detail),
@@ -156,8 +200,9 @@ fn weigh(failed: Failed) -> Result<Trouble, EnrolError> {
         "token_other_node" => EnrolError::OtherNode(detail),
         "token_not_new" => EnrolError::NotNew(detail),
         "node_missing" => EnrolError::Unnamed(detail),
+        "node_revoked" => EnrolError::NodeRevoked(detail),
         _ => EnrolError::Refused(detail),
-    })
+    }
 }
 
 #[cfg(test)]
@@ -176,9 +221,7 @@ mod tests {
             ("node_missing", "--node NAME"),
             ("csr_invalid", "refused"),
         ] {
-            let (reason, detail) = (reason.to_owned(), "said so".to_owned());
-            let error = weigh(Failed::Refused { reason, detail }).unwrap_err();
-            let text = error.to_string();
+            let text = refusal(reason, "said so".to_owned()).to_string();
             assert!(text.contains(words) && text.contains("said so"), "{text}");
         }
     }

@@ -8,6 +8,7 @@ use causeway_certs::{EdgeIdentity, Store, StoreError};
 use rustls_pki_types::CertificateDer;
 use std::{
     io,
+    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 use tokio::{sync::watch, task::spawn_blocking};
@@ -75,6 +76,26 @@ impl Held {
             Ok(())
         });
         changed.await.map_err(io::Error::from)?
+    }
+
+    /// Replaces the identity by one that the join token of this id, or the cluster, has brought: on the disk, then here. Returns
+    /// where the old one is kept.
+    ///
+    /// # Errors
+    /// If it could not be stored; then nothing has changed.
+    pub(crate) async fn replace(
+        &self,
+        next: EdgeIdentity,
+        token: Option<String>,
+    ) -> Result<Option<PathBuf>, HeldError> {
+        let held = self.clone();
+        let replaced = spawn_blocking(move || {
+            let _changing = locked(&held.0.changing);
+            let kept = held.0.store.replace_edge(&next, token.as_deref())?;
+            *locked(&held.0.current) = next;
+            Ok(kept)
+        });
+        replaced.await.map_err(io::Error::from)?
     }
 
     /// Returns once the CA of a gateway, which has `shown` this, is not believed any more. What is open there ends at once:

@@ -16,7 +16,7 @@ mod slots;
 
 use super::{
     changes::Changes, dial::Dialler, gateways::Gateways, held::Held, reader::Told,
-    trouble::Trouble, vouch::Cluster,
+    rejoin::RejoinState, trouble::Trouble, vouch::Cluster,
 };
 use crate::{
     config::{AtGateways, Config},
@@ -64,6 +64,8 @@ pub(crate) struct Links {
     pub(crate) held: Held,
     /// A gateway asks for a new certificate to be had within this time.
     pub(crate) renewal: watch::Sender<Duration>,
+    /// What decides whether the identity is replaced.
+    pub(crate) rejoin: Arc<RejoinState>,
     /// The edge stops.
     pub(crate) stop: CancellationToken,
     /// Says who this node is, where its certificate has ended.
@@ -85,7 +87,7 @@ impl From<Trouble> for Missed {
 
 impl Links {
     /// Pauses between attempts, as the configuration has them.
-    fn backoff(&self) -> Backoff {
+    pub(super) fn backoff(&self) -> Backoff {
         let bounds = &self.config.backoff;
         Backoff::new(bounds.silent_max, bounds.refused_max)
     }

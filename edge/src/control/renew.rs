@@ -16,7 +16,8 @@ use super::{
     given,
     held::Held,
     link::Links,
-    trouble::Trouble,
+    rejoin::{Attempt, Reason, Rejoin},
+    trouble::{IdentityRefusal, Trouble},
     vouch,
 };
 use causeway_certs::{
@@ -56,12 +57,26 @@ pub(crate) async fn run(
     let mut schedule = Schedule::of(&held.identity(), UNIX_EPOCH, rand::random());
     schedule.tell(&links);
     let mut asked = links.renewal.subscribe();
+    let mut refusals = links.rejoin.refusals.subscribe();
+    let mut rejoin = Rejoin::new(&links, &held);
+    if links.rejoin.asked && !rejoined(&mut rejoin, links.backoff()).await {
+        info!("--rejoin: going on with the identity that this node has");
+    }
     loop {
         tokio::select! {
-            () = schedule.wait(SystemTime::now) => {}
-            () = asked_for(&mut asked) => {}
+            () = schedule.wait(SystemTime::now) => {
+                until_renewed(&links, &held, (&schedule, &mut rejoin)).await;
+            }
+            () = asked_for(&mut asked) => {
+                until_renewed(&links, &held, (&schedule, &mut rejoin)).await;
+            }
+            refusal = refused(&mut refusals) => {
+                let attempt = rejoin.attempt(Reason::Refused(refusal)).await;
+                if !matches!(attempt, Attempt::Replaced) {
+                    continue;
+                }
+            }
         }
-        until_renewed(&links, &held, &schedule).await;
         schedule = Schedule::of(&held.identity(), SystemTime::now(), rand::random());
         schedule.tell(&links);
         info!(
@@ -71,6 +86,28 @@ pub(crate) async fn run(
         // Whoever asked before the new certificate was there has it now.
         asked.mark_unchanged();
         sleep(APART).await;
+    }
+}
+
+/// Replaces the identity, since the owner asks for that. Returns false if nothing that is configured replaces it.
+async fn rejoined(rejoin: &mut Rejoin<'_>, mut backoff: Backoff) -> bool {
+    loop {
+        match rejoin.attempt(Reason::Asked).await {
+            Attempt::Replaced => return true,
+            Attempt::Kept => return false,
+            Attempt::Failed(trouble) => sleep(trouble.delay(&mut backoff, rand::random())).await,
+        }
+    }
+}
+
+/// Returns once gateways have refused the identity.
+async fn refused(refusals: &mut watch::Receiver<Option<IdentityRefusal>>) -> IdentityRefusal {
+    loop {
+        // The sender lives as long as the tunnels.
+        let _ = refusals.changed().await;
+        if let Some(refusal) = *refusals.borrow_and_update() {
+            return refusal;
+        }
     }
 }
 
@@ -134,7 +171,7 @@ impl Schedule {
         }
         Trouble::unwelcome(format!(
             "this node's certificate ended at {}, unless this machine's clock is wrong (it is {}): rejoin \
-             with a fresh token, by --join ({})",
+             with a fresh token of `causeway token create`, by --join or join_file ({})",
             humantime::format_rfc3339_seconds(self.not_after),
             humantime::format_rfc3339_seconds(now),
             trouble.what(),
@@ -153,11 +190,15 @@ fn dates(identity: &EdgeIdentity) -> (SystemTime, SystemTime) {
 }
 
 /// Asks until there is a new certificate and all further dials show it.
-async fn until_renewed(links: &Links, held: &Held, schedule: &Schedule) {
+async fn until_renewed(
+    links: &Links,
+    held: &Held,
+    (schedule, rejoin): (&Schedule, &mut Rejoin<'_>),
+) {
     let bounds = &links.config.backoff;
     let mut backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
     loop {
-        let renewed = renew(links, held).await;
+        let renewed = renew(links, held, rejoin).await;
         let outcome = renewed.as_ref().map_or_else(Trouble::word, |()| "renewed");
         links.metrics.renewal(outcome);
         let Err(trouble) = renewed else {
@@ -182,15 +223,27 @@ async fn until_renewed(links: &Links, held: &Held, schedule: &Schedule) {
     }
 }
 
-async fn renew(links: &Links, held: &Held) -> Result<(), Trouble> {
+async fn renew(links: &Links, held: &Held, rejoin: &mut Rejoin<'_>) -> Result<(), Trouble> {
     let old = held.identity();
-    let new = match &links.cluster {
+    let asked = match &links.cluster {
         // No gateway renews what has ended.
         Some(cluster) if dates(&old).1 < SystemTime::now() => {
             let tell = |why: &str| links.state.not_renewed(why, true, Duration::ZERO);
-            vouch::asked(&**cluster, (&links.config, held.store()), &tell).await?
+            vouch::asked(&**cluster, (&links.config, held.store()), &tell).await
         }
-        _ => ask(links, &old).await?,
+        _ => ask(links, &old).await,
+    };
+    let new = match asked {
+        Ok(new) => new,
+        Err(trouble) => {
+            let Some(refusal) = trouble.identity_refusal() else {
+                return Err(trouble);
+            };
+            return match rejoin.attempt(Reason::Refused(refusal)).await {
+                Attempt::Replaced => Ok(()),
+                Attempt::Kept | Attempt::Failed(_) => Err(trouble),
+            };
+        }
     };
     let tls = tunnel_client(&new).map_err(local)?;
     // Told by a gateway that hangs on a root which was known before.
@@ -216,7 +269,7 @@ async fn ask(links: &Links, old: &EdgeIdentity) -> Result<EdgeIdentity, Trouble>
     let granted = asked.map_err(|failed| match failed {
         Failed::Trouble(trouble) => trouble,
         Failed::Answer(why) => unsound(&why),
-        Failed::Refused { reason, detail } => Trouble::unwelcome(format!(
+        Failed::Refused { reason, detail } => Trouble::not_accepted(format!(
             "the gateway refuses to renew this node's certificate ({reason}): {detail}"
         )),
     })?;

@@ -21,6 +21,16 @@ pub(crate) struct Trouble {
     kind: Kind,
     what: String,
     wrong_ca: Option<WrongCa>,
+    refusal: Option<IdentityRefusal>,
+}
+
+/// Why no tunnel comes of the identity that this edge has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IdentityRefusal {
+    /// The gateway's certificate is of no CA that the identity trusts. Anybody on the network path can cause this.
+    UnknownCa,
+    /// The gateway does not accept the identity.
+    NotAccepted,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +50,7 @@ impl Trouble {
             kind: Kind::Silent(Duration::ZERO),
             what: what.into(),
             wrong_ca: None,
+            refusal: None,
         }
     }
 
@@ -57,6 +68,7 @@ impl Trouble {
             kind: Kind::Refused(None),
             what: what.into(),
             wrong_ca: None,
+            refusal: None,
         }
     }
 
@@ -66,6 +78,7 @@ impl Trouble {
             kind: Kind::Unwelcome(Duration::ZERO),
             what: what.into(),
             wrong_ca: None,
+            refusal: None,
         }
     }
 
@@ -76,10 +89,21 @@ impl Trouble {
             Dismissal::Superseded | Dismissal::Unwelcome => Kind::Unwelcome(retry_after),
             Dismissal::Malformed | Dismissal::Full => Kind::Refused(Some(retry_after)),
         };
+        // Of two processes with one identity the gateway accepts both: that is no fault of the identity.
+        let refusal = (why == Dismissal::Unwelcome).then_some(IdentityRefusal::NotAccepted);
         Self {
             kind,
             what,
             wrong_ca: None,
+            refusal,
+        }
+    }
+
+    /// The gateway does not accept this edge's identity, and will not the next time.
+    pub(crate) fn not_accepted(what: impl Into<String>) -> Self {
+        Self {
+            refusal: Some(IdentityRefusal::NotAccepted),
+            ..Self::unwelcome(what)
         }
     }
 
@@ -112,10 +136,17 @@ impl Trouble {
                 "the gateway's certificate does not hold at this machine's time, {}; is its clock right? ({error})",
                 humantime::format_rfc3339_seconds(SystemTime::now()),
             )),
+            TlsError::InvalidCertificate(_) => Self {
+                refusal: Some(IdentityRefusal::UnknownCa),
+                ..Self::refused(format!(
+                    "the gateway's certificate is of no CA that this node trusts ({error}): the gateway has another \
+                     CA now, or another server answers at its address"
+                ))
+            },
             TlsError::AlertReceived(alert) if is_about_certificate(*alert) => {
-                Self::unwelcome(format!(
+                Self::not_accepted(format!(
                     "the gateway does not accept this node's certificate ({alert:?}): revoked, expired, or of another \
-                 gateway's CA"
+                     gateway's CA"
                 ))
             }
             _ => Self::refused(format!("TLS with the gateway failed: {error}")),
@@ -159,6 +190,11 @@ impl Trouble {
     /// The gateway is of another CA than the token that was to be used.
     pub(crate) fn wrong_ca(&self) -> Option<WrongCa> {
         self.wrong_ca
+    }
+
+    /// Whether, and how, this is a refusal of the identity that this edge has.
+    pub(crate) fn identity_refusal(&self) -> Option<IdentityRefusal> {
+        self.refusal
     }
 
     /// One word, for metric labels.

@@ -256,4 +256,4 @@ fn unsound(what: &dyn Display, why: &dyn Display) -> Trouble {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -126,17 +126,11 @@ impl Files {
     }
 }
 
-/// The certificate is not this node's: of those that another system makes the right one may be there soon.
-pub(super) fn other_node(config: &config::Config, configured: &str, certificate: &str) -> Error {
-    match &config.identity {
-        Some(files) => Error::Identity {
-            path: files.chain.display().to_string(),
-            why: format!("it is for node {certificate}, the configuration says {configured}"),
-        },
-        None => Error::OtherNode {
-            configured: configured.to_owned(),
-            certificate: certificate.to_owned(),
-        },
+/// The certificate is another node's: the right one may be there soon.
+pub(super) fn other_node(files: &config::Identity, configured: &str, certificate: &str) -> Error {
+    Error::Identity {
+        path: files.chain.display().to_string(),
+        why: format!("it is for node {certificate}, the configuration says {configured}"),
     }
 }
 

@@ -1,7 +1,10 @@
 //! Why an edge cannot start, and whether time mends that.
 
-use crate::{control::enrol::EnrolError, proxy::TlsError};
-use causeway_certs::{StoreError, TokenError};
+use crate::{
+    control::{enrol::EnrolError, rejoin::TokenFault},
+    proxy::TlsError,
+};
+use causeway_certs::StoreError;
 use std::{io, net::SocketAddr};
 
 /// Why an edge cannot start.
@@ -16,25 +19,23 @@ pub enum Error {
     /// Neither configuration nor an earlier hello names a gateway.
     #[error("no gateway is known; name one as HOST:PORT")]
     NoGateway,
-    /// The certificate is another node's than the configured one.
-    #[error("the certificate is for node {certificate}, the configuration says {configured}")]
+    /// The identity is another node's than the configured one, and no other could be had.
+    #[error(
+        "the certificate is for node {certificate}, the configuration says {configured}: a token of \
+         `causeway token create --node {configured}` at the gateway, given here by --join or join_file, makes it \
+         {configured} ({why})"
+    )]
     OtherNode {
         /// The configured name.
         configured: String,
         /// The certificate's.
         certificate: String,
+        /// Why this node has not joined by the configured name.
+        why: String,
     },
-    /// The file with the token cannot be read.
-    #[error(
-        "cannot read the join token in {path} (join_file): {source}; \
-         `causeway token create --node NAME` makes one"
-    )]
-    TokenFile {
-        /// The file.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
+    /// The configured token cannot be read.
+    #[error(transparent)]
+    Token(#[from] TokenFault),
     /// A file of one of the reader's listeners cannot be used.
     #[error("{key}: {path}: {why}")]
     Reader {
@@ -53,9 +54,6 @@ pub enum Error {
         /// Why.
         why: String,
     },
-    /// The token is none.
-    #[error(transparent)]
-    Token(#[from] TokenError),
     /// The gateway did not let this node join.
     #[error(transparent)]
     Enrol(#[from] EnrolError),
@@ -91,8 +89,7 @@ impl Error {
             | Self::NoCluster
             | Self::NoGateway
             | Self::OtherNode { .. }
-            | Self::Token(_)
-            | Self::TokenFile { .. } => true,
+            | Self::Token(_) => true,
             // A portal or a wrong address may stand where a gateway is expected; that passes.
             Self::Enrol(error) => error.is_of_token(),
             // Whoever makes the certificate may come to it later.

@@ -1,72 +1,49 @@
-//! Who an edge is when it starts: by what it keeps, or by a token, or by its cluster's word.
-//!
-//! A certificate that holds is enough. One that has ended is given up only for another: it may be the clock that
-//! is wrong.
+//! The identity of an edge when it starts: the stored one, or one that a join token or the cluster brings.
 
 use super::Error;
 use crate::{
-    config::{Config, Secret},
+    config::Config,
     control::{
         enrol,
+        rejoin::TokenSource,
         vouch::{self, Cluster},
     },
 };
-use causeway_certs::{EdgeIdentity, JoinToken, Store};
+use causeway_certs::{EdgeIdentity, Store};
 use std::time::{Duration, SystemTime};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-/// The identity in the data directory; without one it is joined for.
+/// The identity in the data directory; without one, or with one of another node than the configured, the edge joins. What
+/// gateways say of the identity is for `control::rejoin`.
 pub(super) async fn own(
     config: &Config,
     store: &Store,
     cluster: Option<&dyn Cluster>,
     (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
 ) -> Result<EdgeIdentity, Error> {
-    let (identity, expired) = usable(store.edge()?, config);
-    if let Some(identity) = identity {
-        return Ok(identity);
+    let stored = store.edge()?;
+    let other = match (stored, &config.node) {
+        (None, _) => None,
+        (Some(identity), Some(node)) if !node.eq_ignore_ascii_case(identity.node.as_str()) => {
+            Some((identity.node, node.clone()))
+        }
+        (Some(identity), _) => return Ok(identity),
+    };
+    if let Some((certificate, configured)) = &other {
+        warn!(%certificate, configured, "this node has another name than its identity says: joining by the new name");
     }
     let joined = stop.run_until_cancelled(join(config, store, (cluster, tell)));
-    let joined = joined.await;
-    match (joined.ok_or(Error::Stopped)?, expired) {
-        // It may be the clock that is wrong: the certificate is tried until the one or the other is mended.
-        (Err(Error::Enrol(error)), Some(identity)) if error.is_of_token() => {
-            warn!(%error, "going on with the certificate that seems to have expired");
-            Ok(identity)
+    let joined = joined.await.ok_or(Error::Stopped)?;
+    match (joined, other) {
+        (Err(error), Some((certificate, configured))) if error.is_final() => {
+            Err(Error::OtherNode {
+                configured,
+                certificate: certificate.to_string(),
+                why: error.to_string(),
+            })
         }
         (joined, _) => joined,
-    }
-}
-
-/// The identity to go on with, or one that has ended where there is a token for another.
-fn usable(
-    stored: Option<EdgeIdentity>,
-    config: &Config,
-) -> (Option<EdgeIdentity>, Option<EdgeIdentity>) {
-    let Some(identity) = stored else {
-        return (None, None);
-    };
-    let ended = end_of(&identity) < SystemTime::now();
-    let token = config.join.is_some() || config.join_file.is_some();
-    let joins = token || config.kubernetes.is_some();
-    match (joins, ended) {
-        (true, true) => {
-            let by = if token {
-                "with the token"
-            } else {
-                "by the cluster's word"
-            };
-            info!("this node's certificate has expired: joining again {by}");
-            (None, Some(identity))
-        }
-        (true, false) => {
-            if token {
-                info!("this node has joined already: its certificate holds, the token is not used");
-            }
-            (Some(identity), None)
-        }
-        (false, _) => (Some(identity), None),
     }
 }
 
@@ -83,25 +60,9 @@ pub(super) fn warn_of_expiry(identity: &EdgeIdentity) {
         warn!(
             expired = %humantime::format_rfc3339_seconds(end),
             now = %humantime::format_rfc3339_seconds(now),
-            "this node's certificate has expired, unless this machine's clock is wrong; rejoin with a fresh token, by --join",
+            "this node's certificate has expired, unless this machine's clock is wrong",
         );
     }
-}
-
-/// The configured token; its file is read only now, for it may be gone once it was used.
-fn token(config: &Config) -> Result<JoinToken, Error> {
-    let text = match (&config.join, &config.join_file) {
-        (Some(token), _) => token.clone(),
-        (None, Some(path)) => {
-            let text = std::fs::read_to_string(path).map_err(|source| Error::TokenFile {
-                path: path.display().to_string(),
-                source,
-            })?;
-            Secret::new(text)
-        }
-        (None, None) => return Err(Error::NoIdentity(config.data_dir.display().to_string())),
-    };
-    Ok(JoinToken::parse(text.expose().trim())?)
 }
 
 async fn join(
@@ -109,21 +70,26 @@ async fn join(
     store: &Store,
     (cluster, tell): (Option<&dyn Cluster>, &enrol::Listener<'_>),
 ) -> Result<EdgeIdentity, Error> {
-    let token = match config.kubernetes {
-        Some(_) => None,
-        None => Some(token(config)?),
+    let token = if config.kubernetes.is_some() {
+        None
+    } else {
+        let token = TokenSource::of(config).read()?;
+        Some(token.ok_or_else(|| Error::NoIdentity(config.data_dir.display().to_string()))?)
     };
     if config.gateways.is_empty() {
         return Err(Error::NoGateway);
     }
     // A token is good once: it is not given for an identity that cannot be kept.
     store.prepare_edge()?;
-    let identity = if let Some(token) = token {
-        enrol::join(&token, config, tell).await?
+    let identity = if let Some(token) = &token {
+        enrol::join(token, config, tell).await?
     } else {
         let cluster = cluster.ok_or(Error::NoCluster)?;
         vouch::join(cluster, (config, store), tell).await
     };
-    store.save_edge(&identity)?;
+    let id = token.as_ref().map(|token| token.id.as_str());
+    if let Some(kept) = store.replace_edge(&identity, id)? {
+        info!(kept = %kept.display(), "the identity that this node had before is kept");
+    }
     Ok(identity)
 }

@@ -9,7 +9,10 @@ use super::{
 };
 use crate::{
     config::{Config, Reader},
-    control::link::{List, Serve},
+    control::{
+        link::{List, Serve},
+        rejoin::{RejoinState, TokenSource},
+    },
     metrics::Metrics,
     proxy::{Own, Policy, Way},
 };
@@ -87,6 +90,8 @@ pub(super) struct Parts {
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
+    /// What decides whether the identity is replaced.
+    pub(super) rejoin: Arc<RejoinState>,
     /// What this node's programs are shown where they read, if they read over TLS.
     pub(super) shown: watch::Sender<Option<Shown>>,
     /// Whom the listener for hubs lets in, where there is one.
@@ -173,6 +178,7 @@ pub struct Prepared<'a> {
     parts: &'a Parts,
     policy: Policy,
     given: Option<EdgeIdentity>,
+    token: TokenSource,
     faces: Faces,
     at_restart: Vec<&'static str>,
 }
@@ -212,6 +218,7 @@ impl Reloader {
         Ok(Prepared {
             policy: Policy::new(&self.0.node, &as_began)?,
             given: self.given(config)?,
+            token: TokenSource::of(config),
             // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
             faces: Faces::read(&listening(&self.0.began, config)),
             at_restart: at_restart(&self.0.began, config),
@@ -251,9 +258,11 @@ impl Prepared<'_> {
             parts: edge,
             policy,
             given,
+            token,
             faces,
             at_restart,
         } = self;
+        edge.rejoin.token.store(Arc::new(token));
         if given.is_some() {
             edge.given.send_replace(given);
         }
@@ -379,6 +388,7 @@ mod tests {
             metrics,
             tasks,
             given: watch::Sender::default(),
+            rejoin: RejoinState::new(&Config::default(), false),
             shown: watch::Sender::default(),
             hubs: watch::Sender::default(),
         });

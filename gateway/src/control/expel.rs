@@ -4,7 +4,7 @@
 //! judged before it is registered and again afterwards: it meets either the new table or this.
 
 use super::{admit::LiveTls, pins::Keeper, pool::Reading};
-use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, registry::Shown};
+use crate::state::{Edge, Node, Nodes, NodesWriter, Registry, nodes::recorded, registry::Shown};
 use causeway_certs::{NodeName, NodeRecord, Store, StoreError};
 use causeway_tunnel::{
     hello::{Dismissal, ToEdge},
@@ -192,15 +192,18 @@ pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option
             "node {node} is not known at this gateway: `causeway edge add {node}` there lets it in"
         )),
         None => Some(format!(
-            "node {node} is not enrolled at this gateway (or was removed); join again with a new token"
+            "node {node} is not enrolled at this gateway (or was removed); join again with a new token of `causeway token create --node {node}`"
         )),
         Some(Node {
             revoked: Some(reason),
             ..
-        }) => Some(format!("node {node} is revoked: {reason}")),
+        }) => {
+            let why = nodes.revoked(node);
+            Some(why.unwrap_or_else(|| recorded(node, &reason)))
+        }
         // A machine that was stolen has the certificate of the one that took its place.
         Some(Node { joined_at, .. }) if shown.issued_at < joined_at => Some(format!(
-            "this certificate of node {node} is from before the node joined anew; join again with a new token"
+            "this certificate of node {node} is from before the node joined anew; join again with a new token of `causeway token create --node {node}`"
         )),
         Some(_) => None,
     }
@@ -209,9 +212,9 @@ pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option
 /// Why the certificate that a node has `shown` is good no more, since it is not `believed`, if that is so.
 pub(super) fn retired(believed: bool, node: &NodeName, shown: &Shown) -> Option<String> {
     let why = if shown.given.is_some() {
-        "is not believed here any more (tunnel.identity.client_ca)"
+        "is not believed here any more (tunnel.identity.client_ca)".to_owned()
     } else {
-        "was retired; join again with a new token"
+        format!("was retired; join again with a new token of `causeway token create --node {node}`")
     };
     (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
 }

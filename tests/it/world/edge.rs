@@ -128,6 +128,7 @@ impl<'a> Plan<'a> {
 /// An edge; dropping it kills it.
 pub(crate) struct Edge {
     config: Config,
+    rejoin: bool,
     running: Option<Running>,
 }
 
@@ -141,6 +142,7 @@ impl Edge {
     fn new(config: Config) -> Self {
         Self {
             config,
+            rejoin: false,
             running: None,
         }
     }
@@ -160,7 +162,8 @@ impl Edge {
             }
         };
         let opened = timeout(PATIENCE, opening).await;
-        let bound = opened.expect("the edge joins or is refused")?.bind()?;
+        let opened = opened.expect("the edge joins or is refused")?;
+        let bound = opened.rejoin(self.rejoin).bind()?;
         let reader = bound.reader();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));
@@ -176,6 +179,16 @@ impl Edge {
     /// From now on it has this token.
     pub(crate) fn take_token(&mut self, token: &causeway_certs::JoinToken) {
         self.config.join = Some(Secret::new(token.text().expose()));
+    }
+
+    /// From now on it starts with `--rejoin`.
+    pub(crate) fn rejoin(&mut self) {
+        self.rejoin = true;
+    }
+
+    /// From now on its configuration names this node.
+    pub(crate) fn rename(&mut self, node: &str) {
+        self.config.node = Some(node.to_owned());
     }
 
     /// Stops it in order and waits for its end.

@@ -200,12 +200,14 @@ impl Session {
         );
         // Whoever hears that it is over dials anew, and may have this gateway again.
         drop((self.claim.take(), self.voice.take()));
+        let Self { server, row, .. } = self;
+        // Whether another tunnel stands decides about the identity that was refused here.
+        drop(row);
         if let Some(told) = told {
             // A slot that stopped does not listen.
             let _ = told.send(Finish::Ended(ended));
         }
-        let Self { server, row, .. } = self;
-        drop((server, row));
+        drop(server);
         streams.drain(LOSS).await;
     }
 

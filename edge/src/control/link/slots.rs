@@ -360,6 +360,9 @@ impl Slots {
         };
         warn!(reason = trouble.word(), what, retry_in = ?delay, "no tunnel");
         self.links.state.trouble(&whose, &what, refused, delay);
+        if let Some(refusal) = trouble.identity_refusal() {
+            self.links.rejoin.refusals.send_replace(Some(refusal));
+        }
         let wait = async {
             if trouble.may_be_the_network() {
                 changes.wait(delay).await;

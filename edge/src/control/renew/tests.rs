@@ -1,7 +1,7 @@
 //! The schedule by clocks of our own, and renewals over TLS against a gateway that answers as told.
 
 use super::*;
-use crate::{Bound, Config, Edge, state::Status};
+use crate::{Bound, Config, Edge, config, control::vouch::tests::Api, state::Status};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{
     Access, Ca, CsrKey, GatewayName, NodeName, Store, TrustDomain,
@@ -220,6 +220,11 @@ impl Joined {
     }
 
     async fn bind(&self, gateway: SocketAddr) -> Bound {
+        self.bind_in(gateway, None).await
+    }
+
+    /// An edge of this cluster, if there is one.
+    async fn bind_in(&self, gateway: SocketAddr, cluster: Option<Arc<Api>>) -> Bound {
         let mut config = Config {
             data_dir: self.data.path().into(),
             gateways: vec![gateway.to_string()],
@@ -227,13 +232,24 @@ impl Joined {
         };
         config.admin.listen = "127.0.0.1:0".parse().unwrap();
         config.backoff.silent_max = Duration::from_millis(50);
-        let edge = Edge::open(config, &CancellationToken::new()).await;
+        let second = Duration::from_secs(1);
+        (
+            config.timeouts.tcp,
+            config.timeouts.tls,
+            config.timeouts.hello,
+        ) = (second, second, second);
+        config.kubernetes = cluster.as_ref().map(|_| config::Kubernetes::default());
+        let (cluster, stop) = (cluster.map(|api| api as _), CancellationToken::new());
+        let edge = Edge::open_by(config, cluster, (&stop, &|_| {})).await;
         edge.unwrap().bind().unwrap()
     }
 
     /// Runs until its status is as wanted.
     async fn run_until(&self, gateway: SocketAddr, wanted: impl Fn(&Status) -> bool) -> Status {
-        let bound = self.bind(gateway).await;
+        Self::until(self.bind(gateway).await, wanted).await
+    }
+
+    async fn until(bound: Bound, wanted: impl Fn(&Status) -> bool) -> Status {
         let reader = bound.reader();
         let until = async {
             loop {
@@ -412,4 +428,42 @@ async fn a_change_of_gateways_and_a_renewal_do_not_undo_each_other() {
         .await;
     unkept.unwrap_err();
     assert_eq!(held.identity().gateways, ["new.test:1"]);
+}
+
+#[tokio::test]
+async fn an_identity_of_a_lost_ca_is_replaced_by_the_clusters_word() {
+    let (edge, api) = (Joined::new(&ca(), DAY), Arc::new(Api::new("edge-1")));
+    let mut gateway = Gateway::start(&api.ca, |_| panic!("it was asked to renew")).await;
+    let bound = edge.bind_in(gateway.address, Some(api.clone())).await;
+    let replaced = async {
+        while edge.is_as_before() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let after = edge.stored();
+        gateway.dialled_with(&after.leaf.chain()[0]).await;
+        after
+    };
+    let after = tokio::select! {
+        after = timeout(3 * SOON, replaced) => after.unwrap(),
+        ended = bound.run(CancellationToken::new()) => panic!("{ended:?}"),
+    };
+    assert_eq!(after.fingerprints(), api.ca.fingerprints());
+}
+
+#[tokio::test]
+async fn a_stranger_at_the_gateways_address_does_not_have_the_cluster_asked() {
+    let api = Arc::new(Api::new("edge-1"));
+    let edge = Joined::new(&api.ca, DAY);
+    let stranger = Gateway::start(&ca(), |_| panic!("it was asked to renew")).await;
+    let bound = edge.bind_in(stranger.address, Some(api.clone())).await;
+    let said = |status: &Status| {
+        let trouble = status.trouble.as_ref();
+        trouble.is_some_and(|trouble| trouble.what.contains("another server answers"))
+    };
+    let published = |status: &Status| {
+        let trouble = status.trouble.as_ref();
+        trouble.is_some_and(|trouble| trouble.what.contains("the cluster publishes"))
+    };
+    Joined::until(bound, |status| said(status) && published(status)).await;
+    assert!(edge.is_as_before() && api.asked.lock().unwrap().is_empty());
 }

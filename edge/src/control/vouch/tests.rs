@@ -10,18 +10,18 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 /// A cluster that knows who asks, and signs at the third look.
-struct Api {
-    ca: Ca,
+pub(in crate::control) struct Api {
+    pub(in crate::control) ca: Ca,
     /// For which node it signs, whoever asks.
     signs: &'static str,
     /// Names and requests.
-    asked: Mutex<Vec<(String, String)>>,
+    pub(in crate::control) asked: Mutex<Vec<(String, String)>>,
     looks: AtomicUsize,
     denied: AtomicUsize,
 }
 
 impl Api {
-    fn new(signs: &'static str) -> Self {
+    pub(in crate::control) fn new(signs: &'static str) -> Self {
         let domain = TrustDomain::parse("test.example").unwrap();
         Self {
             ca: Ca::create(&domain).unwrap(),
@@ -185,4 +185,27 @@ async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
         ended = bound.run(stop.clone()) => panic!("{ended:?}"),
     }
     assert_eq!(api.asked.lock().unwrap().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_has_another_name_now_joins_by_that_and_keeps_the_old_identity() {
+    let (data, stop) = (tempfile::tempdir().unwrap(), CancellationToken::new());
+    let (old, api) = (Api::new("edge-2"), Arc::new(Api::new("edge-1")));
+    let store = Store::open(data.path(), Access::Create).unwrap();
+    let key = EdgeKey::generate().unwrap();
+    let csr = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let (node, life) = (NodeName::parse("edge-2").unwrap(), Duration::from_hours(1));
+    let issued = old.ca.issue_edge(&csr, &node, life).unwrap();
+    let before = EdgeIdentity::new(&old.ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap();
+    store.save_edge(&before).unwrap();
+    let config = Config {
+        node: Some("edge-1".to_owned()),
+        ..config(data.path())
+    };
+    let opened = Edge::open_by(config, Some(api), (&stop, &|_| {})).await;
+    assert_eq!(opened.unwrap().node(), "edge-1");
+    let entries = std::fs::read_dir(data.path()).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let kept = names.filter(|name| name.starts_with("edge-replaced-"));
+    assert_eq!(kept.count(), 1);
 }

@@ -1,0 +1,341 @@
+//! Replacement of an identity that gateways refuse, by a join token or by the node's cluster.
+//!
+//! An identity that a gateway accepts is never replaced, unless the owner asks for that (`--rejoin`). One that gateways refuse
+//! is replaced by a token that has not brought it: the token is shown only to a gateway of the CA whose fingerprint it
+//! carries, and that fingerprint alone decides which CA is trusted from then on. A gateway whose certificate is of an
+//! unknown CA may be an impostor, so that a token of a CA that is trusted already is not spent for it. The identity before
+//! is kept aside in the data directory.
+
+use super::{
+    enrol::{EnrolError, JoinRequest, NotJoined},
+    held::Held,
+    link::Links,
+    trouble::{IdentityRefusal, Trouble},
+    vouch::{self, Cluster},
+};
+use crate::config::{Config, Secret};
+use arc_swap::ArcSwap;
+use causeway_certs::{EdgeIdentity, Fingerprint, JoinToken, TokenError, verify::tunnel_client};
+use std::{fmt, io, path::PathBuf, sync::Arc};
+use tokio::{sync::watch, task::spawn_blocking, time::timeout};
+use tracing::warn;
+
+/// Where the configuration has the join token.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TokenSource {
+    token: Option<Secret>,
+    file: Option<PathBuf>,
+}
+
+/// Why the configured join token cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenFault {
+    /// The text is no token.
+    #[error(transparent)]
+    Malformed(#[from] TokenError),
+    /// The file cannot be read.
+    #[error(
+        "cannot read the join token in {path} (join_file): {source}; \
+         `causeway token create --node NAME` makes one"
+    )]
+    File {
+        /// The file.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl TokenSource {
+    pub(crate) fn of(config: &Config) -> Self {
+        Self {
+            token: config.join.clone(),
+            file: config.join_file.clone(),
+        }
+    }
+
+    /// Returns the token as it is now, or `None` if none is configured. Blocks on the disk.
+    pub(crate) fn read(&self) -> Result<Option<JoinToken>, TokenFault> {
+        let text = match (&self.token, &self.file) {
+            (Some(token), _) => token.clone(),
+            (None, Some(path)) => {
+                let text = std::fs::read_to_string(path).map_err(|source| TokenFault::File {
+                    path: path.display().to_string(),
+                    source,
+                })?;
+                Secret::new(text)
+            }
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(JoinToken::parse(text.expose().trim())?))
+    }
+}
+
+/// What decides whether the identity of an edge that runs is replaced.
+#[derive(Debug)]
+pub(crate) struct RejoinState {
+    /// Where the join token is configured now.
+    pub(crate) token: ArcSwap<TokenSource>,
+    /// How gateways refused the identity last.
+    pub(crate) refusals: watch::Sender<Option<IdentityRefusal>>,
+    /// The owner asks for another identity (`--rejoin`).
+    pub(crate) asked: bool,
+}
+
+impl RejoinState {
+    pub(crate) fn new(config: &Config, asked: bool) -> Arc<Self> {
+        Arc::new(Self {
+            token: ArcSwap::from_pointee(TokenSource::of(config)),
+            refusals: watch::Sender::default(),
+            asked,
+        })
+    }
+}
+
+/// Why an identity is to be replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// The owner asks for it.
+    Asked,
+    /// Gateways refuse the identity.
+    Refused(IdentityRefusal),
+}
+
+/// Why the configured token is not used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unused {
+    /// It has brought the identity that this node has.
+    JoinedBy,
+    /// It is of a CA that the identity trusts, and the gateway is of another.
+    OtherServer,
+}
+
+impl fmt::Display for Unused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::JoinedBy => "the configured join token has brought this identity and is used up",
+            Self::OtherServer => {
+                "the configured join token is of the CA that this node trusts already, and the gateway is of another: \
+                 another server answers at its address, or the token is older than the gateway's CA"
+            }
+        })
+    }
+}
+
+/// Decides whether a token replaces an identity that trusts these roots and was `joined_by` the token of this id.
+fn judge(
+    token: &JoinToken,
+    joined_by: Option<&str>,
+    roots: &[Fingerprint],
+    reason: Reason,
+) -> Result<(), Unused> {
+    if joined_by == Some(token.id.as_str()) {
+        return Err(Unused::JoinedBy);
+    }
+    let stranger = reason == Reason::Refused(IdentityRefusal::UnknownCa);
+    if stranger && roots.contains(&token.root) {
+        return Err(Unused::OtherServer);
+    }
+    Ok(())
+}
+
+/// The outcome of one attempt to replace the identity.
+pub(super) enum Attempt {
+    /// Tunnels are dialled with another identity from now on.
+    Replaced,
+    /// The identity stays; nothing that is configured replaces it.
+    Kept,
+    /// A later attempt may succeed.
+    Failed(Trouble),
+}
+
+/// Replaces the identity of an edge that runs.
+pub(super) struct Rejoin<'a> {
+    links: &'a Links,
+    held: &'a Held,
+    /// The token that a gateway has refused for good, and how.
+    refused: Option<(String, String)>,
+}
+
+impl<'a> Rejoin<'a> {
+    pub(super) fn new(links: &'a Links, held: &'a Held) -> Self {
+        Self {
+            links,
+            held,
+            refused: None,
+        }
+    }
+
+    /// Makes one attempt, and tells the operator which command helps where it comes to nothing.
+    pub(super) async fn attempt(&mut self, reason: Reason) -> Attempt {
+        if self.held.identity().given {
+            return Attempt::Kept;
+        }
+        if reason != Reason::Asked && self.is_accepted().await {
+            return Attempt::Kept;
+        }
+        let attempted = match &self.links.cluster {
+            Some(cluster) => self.by_cluster(&**cluster, reason).await,
+            None => self.by_token(reason).await,
+        };
+        match attempted {
+            Ok(()) => Attempt::Replaced,
+            Err(Failed::Trouble(trouble)) => {
+                self.tell(trouble.what());
+                Attempt::Failed(trouble)
+            }
+            Err(Failed::Unusable(why)) => {
+                self.tell(&why);
+                Attempt::Kept
+            }
+        }
+    }
+
+    /// Whether some gateway accepts the identity. Gateways are dialled at the same time, and one that refuses may be the
+    /// first to answer: the others have as long as a dial may take.
+    async fn is_accepted(&self) -> bool {
+        let timeouts = &self.links.config.timeouts;
+        let dial = timeouts.tcp + timeouts.tls + timeouts.hello;
+        let connected = self.links.state.connected();
+        timeout(dial, connected).await.is_ok()
+    }
+
+    async fn by_token(&mut self, reason: Reason) -> Result<(), Failed> {
+        let old = self.held.identity();
+        let command = format!(
+            "to replace this node's identity, make a token with `causeway token create --node {}` at the gateway and give \
+             it to this edge by --join or join_file",
+            old.node
+        );
+        let unusable = |why: &dyn fmt::Display| Failed::Unusable(format!("{why}; {command}"));
+        let token = self.token(&old, reason).await;
+        let Some(token) = token.map_err(|why| unusable(&why))? else {
+            return Err(Failed::Unusable(command));
+        };
+        let gateways = self.links.gateways.all();
+        let request = JoinRequest::new(&token, Some(old.node.as_str()), &self.links.config);
+        let request = request.map_err(|error| unusable(&error))?;
+        let error = match request.send(&gateways).await {
+            Ok(new) if new.node == old.node => return self.replace(new, Some(token.id)).await,
+            Ok(new) => {
+                return Err(unusable(&format_args!(
+                    "the answer is for node {}",
+                    new.node
+                )));
+            }
+            Err(NotJoined::Trouble(trouble)) => {
+                return Err(match trouble.wrong_ca() {
+                    Some(wrong) => unusable(&wrong),
+                    None => Failed::Trouble(trouble),
+                });
+            }
+            Err(NotJoined::Refused(error)) => error,
+        };
+        if error.is_of_token() {
+            self.refused = Some((token.id, error.to_string()));
+        }
+        Err(match error {
+            // No token helps a node that is revoked.
+            EnrolError::NodeRevoked(_) => Failed::Unusable(error.to_string()),
+            EnrolError::OtherNode(_) => unusable(&format_args!(
+                "{error}; to give this node another name, start it with --node"
+            )),
+            _ => unusable(&error),
+        })
+    }
+
+    /// Returns the configured token if it may replace this identity, or why it may not.
+    async fn token(&self, old: &EdgeIdentity, reason: Reason) -> Result<Option<JoinToken>, String> {
+        let source = self.links.rejoin.token.load_full();
+        let store = self.held.store().clone();
+        let read = spawn_blocking(move || {
+            let token = source.read().map_err(|error| error.to_string())?;
+            // Nothing is spent for an identity that cannot be kept.
+            store.prepare_edge().map_err(|error| error.to_string())?;
+            // A record that cannot be read costs a refusal by the gateway.
+            Ok((token, store.joined_by().ok().flatten()))
+        });
+        let read: Result<_, String> = read.await.map_err(|error| error.to_string())?;
+        let (Some(token), joined_by) = read? else {
+            return Ok(None);
+        };
+        judge(&token, joined_by.as_deref(), &old.fingerprints(), reason)
+            .map_err(|why| why.to_string())?;
+        match &self.refused {
+            Some((id, why)) if *id == token.id => Err(why.clone()),
+            _ => Ok(Some(token)),
+        }
+    }
+
+    async fn by_cluster(&self, cluster: &dyn Cluster, reason: Reason) -> Result<(), Failed> {
+        let old = self.held.identity();
+        if reason == Reason::Refused(IdentityRefusal::UnknownCa) {
+            let roots = cluster.roots().await.map_err(Trouble::from)?;
+            if old.trusts_all(&roots) {
+                let why = "the gateway is of another CA than the one that the cluster publishes (kubernetes.name), which \
+                           this node trusts already: another server answers at its address, or the gateway has not \
+                           published its CA";
+                return Err(Failed::Unusable(why.to_owned()));
+            }
+        }
+        let tell = |why: &str| self.tell(why);
+        let asked = vouch::asked(cluster, (&self.links.config, self.held.store()), &tell);
+        let new = asked.await?;
+        if new.node != old.node {
+            let why = format!(
+                "the cluster says that this node is {}: restart this edge, which then joins by that name",
+                new.node
+            );
+            return Err(Failed::Unusable(why));
+        }
+        self.replace(new, None).await
+    }
+
+    async fn replace(&self, new: EdgeIdentity, token: Option<String>) -> Result<(), Failed> {
+        let gateways = new.gateways.clone();
+        let (node, roots) = (new.node.to_string(), new.fingerprints());
+        let by = token.clone();
+        let local = |why: &dyn fmt::Display| {
+            Trouble::unwelcome(format!("the new identity cannot be used: {why}"))
+        };
+        let tls = tunnel_client(&new).map_err(|error| local(&error))?;
+        let kept = self.held.replace(new, token).await;
+        let kept = kept.map_err(|error| local(&error))?;
+        self.links.dialler.identify(tls);
+        self.links.anew.send_replace(());
+        let kept = kept.map(|path| path.display().to_string());
+        warn!(
+            node,
+            ?roots,
+            token = by,
+            kept,
+            "this node's identity is replaced; the one before is kept"
+        );
+        self.links.state.identity_hint(None);
+        self.links.gateways.learn(gateways).await;
+        Ok(())
+    }
+
+    /// Tells the operator what to do. Repeated words are not logged again.
+    fn tell(&self, what: &str) {
+        if self.links.state.identity_hint(Some(what)) {
+            warn!(what, "this node's identity is not replaced");
+        }
+    }
+}
+
+enum Failed {
+    /// A later attempt may succeed.
+    Trouble(Trouble),
+    /// The operator has to do something first.
+    Unusable(String),
+}
+
+impl From<Trouble> for Failed {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+#[cfg(test)]
+mod tests;

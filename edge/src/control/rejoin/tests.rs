@@ -1,0 +1,56 @@
+use super::*;
+use IdentityRefusal::{NotAccepted, UnknownCa};
+use Reason::{Asked, Refused};
+use causeway_certs::{Access, Ca, Confirmed, NodeName, Store, TrustDomain};
+use std::time::Duration;
+
+/// A token of a CA of its own.
+fn token() -> JoinToken {
+    let data = tempfile::tempdir().unwrap();
+    let store = Store::open(data.path(), Access::Create).unwrap();
+    let ca = Ca::create(&TrustDomain::parse("test").unwrap()).unwrap();
+    store.save_ca(&ca).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let tokens = store.tokens().unwrap();
+    tokens
+        .create(&node, Duration::from_hours(1), Confirmed::default())
+        .unwrap()
+}
+
+#[test]
+fn a_token_replaces_an_identity_only_once_and_never_for_a_stranger() {
+    let (token, other) = (token(), token());
+    let (same, another) = ([token.root], [other.root]);
+    let (itself, before) = (Some(token.id.as_str()), Some(other.id.as_str()));
+    for (reason, joined_by, roots, expected) in [
+        (Asked, None, same, Ok(())),
+        (Asked, before, same, Ok(())),
+        (Asked, before, another, Ok(())),
+        (Asked, itself, same, Err(Unused::JoinedBy)),
+        (Refused(NotAccepted), None, same, Ok(())),
+        (Refused(NotAccepted), before, another, Ok(())),
+        (Refused(NotAccepted), itself, same, Err(Unused::JoinedBy)),
+        (Refused(UnknownCa), before, another, Ok(())),
+        (Refused(UnknownCa), before, same, Err(Unused::OtherServer)),
+        (Refused(UnknownCa), itself, another, Err(Unused::JoinedBy)),
+    ] {
+        let judged = judge(&token, joined_by, &roots, reason);
+        assert_eq!(judged, expected, "{reason:?} {joined_by:?}");
+    }
+}
+
+#[test]
+fn a_file_with_a_token_is_read_when_the_token_is_needed() {
+    let data = tempfile::tempdir().unwrap();
+    let path = data.path().join("token");
+    let source = TokenSource {
+        token: None,
+        file: Some(path.clone()),
+    };
+    let missing = source.read().unwrap_err().to_string();
+    assert!(missing.contains("causeway token create"), "{missing}");
+    let token = token();
+    std::fs::write(&path, format!(" {}\n", token.text().expose())).unwrap();
+    assert_eq!(source.read().unwrap(), Some(token));
+    assert_eq!(TokenSource::default().read().unwrap(), None);
+}

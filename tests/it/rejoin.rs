@@ -1,0 +1,460 @@
+//! Identities and join tokens: what becomes of each state of a node's identity by each action of an operator.
+//!
+//! An identity that the gateway accepts stays. One that no gateway accepts is replaced by a token that is newer, and kept
+//! aside. Where nothing helps, the edge names the command that does.
+
+use crate::world::{
+    LIFE, World,
+    app::App,
+    edge::Edge,
+    process::{Site, causeway},
+    until,
+};
+use Action::{Fresh, LeaveFresh, LeaveSpent, OtherCa, Outdated, RejoinFresh, RejoinSpent, Spent};
+use Outcome::{Ends, Keeps, Refused, Replaces};
+use State::{Expired, LostCa, Nothing, Removed, Renamed, Revoked, Valid};
+use causeway_certs::{
+    Access, Ca, CsrKey, EdgeIdentity, EdgeKey, JoinToken, NodeName, Revocation, Store, TrustDomain,
+};
+use causeway_edge::{Config, config::AtGateways};
+use futures_util::future::join_all;
+use std::time::{Duration, SystemTime};
+
+/// The state of a node's identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The node has none.
+    Nothing,
+    /// The gateway accepts it.
+    Valid,
+    /// Its certificate has expired.
+    Expired,
+    /// It is of a CA that the gateway has not any more.
+    LostCa,
+    /// The gateway has forgotten the node.
+    Removed,
+    /// The gateway lets the node in no more.
+    Revoked,
+    /// The configuration gives the node another name.
+    Renamed,
+}
+
+/// What an operator does before the edge starts again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    /// Leaves the token with which the node has joined; a node without identity has none.
+    Spent,
+    /// Configures a new token.
+    Fresh,
+    /// Configures a new token that has expired.
+    Outdated,
+    /// Configures a token of another gateway.
+    OtherCa,
+    /// `--rejoin` with a new token.
+    RejoinFresh,
+    /// `--rejoin` with the token with which the node has joined.
+    RejoinSpent,
+    /// `causeway edge leave` and a new token.
+    LeaveFresh,
+    /// `causeway edge leave` and the token with which the node has joined.
+    LeaveSpent,
+}
+
+/// What becomes of it.
+#[derive(Clone, Copy, Debug)]
+enum Outcome {
+    /// The edge is connected with the identity before, and the token is not spent.
+    Keeps,
+    /// The edge is connected with a new identity; the one before is kept aside.
+    Replaces,
+    /// The edge runs, keeps its identity, and says this.
+    Refused(&'static str),
+    /// The edge does not start, and says this.
+    Ends(&'static str),
+}
+
+const CREATE: &str = "causeway token create --node";
+
+const TABLE: &[(State, Action, Outcome)] = &[
+    (Nothing, Spent, Ends("causeway token create")),
+    (Nothing, Fresh, Replaces),
+    (Nothing, Outdated, Ends("expired")),
+    (Nothing, OtherCa, Ends("the token expects")),
+    (Nothing, RejoinFresh, Replaces),
+    (Nothing, RejoinSpent, Ends("causeway token create")),
+    (Valid, Spent, Keeps),
+    (Valid, Fresh, Keeps),
+    (Valid, Outdated, Keeps),
+    (Valid, OtherCa, Keeps),
+    (Valid, RejoinFresh, Replaces),
+    (Valid, RejoinSpent, Keeps),
+    (Valid, LeaveFresh, Replaces),
+    (Valid, LeaveSpent, Ends("used already")),
+    (Expired, Spent, Refused("is used up")),
+    (Expired, Fresh, Replaces),
+    (Expired, Outdated, Refused("join token has expired")),
+    (Expired, OtherCa, Refused("the token expects")),
+    (Expired, RejoinFresh, Replaces),
+    (Expired, RejoinSpent, Refused("is used up")),
+    (Expired, LeaveFresh, Replaces),
+    (Expired, LeaveSpent, Ends("used already")),
+    (LostCa, Spent, Refused("is used up")),
+    (LostCa, Fresh, Replaces),
+    (LostCa, Outdated, Refused("join token has expired")),
+    (LostCa, OtherCa, Refused("another server answers")),
+    (LostCa, RejoinFresh, Replaces),
+    (LostCa, RejoinSpent, Refused("is used up")),
+    (LostCa, LeaveFresh, Replaces),
+    (LostCa, LeaveSpent, Ends("used already")),
+    (Removed, Spent, Refused("is used up")),
+    (Removed, Fresh, Replaces),
+    (Removed, Outdated, Refused("join token has expired")),
+    (Removed, OtherCa, Refused("the token expects")),
+    (Removed, RejoinFresh, Replaces),
+    (Removed, RejoinSpent, Refused("is used up")),
+    (Removed, LeaveFresh, Replaces),
+    (Removed, LeaveSpent, Ends("used already")),
+    (Revoked, Spent, Refused("is revoked: stolen")),
+    (Revoked, Fresh, Refused("is revoked: stolen")),
+    (Revoked, Outdated, Refused("is revoked: stolen")),
+    (Revoked, OtherCa, Refused("is revoked: stolen")),
+    (Revoked, RejoinFresh, Refused("is revoked: stolen")),
+    (Revoked, RejoinSpent, Refused("is revoked: stolen")),
+    (Revoked, LeaveFresh, Ends("is revoked: stolen")),
+    (Revoked, LeaveSpent, Ends("is revoked: stolen")),
+    (Renamed, Spent, Ends(CREATE)),
+    (Renamed, Fresh, Replaces),
+    (Renamed, Outdated, Ends(CREATE)),
+    (Renamed, OtherCa, Ends("the token expects")),
+    (Renamed, RejoinFresh, Replaces),
+    (Renamed, RejoinSpent, Ends(CREATE)),
+    (Renamed, LeaveFresh, Replaces),
+    (Renamed, LeaveSpent, Ends("for node")),
+];
+
+/// An edge waits as long as a dial may take before it takes an identity for refused.
+fn short_dials(config: &mut Config) {
+    let second = Duration::from_secs(1);
+    (
+        config.timeouts.tcp,
+        config.timeouts.tls,
+        config.timeouts.hello,
+    ) = (second, second, second);
+}
+
+/// One row, before the edge starts again.
+struct Row {
+    edge: Edge,
+    state: State,
+    action: Action,
+    outcome: Outcome,
+    /// The certificate of the identity, unless there is none.
+    before: Option<Vec<u8>>,
+    token: Option<JoinToken>,
+}
+
+/// An identity of this CA whose certificate has this life.
+fn identity(ca: &Ca, node: &NodeName, life: Duration) -> EdgeIdentity {
+    let key = EdgeKey::generate().unwrap();
+    let request = CsrKey::verify(&key.request().unwrap()).unwrap();
+    let issued = ca.issue_edge(&request, node, life).unwrap();
+    EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
+}
+
+fn opened(edge: &Edge) -> Store {
+    Store::open(edge.folder(), Access::Existing).unwrap()
+}
+
+fn certificate(store: &Store) -> Option<Vec<u8>> {
+    let identity = store.edge().unwrap()?;
+    Some(identity.leaf.chain()[0].to_vec())
+}
+
+/// The identities that are kept aside.
+fn aside(edge: &Edge) -> Vec<String> {
+    let entries = std::fs::read_dir(edge.folder()).unwrap();
+    let names = entries.map(|entry| entry.unwrap());
+    let kept = names.filter(|entry| {
+        let name = entry.file_name().into_string().unwrap();
+        name.starts_with("edge-replaced-")
+    });
+    kept.map(|entry| std::fs::read_to_string(entry.path()).unwrap())
+        .collect()
+}
+
+impl Row {
+    async fn new(
+        world: &World,
+        (lost, other): (&Ca, &World),
+        number: usize,
+        (state, action, outcome): (State, Action, Outcome),
+    ) -> Self {
+        let name = format!("edge-{number}");
+        let node = NodeName::parse(&name).unwrap();
+        let spent = world.token(&name, LIFE);
+        let plan = world.edge(&name).token(spent.text().expose());
+        let plan = plan.config(short_dials);
+        let mut edge = plan.join().await;
+        edge.stop().await;
+        let store = opened(&edge);
+        match state {
+            Nothing => {
+                std::fs::remove_dir_all(edge.folder()).unwrap();
+                edge.forget_token();
+            }
+            Expired => {
+                let expired = identity(world.ca(), &node, Duration::ZERO);
+                store.save_edge(&expired).unwrap();
+            }
+            LostCa => store.save_edge(&identity(lost, &node, LIFE)).unwrap(),
+            Valid | Removed | Revoked | Renamed => {}
+        }
+        let joins_as = if state == Renamed {
+            format!("{name}-new")
+        } else {
+            name
+        };
+        if state == Renamed {
+            edge.rename(&joins_as);
+        }
+        let token = match action {
+            Fresh | RejoinFresh | LeaveFresh => Some(world.token(&joins_as, LIFE)),
+            Outdated => Some(world.token(&joins_as, Duration::ZERO)),
+            // Of a lost CA there is an old token, too: it is of the CA that the node trusts, and the gateway is not.
+            OtherCa if state == LostCa => {
+                let folder = tempfile::tempdir().unwrap();
+                let book = Store::open(folder.path(), Access::Create).unwrap();
+                book.save_ca(lost).unwrap();
+                let tokens = book.tokens().unwrap();
+                Some(tokens.create(&node, LIFE, <_>::default()).unwrap())
+            }
+            OtherCa => Some(other.token(&joins_as, LIFE)),
+            Spent | RejoinSpent | LeaveSpent => None,
+        };
+        Self {
+            before: (state != Nothing).then(|| certificate(&store)).flatten(),
+            edge,
+            state,
+            action,
+            outcome,
+            token,
+        }
+    }
+
+    /// What the operator does on the node.
+    fn act(&mut self) {
+        if let Some(token) = &self.token {
+            self.edge.take_token(token);
+        }
+        match self.action {
+            RejoinFresh | RejoinSpent => self.edge.rejoin(),
+            LeaveFresh | LeaveSpent => {
+                let kept = opened(&self.edge).leave_edge().unwrap();
+                assert!(kept.unwrap().exists());
+            }
+            Spent | Fresh | Outdated | OtherCa => {}
+        }
+    }
+
+    async fn run(&mut self, world: &World) {
+        let what = format!("{:?} {:?} {:?}", self.state, self.action, self.outcome);
+        let started = self.edge.start().await;
+        let said = match (self.outcome, started) {
+            (Ends(words), Err(error)) => {
+                assert!(error.to_string().contains(words), "{what}: {error}");
+                return;
+            }
+            (Ends(_), Ok(())) => panic!("{what}: it runs"),
+            (_, Err(error)) => panic!("{what}: {error}"),
+            (Refused(words), Ok(())) => Some(words),
+            (Keeps | Replaces, Ok(())) => None,
+        };
+        let store = opened(&self.edge);
+        until(&what, async || {
+            let status = self.edge.status();
+            let trouble = status.trouble.map(|trouble| trouble.what);
+            match said {
+                Some(words) => trouble.is_some_and(|trouble| {
+                    trouble.contains(words) && trouble.contains(self.helps())
+                }),
+                None if matches!(self.outcome, Replaces) => {
+                    status.state == "connected" && certificate(&store) != self.before
+                }
+                None => status.state == "connected",
+            }
+        })
+        .await;
+        let kept = aside(&self.edge);
+        if matches!(self.outcome, Replaces) {
+            assert_eq!(kept.len(), usize::from(self.before.is_some()), "{what}");
+            let trusted = store.edge().unwrap().unwrap().fingerprints();
+            assert_eq!(trusted, world.ca().fingerprints(), "{what}");
+        } else {
+            assert_eq!(certificate(&store), self.before, "{what}");
+            assert!(kept.is_empty(), "{what}");
+            self.assert_not_spent(world, &what);
+        }
+        self.edge.kill().await;
+    }
+
+    /// The command that helps.
+    fn helps(&self) -> &'static str {
+        if self.state == Revoked {
+            "causeway edge allow"
+        } else {
+            CREATE
+        }
+    }
+
+    fn assert_not_spent(&self, world: &World, what: &str) {
+        let Some(token) = &self.token else { return };
+        let tokens = world.store().tokens().unwrap().all().unwrap();
+        let record = tokens.into_iter().find(|record| record.id == token.id);
+        assert!(
+            record.is_none_or(|record| record.used.is_empty()),
+            "{what}: the token is spent"
+        );
+    }
+}
+
+#[tokio::test]
+async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
+    let (mut world, other) = (World::start().await, World::start().await);
+    let lost = Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap();
+    let mut rows = Vec::new();
+    for (number, row) in TABLE.iter().enumerate() {
+        rows.push(Row::new(&world, (&lost, &other), number, *row).await);
+    }
+    world.stop_gateway().await;
+    let nodes = world.store().nodes();
+    for (number, (state, ..)) in TABLE.iter().enumerate() {
+        let node = NodeName::parse(&format!("edge-{number}")).unwrap();
+        let revocation = Revocation {
+            at: 1,
+            reason: "stolen".to_owned(),
+        };
+        match state {
+            Removed | Nothing => assert!(nodes.remove(&node).unwrap()),
+            Revoked => assert!(nodes.set_revoked(&node, Some(revocation)).unwrap()),
+            Valid | Expired | LostCa | Renamed => {}
+        }
+    }
+    world.start_gateway().await;
+    let end = SystemTime::now() + Duration::from_secs(1);
+    until("certificates without life have expired", async || {
+        SystemTime::now() > end
+    })
+    .await;
+    rows.iter_mut().for_each(Row::act);
+    // At once: each that is refused waits whether another gateway accepts it.
+    join_all(rows.iter_mut().map(|row| row.run(&world))).await;
+}
+
+#[tokio::test]
+async fn a_token_that_is_put_into_its_file_is_used_without_a_restart() {
+    let world = World::start().await;
+    let path = world.folder().join("token");
+    let file = path.clone();
+    let plan = world.edge("edge-1").config(|config| {
+        config.join_file = Some(file);
+        short_dials(config);
+        config.backoff.refused_max = Duration::from_millis(100);
+    });
+    let mut edge = plan.join().await;
+    edge.stop().await;
+    edge.forget_token();
+    let lost = Ca::create(&TrustDomain::parse("world.test").unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let store = opened(&edge);
+    store.save_edge(&identity(&lost, &node, LIFE)).unwrap();
+    edge.start().await.unwrap();
+    until("the edge says what it needs", async || {
+        let trouble = edge.status().trouble;
+        trouble.is_some_and(|trouble| trouble.what.contains(CREATE))
+    })
+    .await;
+    std::fs::write(&path, world.token("edge-1", LIFE).text().expose()).unwrap();
+    until("the edge is connected", async || {
+        edge.status().state == "connected"
+    })
+    .await;
+    let trusted = store.edge().unwrap().unwrap().fingerprints();
+    assert_eq!(trusted, world.ca().fingerprints());
+}
+
+#[tokio::test]
+async fn an_identity_that_one_gateway_accepts_is_not_replaced_for_another() {
+    let (world, other) = (World::start().await, World::start().await);
+    let elsewhere = other.tunnel().to_string();
+    let plan = world.edge("edge-1").config(|config| {
+        config.gateways.push(elsewhere.clone());
+        config.tunnels.gateways = AtGateways::Every;
+        short_dials(config);
+        config.backoff.refused_max = Duration::from_millis(100);
+    });
+    let mut edge = plan.join().await;
+    edge.stop().await;
+    let before = certificate(&opened(&edge));
+    let token = other.token("edge-1", LIFE);
+    edge.take_token(&token);
+    edge.start().await.unwrap();
+    until("one gateway accepts the edge, one is refused", async || {
+        let status = edge.status();
+        status.state == "connected" && status.trouble.is_some()
+    })
+    .await;
+    // Longer than a dial may take.
+    let last = edge.status().started + 5_000;
+    until("the other gateway was dialled again", async || {
+        edge.status()
+            .trouble
+            .is_some_and(|trouble| trouble.at > last)
+    })
+    .await;
+    assert_eq!(certificate(&opened(&edge)), before);
+    let tokens = other.store().tokens().unwrap().all().unwrap();
+    assert!(tokens.iter().all(|token| token.used.is_empty()));
+}
+
+#[tokio::test]
+async fn an_edge_that_leaves_keeps_its_identity_aside_and_joins_anew() {
+    let app = App::saying("it").await;
+    let site = Site::start().await;
+    let edge = site.join("edge-1", app.port()).await;
+    let data = site.edge_data("edge-1");
+    let leave = || causeway("edge leave").flag("--data-dir", &data).run();
+    leave().await.failed(&["stop it first"]);
+    edge.kill().await;
+    let before = std::fs::read(data.join("edge.json")).unwrap();
+    let said = leave().await.ok().stdout;
+    let kept = said.lines().next().unwrap().rsplit(' ').next().unwrap();
+    assert_eq!(std::fs::read(kept).unwrap(), before);
+    assert!(said.contains("causeway token create"), "{said}");
+    leave().await.failed(&["nothing to give up"]);
+    let edge = site.edge("edge-1", app.port());
+    edge.run().await.failed(&["causeway token create"]);
+    let token = site.token("--node edge-1").await;
+    let edge = site.edge("edge-1", app.port()).flag("--join", &token);
+    edge.start().said("tunnel registered").await;
+
+    // A node that is there already takes a new token only if its owner says so, and once.
+    let token = site.token("--node edge-1").await;
+    let joining = || site.edge("edge-1", app.port()).flag("--join", &token);
+    let mut edge = joining().start();
+    edge.said("tunnel registered").await;
+    edge.kill().await;
+    let list = causeway("token list -o json").flag("--data-dir", site.data());
+    let listed: serde_json::Value = serde_json::from_str(&list.run().await.ok().stdout).unwrap();
+    let id = token.split('.').nth(1).unwrap();
+    let unused = listed
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|row| row["id"] == id);
+    assert_eq!(unused.unwrap()["used"], serde_json::json!([]));
+    for said in ["identity is replaced", "is used up"] {
+        let mut edge = joining().args(["--rejoin"]).start();
+        edge.said(said).await;
+        edge.kill().await;
+    }
+}
