@@ -424,7 +424,10 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
         .until(|world| world.registry.of(&name("edge-1")).0.len() == 17)
         .await;
     let roll = world.roll();
-    // The disk knows of no node.
+    // The record of the node is removed. A directory without records would be refused.
+    let nodes = world.store.nodes();
+    nodes.put(NodeRecord::arrived(&name("edge-1"), 0)).unwrap();
+    nodes.remove(&name("edge-1")).unwrap();
     assert_eq!(roll.refresh().await.unwrap(), [name("edge-1")]);
     world
         .until(|world| world.registry.of(&name("edge-1")).0.is_empty())
