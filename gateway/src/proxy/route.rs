@@ -68,6 +68,10 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
         .transpose()?;
     let named = meant.as_ref().and_then(|meant| meant.node.clone());
     let bound = bound(asked, nodes)?;
+    let by_name = named.is_some() && meant.as_ref().is_some_and(|meant| !meant.by_address);
+    if bound.is_none() && !by_name {
+        pending(nodes)?;
+    }
     let node = match (bound, named.clone()) {
         (Some((node, by)), Some(other)) if node != other => {
             let host = asked.authority.unwrap_or_default();
@@ -75,16 +79,8 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
                 "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
             )));
         }
-        (Some((node, _)), _) => node,
-        (None, Some(node)) if meant.as_ref().is_some_and(|meant| meant.by_address) => {
-            pending(nodes)?;
-            node
-        }
-        (None, Some(node)) => node,
-        (None, None) => {
-            pending(nodes)?;
-            return Err(nobody(asked));
-        }
+        (Some((node, _)), _) | (None, Some(node)) => node,
+        (None, None) => return Err(nobody(asked)),
     };
     let ours = meant.filter(|_| named.is_some());
     let port = ours
