@@ -48,7 +48,7 @@ async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_
         .next()
         .and_then(|text| text.strip_suffix('s'));
     let retry: f64 = retry.unwrap().parse().unwrap();
-    assert!(retry >= 60.0, "it comes back in {retry} s");
+    assert!(retry >= 40.0, "it comes back in {retry} s");
     let told = complaint(&site.edge_data("edge-1")).await;
     assert!(told.contains("superseded"), "{told}");
 
