@@ -251,3 +251,80 @@ async fn an_edge_that_is_killed_over_its_new_certificate_comes_back_with_the_old
     let program = causeway_killed_over("/^rename", &file);
     assert!(comes_back(&site, &app, program, "certificate is renewed").await);
 }
+
+/// The identity of the edge with this data directory, and those that are kept aside.
+fn identities(data: &Path) -> Vec<Vec<u8>> {
+    let entries = fs::read_dir(data).unwrap().map(|entry| entry.unwrap());
+    let identities = entries.filter(|entry| {
+        let name = entry.file_name().into_string().unwrap();
+        name == "edge.json" || name.starts_with("edge-replaced-")
+    });
+    identities
+        .map(|entry| fs::read(entry.path()).unwrap())
+        .collect()
+}
+
+#[tokio::test]
+async fn an_identity_is_not_lost_by_a_kill_at_any_write_while_it_is_given_up() {
+    need!("strace");
+    let app = App::saying("it").await;
+    let site = Site::start().await;
+    site.join("edge-1", app.port()).await.kill().await;
+    let (folder, template) = (TempDir::new().unwrap(), site.edge_data("edge-1"));
+    let before = vec![fs::read(template.join("edge.json")).unwrap()];
+    let again = async |data: &Path| {
+        assert_eq!(identities(data), before);
+        let there = data.join("edge.json").exists();
+        let again = causeway("edge leave").flag("--data-dir", data).run().await;
+        if there {
+            again.ok();
+        } else {
+            again.failed(&["nothing to give up"]);
+        }
+        assert_eq!(identities(data), before);
+        for name in ["edge.json", "joined-by"] {
+            assert!(!data.join(name).exists(), "{name}");
+        }
+        assert_eq!(left(data), Vec::<PathBuf>::new());
+    };
+    let killed = killed_everywhere(folder.path(), ("edge leave", Some(&template)), again).await;
+    assert!(killed >= 4, "{killed}");
+}
+
+#[tokio::test]
+async fn an_identity_is_not_lost_by_a_kill_while_another_replaces_it() {
+    need!("strace");
+    let app = App::saying("it").await;
+    let site = Site::start().await;
+    site.join("edge-1", app.port()).await.kill().await;
+    let data = site.edge_data("edge-1");
+    let rejoining = async |program: Causeway| {
+        let token = site.token("--node edge-1").await;
+        let edge = site.edge_of(program, "edge-1", app.port());
+        edge.flag("--join", token).args(["--rejoin"]).start()
+    };
+    // Before the new identity has its place, and before its token is noted.
+    for (name, replaced) in [("edge.json", false), ("joined-by", true)] {
+        let before = fs::read(data.join("edge.json")).unwrap();
+        let mut edge = rejoining(causeway_killed_over("/^rename", &data.join(name))).await;
+        assert!(!edge.says("identity is replaced").await, "{name}");
+        let current = fs::read(data.join("edge.json")).unwrap();
+        assert_eq!(current != before, replaced, "{name}");
+        let is_aside = || {
+            let entries = fs::read_dir(&data).unwrap().map(|entry| entry.unwrap());
+            let mut others = entries.filter(|entry| entry.file_name() != "edge.json");
+            others.any(|entry| fs::read(entry.path()).is_ok_and(|text| text == before))
+        };
+        assert!(is_aside(), "{name}");
+        // The token may be spent: the next one replaces whatever is there.
+        let mut edge = rejoining(causeway("")).await;
+        edge.said("identity is replaced").await;
+        edge.said("tunnel registered").await;
+        until("nothing stays half written", async || {
+            left(&data).is_empty()
+        })
+        .await;
+        edge.kill().await;
+        assert!(is_aside(), "{name}");
+    }
+}

@@ -12,7 +12,7 @@ use crate::world::{
 };
 use Action::{Fresh, LeaveFresh, LeaveSpent, OtherCa, Outdated, RejoinFresh, RejoinSpent, Spent};
 use Outcome::{Ends, Keeps, Refused, Replaces};
-use State::{Expired, LostCa, Nothing, Removed, Renamed, Revoked, Valid};
+use State::{Damaged, Expired, LostCa, Nothing, Removed, Renamed, Revoked, Valid};
 use causeway_certs::{
     Access, Ca, CsrKey, EdgeIdentity, EdgeKey, JoinToken, NodeName, Revocation, Store, TrustDomain,
 };
@@ -37,6 +37,8 @@ enum State {
     Revoked,
     /// The configuration gives the node another name.
     Renamed,
+    /// Its file is no identity.
+    Damaged,
 }
 
 /// What an operator does before the edge starts again.
@@ -130,6 +132,14 @@ const TABLE: &[(State, Action, Outcome)] = &[
     (Renamed, RejoinSpent, Ends(CREATE)),
     (Renamed, LeaveFresh, Replaces),
     (Renamed, LeaveSpent, Ends("for node")),
+    (Damaged, Spent, Ends("causeway edge leave")),
+    (Damaged, Fresh, Ends("causeway edge leave")),
+    (Damaged, Outdated, Ends("causeway edge leave")),
+    (Damaged, OtherCa, Ends("causeway edge leave")),
+    (Damaged, RejoinFresh, Ends("causeway edge leave")),
+    (Damaged, RejoinSpent, Ends("causeway edge leave")),
+    (Damaged, LeaveFresh, Replaces),
+    (Damaged, LeaveSpent, Ends("used already")),
 ];
 
 /// An edge waits as long as a dial may take before it takes an identity for refused.
@@ -207,7 +217,7 @@ impl Row {
                 store.save_edge(&expired).unwrap();
             }
             LostCa => store.save_edge(&identity(lost, &node, LIFE)).unwrap(),
-            Valid | Removed | Revoked | Renamed => {}
+            Valid | Removed | Revoked | Renamed | Damaged => {}
         }
         let joins_as = if state == Renamed {
             format!("{name}-new")
@@ -231,12 +241,16 @@ impl Row {
             OtherCa => Some(other.token(&joins_as, LIFE)),
             Spent | RejoinSpent | LeaveSpent => None,
         };
+        let before = (state != Nothing).then(|| certificate(&store)).flatten();
+        if state == Damaged {
+            std::fs::write(edge.folder().join("edge.json"), "{").unwrap();
+        }
         Self {
-            before: (state != Nothing).then(|| certificate(&store)).flatten(),
             edge,
             state,
             action,
             outcome,
+            before,
             token,
         }
     }
@@ -336,7 +350,7 @@ async fn each_state_of_an_identity_and_each_action_has_its_outcome() {
         match state {
             Removed | Nothing => assert!(nodes.remove(&node).unwrap()),
             Revoked => assert!(nodes.set_revoked(&node, Some(revocation)).unwrap()),
-            Valid | Expired | LostCa | Renamed => {}
+            Valid | Expired | LostCa | Renamed | Damaged => {}
         }
     }
     world.start_gateway().await;

@@ -124,7 +124,13 @@ impl Trouble {
             };
         }
         match inner(error) {
-            Some(error) => Self::tls(error),
+            Some(error) => Self {
+                // In TLS 1.3 a gateway sees this edge's certificate only after this edge has completed the handshake
+                // (RFC 8446, section 2). Anybody on the network path can send an alert before that.
+                refusal: matches!(error, TlsError::InvalidCertificate(why) if !is_about_time(why))
+                    .then_some(IdentityRefusal::UnknownCa),
+                ..Self::tls(error)
+            },
             None => Self::silent(format!("the TLS handshake broke off: {error}")),
         }
     }
@@ -303,5 +309,19 @@ mod tests {
         assert!(
             trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
         );
+    }
+
+    #[test]
+    fn an_alert_before_the_gateway_has_authenticated_itself_is_no_refusal_of_the_identity() {
+        let alert = TlsError::AlertReceived(Alert::CertificateRevoked);
+        let refusal = Trouble::tls(&alert).identity_refusal();
+        assert_eq!(refusal, Some(IdentityRefusal::NotAccepted));
+        let before =
+            |error: TlsError| Trouble::handshake(&io::Error::other(error)).identity_refusal();
+        assert_eq!(before(alert), None);
+        let early = TlsError::InvalidCertificate(CertificateError::NotValidYet);
+        assert_eq!(before(early), None);
+        let unknown = TlsError::InvalidCertificate(CertificateError::UnknownIssuer);
+        assert_eq!(before(unknown), Some(IdentityRefusal::UnknownCa));
     }
 }

@@ -57,6 +57,12 @@ pub enum Error {
     /// The gateway did not let this node join.
     #[error(transparent)]
     Enrol(#[from] EnrolError),
+    /// The stored identity is damaged.
+    #[error(
+        "{0}; `causeway edge leave` keeps that file aside, and this edge then joins with a token of \
+         `causeway token create`"
+    )]
+    DamagedIdentity(StoreError),
     /// The data directory cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -95,6 +101,7 @@ impl Error {
             // Whoever makes the certificate may come to it later.
             Self::Identity { .. }
             | Self::Reader { .. }
+            | Self::DamagedIdentity(_)
             | Self::Store(_)
             | Self::App(_)
             | Self::Tls(_)

@@ -9,7 +9,7 @@ use crate::{
         vouch::{self, Cluster},
     },
 };
-use causeway_certs::{EdgeIdentity, Store};
+use causeway_certs::{EdgeIdentity, Store, StoreError};
 use std::time::{Duration, SystemTime};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -22,7 +22,10 @@ pub(super) async fn own(
     cluster: Option<&dyn Cluster>,
     (stop, tell): (&CancellationToken, &(dyn Fn(&str) + Send + Sync)),
 ) -> Result<EdgeIdentity, Error> {
-    let stored = store.edge()?;
+    let stored = store.edge().map_err(|error| match error {
+        StoreError::Corrupt { .. } => Error::DamagedIdentity(error),
+        error => Error::Store(error),
+    })?;
     let other = match (stored, &config.node) {
         (None, _) => None,
         (Some(identity), Some(node)) if !node.eq_ignore_ascii_case(identity.node.as_str()) => {
