@@ -454,6 +454,7 @@ async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
     let rightful = identity(&world.live.get(), "edge-1");
     let mut rightful = world.joined(&rightful, "a", 0).await;
     let mut late = world.dial(&old).await;
+    let marker = identity(&world.live.get(), "edge-1");
     turn(&world, Ca::retire);
     let said = ToGateway::Welcome(welcome("b", 0));
     late.control.tell(&said).await.unwrap();
@@ -461,9 +462,7 @@ async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, Dismissal::Unwelcome, "{detail}");
     late.ended().await;
-    let _marker = world
-        .joined(&identity(&world.live.get(), "edge-1"), "a", 1)
-        .await;
+    let _marker = world.joined(&marker, "a", 1).await;
     let said = rightful.control.hear::<ToEdge>().now_or_never();
     assert!(said.is_none(), "it was told to leave");
     assert!(world.registry.pick(&name("edge-1")).is_ok());

@@ -185,7 +185,7 @@ async fn small_frames_that_are_taken_as_they_come_leave_windows_as_they_are() {
     assert!(windows.len() <= 2, "{windows:?}");
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test]
 async fn under_pressure_of_the_whole_process_every_window_is_small() {
     let pressure = Arc::new(Pressure::new(4 * FLOOR));
     let mut first = taking_turns(settings(pressure.clone())).await;
