@@ -386,6 +386,11 @@ impl Nodes {
             })
     }
 
+    /// Fails if the file of nodes is missing: whoever has read it before must not take that for an empty one.
+    pub fn require(&self) -> Result<(), StoreError> {
+        self.dir.require(NODES)
+    }
+
     /// All nodes, by name.
     pub fn all(&self) -> Result<Vec<NodeRecord>, StoreError> {
         let nodes = self

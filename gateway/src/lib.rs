@@ -20,6 +20,9 @@ pub mod gateway;
 
 pub mod redirector;
 
+#[cfg(test)]
+mod table_states;
+
 pub use config::Config;
 pub use error::{Error, Reason};
 pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover};

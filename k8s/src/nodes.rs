@@ -63,7 +63,7 @@ impl Informer {
             .map_ok(|event| seen(&event, rules));
         let mut events = pin!(events);
         let mut known = Known::default();
-        let mut touch = Touch::new(hold, self.metrics.clone());
+        let mut touch = Touch::new(hold, self.nodes.clone(), self.metrics.clone());
         let mut write: Option<Instant> = None;
         loop {
             tokio::select! {
@@ -230,15 +230,17 @@ impl Known {
 /// Whether the API is in touch, and what is said of it.
 struct Touch {
     metrics: ClusterMetrics,
+    nodes: NodesWriter,
     hold: Option<Hold>,
     lost: Option<Instant>,
     said: Option<Instant>,
 }
 
 impl Touch {
-    fn new(hold: Hold, metrics: ClusterMetrics) -> Self {
+    fn new(hold: Hold, nodes: NodesWriter, metrics: ClusterMetrics) -> Self {
         Self {
             metrics,
+            nodes,
             hold: Some(hold),
             lost: None,
             said: None,
@@ -260,7 +262,9 @@ impl Touch {
             Instant::now()
         });
         if let Some(hold) = &self.hold {
-            hold.says(format!("the nodes of the cluster are not known yet: {why}"));
+            let reason = format!("the nodes of the cluster are not known yet: {why}");
+            self.nodes.pending(&reason);
+            hold.says(reason);
         }
         if self.said.is_some_and(|said| said.elapsed() < SAY) {
             tracing::debug!(why, "the cluster's API still fails");

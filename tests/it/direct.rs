@@ -7,7 +7,11 @@ use crate::world::{
     gateway::{anonymous, front},
     until,
 };
-use causeway_gateway::config::{ErrorForm, Front, Kind};
+use causeway_certs::NodeName;
+use causeway_gateway::{
+    config::{ErrorForm, Front, Kind, Kubernetes},
+    state::Member,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -192,4 +196,29 @@ async fn sessions_that_are_dialled_from_here_count_against_their_callers_limit()
         asked(&world, "wide", &target).await.1.starts_with(HELLO)
     })
     .await;
+}
+
+/// A CONNECT to an edge's address must not be dialled from the gateway's host before the cluster has named its nodes.
+#[tokio::test]
+async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
+    let build = World::build().front(dialling("wide"));
+    let build = build.config(|config| config.kubernetes = Some(Kubernetes::default()));
+    let world = build.start().await;
+    let app = App::tcp(Script::new().echo()).await;
+    let address = app.address().to_string();
+    for target in [address.as_str(), "edge-7:80", "localhost:80"] {
+        let answer = refused(&world, "wide", target).await;
+        assert_problem(&answer, 503, "undecided", "not known yet");
+    }
+    assert_eq!(app.connections(), 0);
+    world
+        .nodes()
+        .pending("the nodes of the cluster are not known yet: forbidden");
+    let answer = refused(&world, "wide", &address).await;
+    assert_problem(&answer, 503, "undecided", "not known yet: forbidden");
+    world
+        .nodes()
+        .cluster([(NodeName::parse("cloud-1").unwrap(), Member::default())].into());
+    let (_wire, answer) = asked(&world, "wide", &address).await;
+    assert!(answer.starts_with(HELLO), "{answer}");
 }

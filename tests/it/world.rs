@@ -23,7 +23,7 @@ pub(crate) mod tool;
 
 use caller::{Caller, Place};
 use causeway_certs::{Ca, Confirmed, JoinToken, Leaf, NodeName, Store};
-use causeway_gateway::{BindError, Changed, Config};
+use causeway_gateway::{BindError, Changed, Config, state::NodesWriter};
 use gateway::{Build, Running};
 use log::Log;
 use serde_json::Value;
@@ -108,6 +108,11 @@ impl World {
     /// Where callers of a front connect.
     pub(crate) fn place(&self, front: &str) -> Place {
         self.gateway().place(front)
+    }
+
+    /// The table of nodes, for tests that stand in for a cluster.
+    pub(crate) fn nodes(&self) -> &NodesWriter {
+        &self.gateway().nodes
     }
 
     /// The tunnel port.

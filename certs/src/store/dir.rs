@@ -122,6 +122,18 @@ impl Dir {
         }
     }
 
+    /// Fails with [`StoreError::Missing`] if there is no such file.
+    pub(crate) fn require(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.path(name);
+        match fs::metadata(&path) {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(StoreError::Missing { path })
+            }
+            Err(error) => Err(failed("read", &path)(error)),
+        }
+    }
+
     /// Puts a file in place of the old one: after this returns `Ok` it is on the disk. Under the lock only.
     pub(crate) fn write(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let path = self.path(name);

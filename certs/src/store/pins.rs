@@ -50,6 +50,11 @@ impl Pins {
         Ok(self.dir.read_json(PINS)?.unwrap_or_default())
     }
 
+    /// Fails if the file of pins is missing: whoever has read it before must not take that for an empty one.
+    pub fn require(&self) -> Result<(), StoreError> {
+        self.dir.require(PINS)
+    }
+
     /// Notes each where nothing is noted yet, and a node has not too many. What is noted then, of all nodes.
     pub fn note(&self, met: &[(NodeName, u16, Pin)]) -> Result<PinTable, StoreError> {
         self.change(|pins| {

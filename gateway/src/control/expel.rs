@@ -98,7 +98,7 @@ impl Roll {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let keeper = self.keeper.clone();
         let read = spawn_blocking(move || {
-            nodes.refresh(|| records(&store))?;
+            reload_records(&nodes, &store)?;
             // Of those who are welcome now: what was noted meanwhile of others goes as well.
             keeper.refresh().map_err(RefreshError::Keys)
         })
@@ -214,6 +214,20 @@ pub(super) fn retired(believed: bool, node: &NodeName, shown: &Shown) -> Option<
         "was retired; join again with a new token"
     };
     (!believed).then(|| format!("the certificate of node {node} hangs on a root that {why}"))
+}
+
+/// Replaces the records in the table by those on the disk.
+///
+/// # Errors
+/// If the file cannot be read, or is missing though records were read before: its revocations hold on.
+pub(crate) fn reload_records(nodes: &NodesWriter, store: &Store) -> Result<(), StoreError> {
+    let has_records = nodes.reader().has_records();
+    nodes.refresh(|| {
+        if has_records {
+            store.nodes().require()?;
+        }
+        records(store)
+    })
 }
 
 /// What the disk says of nodes.

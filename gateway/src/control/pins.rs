@@ -50,8 +50,18 @@ impl Keeper {
     /// If the disk cannot be read or written; then all is as it was.
     pub fn refresh(&self) -> Result<(), StoreError> {
         let pins = self.store.pins();
-        self.writer
-            .replace(|| pins.retain(|node| self.may_be_welcome(node)))
+        self.writer.replace(|| {
+            self.require()?;
+            pins.retain(|node| self.may_be_welcome(node))
+        })
+    }
+
+    /// Fails if keys are known and their file is gone: apps would be believed at first use once more.
+    fn require(&self) -> Result<(), StoreError> {
+        if self.writer.is_empty() {
+            return Ok(());
+        }
+        self.store.pins().require()
     }
 
     fn is_welcome(&self, node: &NodeName) -> bool {
@@ -70,6 +80,7 @@ impl Keeper {
         let mut noted = PinTable::new();
         let mut was_empty = false;
         let written = self.writer.replace(|| {
+            self.require()?;
             let welcome = met.iter().filter(|met| self.is_welcome(&met.node));
             let new: Vec<_> = welcome
                 .map(|met| {

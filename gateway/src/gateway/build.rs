@@ -52,6 +52,9 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
+/// Reason for refusals until the cluster's nodes are known.
+const NODES_PENDING: &str = "the nodes of the cluster are not known yet";
+
 /// What a data directory holds, the CA and the nodes that have joined; and what stands in for that CA.
 struct Base {
     store: Store,
@@ -327,6 +330,9 @@ fn known(config: &Config, store: &Store) -> Result<NodesWriter, BindError> {
     nodes.replace(expel::records(store)?);
     nodes.zones(&config.zones());
     nodes.revoke(config.tunnel.unwelcome());
+    if config.kubernetes.is_some() {
+        nodes.pending(NODES_PENDING);
+    }
     Ok(nodes)
 }
 

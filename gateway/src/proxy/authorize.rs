@@ -47,6 +47,8 @@ pub enum Verdict {
     Deny(Cow<'static, str>),
     /// What the policy says.
     Policy(Decision),
+    /// It cannot be decided yet; the sentence is for the caller.
+    Undecided(Cow<'static, str>),
     /// Somebody else has to be asked.
     Ask(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
@@ -82,6 +84,12 @@ impl Authorize for ByPolicy {
         if self.policy.is_open() {
             return Verdict::Allow;
         }
+        // A rule that denies by a label matches no node whose labels are missing.
+        if self.policy.reads_nodes()
+            && let Some(reason) = self.nodes.pending()
+        {
+            return Verdict::Undecided(reason.to_string().into());
+        }
         Verdict::Policy(self.nodes.with(&route.node, |node| {
             self.policy.decide(&Question {
                 user: &caller.name,
@@ -116,6 +124,7 @@ pub async fn check(
         Verdict::Deny(why) => (None, forbidden(why)),
         Verdict::Policy(Decision { allow: true, by }) => (by, Ok(())),
         Verdict::Policy(Decision { by, .. }) => (by, forbidden(refusal(ask).into())),
+        Verdict::Undecided(why) => (None, Err(Reason::Undecided.says(why))),
         Verdict::Ask(question) => {
             let decided = match tokio::time::timeout(bound, question).await {
                 Ok(Ok(())) => Ok(()),

@@ -66,7 +66,7 @@ pub struct Direct<'a> {
 }
 
 /// The target of a CONNECT that this front may dial itself, for it is at no edge.
-pub(super) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Option<Target> {
+pub(crate) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Option<Target> {
     if networks.is_empty() {
         return None;
     }

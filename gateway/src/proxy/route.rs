@@ -4,7 +4,9 @@
 //!    one, else the authority's (by name, then by confirmed address, then by pod network).
 //! 2. An authority that names no node is ordinary (kube-apiserver sends its own) and passes untouched; one that
 //!    names *another* node than the rest is refused: ambiguous is never guessed.
-//! 3. The port is the authority's if that names this node, else the original destination's, else the front's
+//! 3. While the nodes of a cluster are not known (`Nodes::pending`), nothing but the name of a recorded node names a node;
+//!    all else is refused as undecided, and never taken for an address outside of the edges.
+//! 4. The port is the authority's if that names this node, else the original destination's, else the front's
 //!    own, which is never the number that it listens on.
 
 use crate::{
@@ -51,6 +53,8 @@ struct Meant {
     /// A pod's address, which the edge dials as it is.
     pod: Option<IpAddr>,
     port: Option<u16>,
+    /// Whether an address named the node, or a pod of it.
+    by_address: bool,
 }
 
 /// The route of a stream.
@@ -71,8 +75,16 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
                 "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
             )));
         }
-        (Some((node, _)), _) | (None, Some(node)) => node,
-        (None, None) => return Err(nobody(asked)),
+        (Some((node, _)), _) => node,
+        (None, Some(node)) if meant.as_ref().is_some_and(|meant| meant.by_address) => {
+            pending(nodes)?;
+            node
+        }
+        (None, Some(node)) => node,
+        (None, None) => {
+            pending(nodes)?;
+            return Err(nobody(asked));
+        }
     };
     let ours = meant.filter(|_| named.is_some());
     let port = ours
@@ -101,10 +113,11 @@ fn bound(asked: &Asked<'_>, nodes: &Nodes) -> Result<Option<(NodeName, &'static 
     if let Some(node) = asked.sni.and_then(|name| nodes.by_name(name)) {
         return Ok(Some((node, "the SNI")));
     }
-    if let Some(original) = asked.original
-        && let Some(node) = by_address(original.ip(), nodes)?.node
-    {
-        return Ok(Some((node, "the original destination")));
+    if let Some(original) = asked.original {
+        pending(nodes)?;
+        if let Some(node) = by_address(original.ip(), nodes)?.node {
+            return Ok(Some((node, "the original destination")));
+        }
     }
     Ok(asked.fixed.map(|node| (node.clone(), "this front")))
 }
@@ -117,6 +130,7 @@ fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
             node: Some(node),
             pod: None,
             port,
+            by_address: false,
         });
     }
     match host.parse() {
@@ -125,6 +139,7 @@ fn meaning(authority: &str, nodes: &Nodes) -> Result<Meant, Error> {
             node: None,
             pod: None,
             port,
+            by_address: false,
         }),
     }
 }
@@ -146,7 +161,17 @@ fn by_address(address: IpAddr, nodes: &Nodes) -> Result<Meant, Error> {
         node,
         pod,
         port: None,
+        by_address: true,
     })
+}
+
+/// Fails while the nodes of the cluster are not known: an address that belongs to nobody yet may be an edge's, and one
+/// that a record has may be another node's.
+fn pending(nodes: &Nodes) -> Result<(), Error> {
+    match nodes.pending() {
+        Some(reason) => Err(Reason::Undecided.says(reason.to_string())),
+        None => Ok(()),
+    }
 }
 
 /// The original destination, if it is a pod of this very node.

@@ -71,10 +71,30 @@ struct Said {
     records: BTreeMap<NodeName, Node>,
     /// In which nodes have names as well: each in lower case, with the dot before it.
     zones: Arc<[String]>,
-    /// All nodes of the cluster, once it has named them.
-    cluster: Option<Arc<BTreeMap<NodeName, Member>>>,
+    cluster: Cluster,
     /// Who is not welcome, whatever the records say.
     revoked: Arc<BTreeSet<NodeName>>,
+}
+
+/// The nodes of the cluster.
+#[derive(Clone, Debug, Default)]
+enum Cluster {
+    /// The gateway follows no cluster.
+    #[default]
+    None,
+    /// The first list of nodes has not arrived, for this reason.
+    Pending(Arc<str>),
+    /// The last list that arrived, with the changes since.
+    Known(Arc<BTreeMap<NodeName, Member>>),
+}
+
+impl Cluster {
+    fn members(&self) -> Option<&BTreeMap<NodeName, Member>> {
+        match self {
+            Self::Known(members) => Some(members),
+            Self::None | Self::Pending(_) => None,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -112,7 +132,7 @@ impl Table {
         let mut nodes = records.clone();
         // An address that a node elsewhere has as well is not one edge's alone.
         let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
-        for (name, member) in cluster.iter().flat_map(|all| all.iter()) {
+        for (name, member) in cluster.members().into_iter().flatten() {
             if member.edge || records.contains_key(name) {
                 let node = nodes.entry(name.clone()).or_default();
                 node.addresses.clone_from(&member.addresses);
@@ -182,26 +202,41 @@ impl Nodes {
             return Some(Place::Edge(edge));
         }
         let name = NodeName::parse(name).ok()?;
-        let member = table.said.cluster.as_ref()?.get(&name)?;
+        let member = table.said.cluster.members()?.get(&name)?;
         Some(Place::Elsewhere(member.addresses.clone()))
     }
 
     /// Whether the cluster's node of exactly this name is at the edge; nothing where the cluster has none.
     pub fn is_clusters_edge(&self, name: &NodeName) -> Option<bool> {
         let table = self.0.load();
-        let member = table.said.cluster.as_ref()?.get(name)?;
+        let member = table.said.cluster.members()?.get(name)?;
         Some(member.edge || table.said.records.contains_key(name))
     }
 
     /// Whether the cluster has named its nodes.
     pub fn has_cluster(&self) -> bool {
-        self.0.load().said.cluster.is_some()
+        self.0.load().said.cluster.members().is_some()
+    }
+
+    /// Returns why the nodes of the cluster are not known yet, or `None` if they are or no cluster is followed.
+    ///
+    /// Until then a name or an address that no record has may still be an edge's, and labels and pools may be missing.
+    pub fn pending(&self) -> Option<Arc<str>> {
+        match &self.0.load().said.cluster {
+            Cluster::Pending(reason) => Some(reason.clone()),
+            Cluster::None | Cluster::Known(_) => None,
+        }
+    }
+
+    /// Whether any record of a node is known.
+    pub fn has_records(&self) -> bool {
+        !self.0.load().said.records.is_empty()
     }
 
     /// Where each node is, once the cluster has named its own: before, nobody is to conclude that there are none.
     pub fn places(&self) -> Option<BTreeMap<NodeName, Place>> {
         let table = self.0.load();
-        let cluster = table.said.cluster.as_ref()?.iter();
+        let cluster = table.said.cluster.members()?.iter();
         let elsewhere = |(name, member): (&NodeName, &Member)| {
             (name.clone(), Place::Elsewhere(member.addresses.clone()))
         };
@@ -309,7 +344,7 @@ impl Nodes {
             all.extend(node.addresses.iter().map(|ip| ((*ip).into(), name, false)));
             all.extend(node.pod_networks.iter().map(|net| (*net, name, true)));
         }
-        for (name, member) in table.said.cluster.iter().flat_map(|all| all.iter()) {
+        for (name, member) in table.said.cluster.members().into_iter().flatten() {
             if !table.nodes.contains_key(name) {
                 let own = member.addresses.iter().map(|ip| IpNet::from(*ip));
                 let nets = own.chain(member.pod_networks.iter().copied());
@@ -324,7 +359,7 @@ impl Nodes {
     /// By which addresses the cluster's nodes elsewhere are reached from outside, in the order of their names.
     pub fn outward(&self) -> Vec<IpAddr> {
         let table = self.0.load();
-        let members = table.said.cluster.iter().flat_map(|all| all.iter());
+        let members = table.said.cluster.members().into_iter().flatten();
         let elsewhere = members.filter(|(name, _)| !table.nodes.contains_key(*name));
         let all = elsewhere.flat_map(|(_, member)| member.outward.iter().copied());
         all.collect()

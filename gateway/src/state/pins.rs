@@ -94,6 +94,11 @@ impl Pins {
 }
 
 impl PinsWriter {
+    /// Whether no key is known.
+    pub fn is_empty(&self) -> bool {
+        self.table.load().is_empty()
+    }
+
     /// Replaces all by what `written` says is on the disk now; nobody else changes them meanwhile.
     ///
     /// # Errors

@@ -117,6 +117,11 @@ impl Policy {
         self.rules.is_empty()
     }
 
+    /// Whether any rule depends on the pool or the labels of a node.
+    pub fn reads_nodes(&self) -> bool {
+        self.pools.is_named() || self.labels.is_named()
+    }
+
     /// Decides.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
         let mut left = index::Left::all(self.rules.len());
@@ -205,6 +210,14 @@ impl PolicyReader {
                 by: None,
             },
         }
+    }
+
+    /// Whether any rule depends on the pool or the labels of a node.
+    pub fn reads_nodes(&self) -> bool {
+        self.0
+            .load()
+            .as_ref()
+            .is_some_and(|rules| rules.reads_nodes())
     }
 
     /// Whether there are no rules.

@@ -11,7 +11,7 @@ use causeway_gateway::{
     core::Cores,
     gateway::Addresses,
     proxy::{authorize::Authorize, pods::Pods, reviews::Reviews},
-    state::PolicyReader,
+    state::{NodesWriter, PolicyReader},
 };
 use std::{
     fs::OpenOptions,
@@ -201,6 +201,7 @@ impl Build {
         .await;
         let bound = bound.expect("it was waited for");
         let (config, reloader) = (self.config.clone(), bound.reloader());
+        let nodes = bound.nodes();
         let addresses = bound.addresses();
         self.config.tunnel.listen = addresses.tunnel;
         self.config.admin.listen = addresses.admin;
@@ -216,6 +217,7 @@ impl Build {
             fronts: self.config.fronts.clone(),
             config,
             reloader,
+            nodes,
             stop,
             task,
         }
@@ -250,6 +252,8 @@ pub(super) struct Running {
     /// As it was given, with ports that the system chooses.
     config: Config,
     reloader: Reloader,
+    /// The table of nodes, which a cluster fills.
+    pub(super) nodes: NodesWriter,
     stop: CancellationToken,
     task: JoinSet<()>,
 }

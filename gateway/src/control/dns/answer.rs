@@ -149,6 +149,12 @@ fn fill(reply: &mut Message, query: &Message, (zones, nodes): (&Zones, &Nodes)) 
     };
     reply.metadata.authoritative = true;
     let meaning = meaning(&question.name, zone, nodes);
+    let unknown = matches!(meaning, Meaning::Nobody) && nodes.pending().is_some();
+    // Resolvers cache that a name does not exist. In the root zone, forwarders ask somebody else after NXDOMAIN only, and
+    // the name of the cluster's API may be among those.
+    if unknown && !zone.apex.is_root() {
+        return refuse(reply, ResponseCode::ServFail);
+    }
     if let Meaning::Nobody = meaning {
         reply.metadata.response_code = ResponseCode::NXDomain;
     } else {

@@ -1,6 +1,6 @@
 //! The one hand that writes the table of nodes: each change is a new table, made of what records and cluster say.
 
-use super::{Member, Node, Nodes, Said, Table};
+use super::{Cluster, Member, Node, Nodes, Said, Table};
 use causeway_certs::NodeName;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -42,10 +42,23 @@ impl NodesWriter {
     /// Replaces what the cluster says of its nodes.
     pub fn cluster(&self, members: BTreeMap<NodeName, Member>) {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let cluster = Some(Arc::new(members));
+        let cluster = Cluster::Known(Arc::new(members));
         self.publish(Said {
             cluster,
             ..self.said()
+        });
+    }
+
+    /// Notes why the cluster's first list of nodes has not arrived. Does nothing once it has.
+    pub fn pending(&self, reason: &str) {
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.said();
+        if matches!(before.cluster, Cluster::Known(_)) {
+            return;
+        }
+        self.publish(Said {
+            cluster: Cluster::Pending(reason.into()),
+            ..before
         });
     }
 

@@ -28,6 +28,11 @@ pub(super) struct Named<I> {
 }
 
 impl<I> Named<I> {
+    /// Whether any rule speaks of it.
+    pub(super) fn is_named(&self) -> bool {
+        self.index.is_some()
+    }
+
     /// Keeps, of what is left, the rules that do not speak of it and those that `find` finds.
     pub(super) fn narrow(&self, left: &mut Left, find: impl FnOnce(&I, &mut Found)) {
         let Some(index) = self.index.as_ref().filter(|_| !left.is_empty()) else {

@@ -363,3 +363,29 @@ fn without_the_section_everything_is_refused() {
         ResponseCode::Refused
     );
 }
+
+/// A resolver would cache that the name does not exist.
+#[test]
+fn before_the_cluster_has_named_its_nodes_an_unknown_name_is_servfail() {
+    let writer = NodesWriter::default();
+    writer.put(name("edge-1"), Node::default());
+    writer.pending("not known yet");
+    let desk = Desk {
+        nodes: writer.reader(),
+        ..Desk::new()
+    };
+    let code = |node: &str| {
+        let asked = format!("{node}.nodes.example.internal.");
+        desk.short(&asked, RecordType::A).1
+    };
+    assert_eq!(code("edge-1"), ResponseCode::NoError);
+    assert_eq!(code("edge-2"), ResponseCode::ServFail);
+    let root = Desk {
+        zones: zones(&["."], &["10.96.0.20"]),
+        nodes: writer.reader(),
+    };
+    let (_, elsewhere, _) = root.short("kube-apiserver.example.", RecordType::A);
+    assert_eq!(elsewhere, ResponseCode::NXDomain);
+    writer.cluster(BTreeMap::new());
+    assert_eq!(code("edge-2"), ResponseCode::NXDomain);
+}

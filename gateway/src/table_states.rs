@@ -1,0 +1,307 @@
+//! Decisions of the request path by the state of each table that they rest on.
+//!
+//! A table is *not yet* filled, *stale* (its source stopped answering after it had filled it) or *gone* (its source lost
+//! what it held). In none of these states may a client get more than it gets from a table that is filled.
+//!
+//! | table | not yet | stale | gone |
+//! | --- | --- | --- | --- |
+//! | nodes, addresses and pods of the cluster | undecided, nothing is dialled | as last known | an address is nobody's once the cluster says so |
+//! | labels and pools, for the policy | undecided | as last known | no rule that names one matches |
+//! | records and revocations | the gateway does not start | as last read | as last read |
+//! | policy | the gateway does not start | as last read | as last read (`src/reload.rs`) |
+//! | pins | nothing is believed | as last read | as last read |
+//! | keys of issuers (JWKS, tests of `state::keys`) | unauthenticated | as last known, for their greatest age | unauthenticated |
+//! | reviews (tests of `proxy::reviews::answers`) | undecided | until an answer's age is over, then undecided | undecided |
+//! | names (DNS, tests of `control::dns::answer`) | SERVFAIL where no record has the name | as last known | NXDOMAIN |
+
+use crate::{
+    Config, Gateway, Reason,
+    config::policy::{Policy as File, Rule, Then, What, Where, Who},
+    control::{expel, pins::Keeper},
+    proxy::{
+        authorize::{self, Act, Ask, ByPolicy},
+        caller::Caller,
+        direct,
+        route::{self, Asked, Route},
+    },
+    state::{Member, Node, Nodes, NodesWriter, Policy, PolicyWriter, pins},
+};
+use causeway_certs::{
+    Access, Fingerprint, NodeName, NodeRecord, Pin, PinTable, Revocation, Store, StoreError,
+};
+use causeway_config::Given;
+use causeway_tunnel::{Target, listener::Peer};
+use http::Method;
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+fn name(text: &str) -> NodeName {
+    NodeName::parse(text).unwrap()
+}
+
+/// The cluster's edge-1 with its address and label.
+fn members() -> BTreeMap<NodeName, Member> {
+    let member = Member {
+        edge: true,
+        addresses: vec!["10.0.0.1".parse().unwrap()],
+        pod_networks: vec!["10.244.1.0/24".parse().unwrap()],
+        labels: [("site".to_owned(), "north".to_owned())].into(),
+        ..Member::default()
+    };
+    [(name("edge-1"), member)].into()
+}
+
+/// The tables of nodes of a gateway whose record of edge-9 has an address: not yet, stale, gone.
+fn tables() -> [NodesWriter; 3] {
+    let table = || {
+        let writer = NodesWriter::default();
+        let node = Node {
+            addresses: vec!["10.0.0.9".parse().unwrap()],
+            ..Node::default()
+        };
+        writer.put(name("edge-9"), node);
+        writer.pending("not known yet");
+        writer
+    };
+    let [not_yet, stale, gone] = [table(), table(), table()];
+    stale.cluster(members());
+    // The informer says this of an API that is away, whether there was a list before or not.
+    stale.pending("the API is away");
+    gone.cluster(members());
+    gone.cluster(BTreeMap::new());
+    [not_yet, stale, gone]
+}
+
+fn routed(nodes: &Nodes, asked: &Asked<'_>) -> Result<String, Reason> {
+    let route = route::of(asked, nodes).map_err(|error| error.reason)?;
+    Ok(route.target.to_string())
+}
+
+fn by(authority: &str) -> Asked<'_> {
+    Asked {
+        authority: Some(authority),
+        ..Asked::default()
+    }
+}
+
+#[test]
+fn an_address_is_an_edges_or_undecided_until_the_cluster_says_otherwise() {
+    use Reason::{NodeUnknown, Undecided};
+    let to = |target: &str| Ok(target.to_owned());
+    for (authority, states) in [
+        (
+            "10.0.0.1:80",
+            [Err(Undecided), to("edge-1:80"), Err(NodeUnknown)],
+        ),
+        (
+            "10.244.1.7:80",
+            [Err(Undecided), to("10.244.1.7:80"), Err(NodeUnknown)],
+        ),
+        (
+            "edge-1:80",
+            [Err(Undecided), to("edge-1:80"), Err(NodeUnknown)],
+        ),
+        (
+            "10.8.8.8:80",
+            [Err(Undecided), Err(NodeUnknown), Err(NodeUnknown)],
+        ),
+        (
+            "web.cluster.example:80",
+            [Err(Undecided), Err(NodeUnknown), Err(NodeUnknown)],
+        ),
+        // The address of a record may be another node's by the cluster's word; its name is its own.
+        (
+            "10.0.0.9:80",
+            [Err(Undecided), to("edge-9:80"), to("edge-9:80")],
+        ),
+        (
+            "edge-9:80",
+            [to("edge-9:80"), to("edge-9:80"), to("edge-9:80")],
+        ),
+    ] {
+        let networks = ["0.0.0.0/0".parse().unwrap()];
+        for (table, expected) in tables().iter().zip(states) {
+            let (nodes, asked) = (table.reader(), by(authority));
+            let dials = direct::target(&networks, &asked, &nodes).is_some();
+            assert_eq!(dials, expected == Err(NodeUnknown), "{authority}");
+            assert_eq!(routed(&nodes, &asked), expected, "{authority}");
+            let (ip, _) = authority.split_once(':').unwrap();
+            let Ok(ip) = ip.parse() else { continue };
+            // A listener's fixed node is no answer to a redirected address that may be another node's.
+            let fixed = name("edge-9");
+            let redirected = Asked {
+                original: Some((std::net::IpAddr::V4(ip), 80).into()),
+                fixed: Some(&fixed),
+                ..Asked::default()
+            };
+            let falls_back = Err(NodeUnknown) == expected;
+            let expected = if falls_back {
+                to("edge-9:80")
+            } else {
+                expected
+            };
+            assert_eq!(routed(&nodes, &redirected), expected, "{authority}");
+        }
+    }
+}
+
+#[test]
+fn a_foreign_host_passes_beside_a_name_that_is_known() {
+    let asked = Asked {
+        sni: Some("edge-9"),
+        authority: Some("10.97.0.1:6443"),
+        port: Some(10250),
+        ..Asked::default()
+    };
+    for table in tables() {
+        assert_eq!(
+            routed(&table.reader(), &asked),
+            Ok("edge-9:10250".to_owned())
+        );
+    }
+}
+
+/// A policy that denies nodes of one label, or one pool, and allows all else.
+fn policy(denied: Where) -> PolicyWriter {
+    let rule = |then, r#where| Rule {
+        name: None,
+        who: Who {
+            users: Given::from(vec!["*".to_owned()]),
+            ..Who::default()
+        }
+        .into(),
+        r#where,
+        what: Given::<What>::default(),
+        then,
+        line: 0,
+    };
+    let rules = vec![
+        rule(Then::Deny, denied.into()),
+        rule(Then::Allow, Given::default()),
+    ];
+    PolicyWriter::new(Some(Policy::compile(&File { rules }).unwrap()))
+}
+
+async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
+    let authorizer = ByPolicy {
+        policy: policy.reader(),
+        nodes: nodes.clone(),
+    };
+    let route = Route {
+        node: name("edge-1"),
+        target: Target::new("edge-1", 80),
+    };
+    let ask = Ask {
+        caller: &Caller::for_test("alice"),
+        from: Peer::Unix(0),
+        route: &route,
+        act: Act::Request,
+        method: &Method::GET,
+        path: "/",
+    };
+    let (_, decided) = authorize::check(&authorizer, &ask, Duration::from_secs(3)).await;
+    decided.map_err(|error| error.reason)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rule_by_label_denies_or_is_undecided_while_labels_are_missing() {
+    let [not_yet, stale, _] = tables().map(|table| table.reader());
+    let by_label = policy(Where {
+        labels: Given::from(BTreeMap::from([("site".to_owned(), "north".to_owned())])),
+        ..Where::default()
+    });
+    assert_eq!(decided(&not_yet, &by_label).await, Err(Reason::Undecided));
+    assert_eq!(decided(&stale, &by_label).await, Err(Reason::Forbidden));
+    let by_pool = policy(Where {
+        pools: Given::from(vec!["secret".to_owned()]),
+        ..Where::default()
+    });
+    assert_eq!(decided(&not_yet, &by_pool).await, Err(Reason::Undecided));
+    // Rules that speak of neither need no cluster.
+    let by_name = policy(Where {
+        nodes: Given::from(vec!["edge-2".to_owned()]),
+        ..Where::default()
+    });
+    assert_eq!(decided(&not_yet, &by_name).await, Ok(()));
+}
+
+fn store() -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path().join("data"), Access::Create).unwrap();
+    (folder, store)
+}
+
+#[test]
+fn records_that_vanish_from_the_disk_end_no_revocation() {
+    let (folder, store) = store();
+    let nodes = NodesWriter::default();
+    expel::reload_records(&nodes, &store).expect("there are none yet");
+    let mut record = NodeRecord::arrived(&name("edge-1"), 7);
+    let reason = "stolen".to_owned();
+    record.revoked = Some(Revocation { at: 8, reason });
+    store.nodes().put(record).unwrap();
+    expel::reload_records(&nodes, &store).unwrap();
+    let file = folder.path().join("data/nodes.json");
+    let text = std::fs::read(&file).unwrap();
+    for broken in [Some("{"), None] {
+        match broken {
+            Some(text) => std::fs::write(&file, text).unwrap(),
+            None => std::fs::remove_file(&file).unwrap(),
+        }
+        expel::reload_records(&nodes, &store).unwrap_err();
+        assert!(
+            nodes.reader().revoked(&name("edge-1")).is_some(),
+            "{broken:?}"
+        );
+    }
+    std::fs::write(&file, text).unwrap();
+    expel::reload_records(&nodes, &store).unwrap();
+}
+
+#[test]
+fn pins_that_vanish_from_the_disk_believe_no_other_key() {
+    let (folder, store) = store();
+    let nodes = NodesWriter::default();
+    nodes.put(name("edge-1"), Node::default());
+    let (pins, writer, _meetings) = pins::pins(PinTable::new());
+    let keeper = Keeper {
+        store: store.clone(),
+        nodes: nodes.reader(),
+        cluster: false,
+        writer,
+    };
+    keeper.refresh().expect("there are none yet");
+    let key: Fingerprint = "a".repeat(64).parse().unwrap();
+    store
+        .pins()
+        .note(&[(name("edge-1"), 443, Pin { key, since: 1 })])
+        .unwrap();
+    keeper.refresh().unwrap();
+    let file = folder.path().join("data/pins.json");
+    for broken in [Some("{"), None] {
+        match broken {
+            Some(text) => std::fs::write(&file, text).unwrap(),
+            None => std::fs::remove_file(&file).unwrap(),
+        }
+        keeper.refresh().unwrap_err();
+        let known = pins.get(&name("edge-1"), 443).map(|pin| pin.key);
+        assert_eq!(known, Some(key), "{broken:?}");
+    }
+    assert!(matches!(keeper.refresh(), Err(StoreError::Missing { .. })));
+}
+
+#[test]
+fn a_policy_that_was_not_read_starts_no_gateway() {
+    let (folder, store) = store();
+    let domain = causeway_certs::TrustDomain::parse("a.test").unwrap();
+    causeway_certs::install_provider();
+    store
+        .save_ca(&causeway_certs::Ca::create(&domain).unwrap())
+        .unwrap();
+    let config = Config {
+        data_dir: folder.path().join("data"),
+        policy: PathBuf::from("policy.yaml").into(),
+        ..Config::default()
+    };
+    let why = Gateway::new(config).bind().unwrap_err().to_string();
+    assert!(why.contains("policy.yaml"), "{why}");
+}
