@@ -75,12 +75,11 @@ pub fn of(asked: &Asked<'_>, nodes: &Nodes) -> Result<Route, Error> {
                 "{by} names {node}, and the Host {host:?} names {other}; one of them is wrong"
             )));
         }
-        (Some((node, _)), _) => node,
         (None, Some(node)) if meant.as_ref().is_some_and(|meant| meant.by_address) => {
             pending(nodes)?;
             node
         }
-        (None, Some(node)) => node,
+        (Some((node, _)), _) | (None, Some(node)) => node,
         (None, None) => {
             pending(nodes)?;
             return Err(nobody(asked));
