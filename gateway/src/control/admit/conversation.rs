@@ -3,7 +3,7 @@
 //! HTTP/2 begins on the core of the node. The gateway says hello and hears who the edge is, within a bound.
 //! The edge is judged: certificate, version, known node. Its tunnel is registered; what that replaced is
 //! told. Then lines pass until the tunnel ends, or one end sends the other away. A tunnel from which another one
-//! of the same process has taken over closes when its last stream has ended by itself. The guard of the
+//! has taken over closes when its last stream has ended by itself. The guard of the
 //! registration unregisters on every path, and only what it has registered.
 
 use super::{
@@ -82,7 +82,7 @@ struct Conversation {
     /// What the edge believes.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
-    _registered: Registered,
+    registered: Registered,
 }
 
 impl Admission {
@@ -286,7 +286,7 @@ impl Admission {
             taken_over,
             roots,
             drain: self.drain,
-            _registered: registered,
+            registered,
         })
     }
 }
@@ -308,11 +308,19 @@ impl Conversation {
                     leaving = Some(Leaving::new(&tunnel, None, End::TakenOver));
                 }
                 Some(message) = self.lines.recv() => {
-                    if let ToEdge::Dismiss { why, detail, .. } = *message {
-                        return link.dismiss(&mut self.control, why, detail).await;
-                    }
+                    let superseded = match *message {
+                        ToEdge::Dismiss { why, detail, .. } if why != Dismissal::Superseded => {
+                            return link.dismiss(&mut self.control, why, detail).await;
+                        }
+                        ToEdge::Dismiss { why, ref detail, .. } => Some(End::Dismissed(why, detail.clone())),
+                        _ => None,
+                    };
                     if let Err(error) = link.tell(&mut self.control, &message).await {
                         return error.into();
+                    }
+                    if let Some(end) = superseded {
+                        // The other process may live as well: its streams go on until they end.
+                        leaving = Some(Leaving::new(&tunnel, None, end));
                     }
                 }
                 bytes = tunnel.turn() => {
@@ -325,7 +333,7 @@ impl Conversation {
                     Ok(ToGateway::Window { bytes }) => tunnel.turn_over(bytes),
                     Ok(ToGateway::Leave { detail, until_idle }) => {
                         debug!(?detail, until_idle, "the edge leaves");
-                        tunnel.drain();
+                        self.registered.leaves();
                         let until = (!until_idle).then(|| Instant::now() + self.drain);
                         leaving = Some(Leaving::new(&tunnel, until, End::Left(detail)));
                     }
