@@ -41,7 +41,7 @@ enum State {
     Damaged,
 }
 
-/// What an operator does before the edge starts again.
+/// Action of the operator before the edge starts again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     /// Leaves the token with which the node has joined; a node without identity has none.
@@ -62,7 +62,7 @@ enum Action {
     LeaveSpent,
 }
 
-/// What becomes of it.
+/// Expected outcome.
 #[derive(Clone, Copy, Debug)]
 enum Outcome {
     /// The edge is connected with the identity before, and the token is not spent.
@@ -255,7 +255,7 @@ impl Row {
         }
     }
 
-    /// What the operator does on the node.
+    /// Action of the operator on the node.
     fn act(&mut self) {
         if let Some(token) = &self.token {
             self.edge.take_token(token);

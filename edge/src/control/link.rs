@@ -64,7 +64,7 @@ pub(crate) struct Links {
     pub(crate) held: Held,
     /// A gateway asks for a new certificate to be had within this time.
     pub(crate) renewal: watch::Sender<Duration>,
-    /// What decides whether the identity is replaced.
+    /// Inputs of the decision whether the identity is replaced.
     pub(crate) rejoin: Arc<RejoinState>,
     /// The edge stops.
     pub(crate) stop: CancellationToken,

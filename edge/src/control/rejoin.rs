@@ -20,7 +20,7 @@ use std::{fmt, io, path::PathBuf, sync::Arc};
 use tokio::{sync::watch, task::spawn_blocking, time::timeout};
 use tracing::warn;
 
-/// Where the configuration has the join token.
+/// Source of the join token in the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenSource {
     token: Option<Secret>,
@@ -71,10 +71,10 @@ impl TokenSource {
     }
 }
 
-/// What decides whether the identity of an edge that runs is replaced.
+/// Inputs of the decision whether a running edge replaces its identity.
 #[derive(Debug)]
 pub(crate) struct RejoinState {
-    /// Where the join token is configured now.
+    /// Current source of the join token.
     pub(crate) token: ArcSwap<TokenSource>,
     /// How gateways refused the identity last.
     pub(crate) refusals: watch::Sender<Option<IdentityRefusal>>,

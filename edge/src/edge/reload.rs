@@ -90,7 +90,7 @@ pub(super) struct Parts {
     pub(super) tasks: Arc<Tasks>,
     /// The identity that another system makes, where it is not this edge's own.
     pub(super) given: watch::Sender<Option<EdgeIdentity>>,
-    /// What decides whether the identity is replaced.
+    /// Inputs of the decision whether the identity is replaced.
     pub(super) rejoin: Arc<RejoinState>,
     /// What this node's programs are shown where they read, if they read over TLS.
     pub(super) shown: watch::Sender<Option<Shown>>,
