@@ -190,7 +190,7 @@ async fn call(first: &Site, second: &Site) -> Met {
     }
 }
 
-/// What a load is told, and what it tells meanwhile.
+/// Shared state of a load: its stop flag and its progress.
 #[derive(Debug, Default)]
 pub(super) struct Load {
     pub(super) enough: AtomicBool,
