@@ -6,7 +6,7 @@
 mod reading;
 
 use crate::state::ReaderStatus;
-use causeway_tunnel::{Refusal, server::Kind};
+use causeway_tunnel::{Refusal, connection_limit::ConnectionLimit, server::Kind};
 use prometheus_client::{
     encoding::{
         EncodeLabelSet,
@@ -63,6 +63,12 @@ struct ListenerLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LimitLabels {
+    limit: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct KindLabel {
     kind: &'static str,
 }
@@ -81,6 +87,7 @@ pub(crate) struct Metrics {
     dial_seconds: Histogram,
     connections: Family<OutcomeLabel, Counter>,
     retries: Counter,
+    turned_away: Family<LimitLabels, Counter>,
     tunnels: Gauge,
     attempts: Family<OutcomeLabel, Counter>,
     certificate_expiry: Gauge,
@@ -108,6 +115,7 @@ impl Default for Metrics {
             dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
             connections: Family::default(),
             retries: Counter::default(),
+            turned_away: Family::default(),
             tunnels: Gauge::default(),
             attempts: Family::default(),
             certificate_expiry: Gauge::default(),
@@ -155,6 +163,12 @@ impl Metrics {
             "app_retries",
             "Requests sent again because a kept connection was closed",
             retries,
+        );
+        let turned_away = self.turned_away.clone();
+        registry.register(
+            "connections_turned_away",
+            "Connections that were refused for want of a place, or evicted since another one needed theirs, by limit",
+            turned_away,
         );
         let tunnels = self.tunnels.clone();
         registry.register("tunnels", "Tunnels that stand", tunnels);
@@ -229,6 +243,15 @@ impl Metrics {
     /// A request was sent again.
     pub(crate) fn retried(&self) {
         self.retries.inc();
+    }
+
+    /// Returns a limit on connections whose refusals and evictions are counted.
+    pub(crate) fn connection_limit(&self, name: &'static str, most: usize) -> ConnectionLimit {
+        let counts = self.turned_away.clone();
+        ConnectionLimit::new(name, most, move |turned| {
+            let (limit, outcome) = (name, turned.as_str());
+            counts.get_or_create(&LimitLabels { limit, outcome }).inc();
+        })
     }
 
     /// An attempt at a tunnel ended: `registered`, or why not.

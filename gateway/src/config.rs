@@ -252,7 +252,7 @@ pub struct Limits {
     pub per_caller: usize,
     /// Streams to one node.
     pub per_node: usize,
-    /// Callers' connections at each front.
+    /// Clients' connections in all. One source (an IPv4 address, an IPv6 /64) gets three quarters of them at most; where no place is free, the oldest connection without an open stream is closed for a new one.
     pub connections: usize,
     /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
     #[serde(with = "HumanSize")]

@@ -295,7 +295,10 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
-        let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
+        let metrics = &self.shared.metrics;
+        let limit = metrics.connection_limit("admin_connections", http::CONNECTIONS);
+        let router = admin::router(self.admin_app);
+        let admin = http::run(self.admin, router, limit, closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
             let names = self.reloader.parts().names.clone();
@@ -306,11 +309,8 @@ impl Bound {
         let beside = Tasks::default();
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
-        beside.spawn_on(
-            runtime,
-            info_span!("identity"),
-            self.reloader.parts().identity.clone().renew(),
-        );
+        let identity = self.reloader.parts().identity.clone();
+        beside.spawn_on(runtime, info_span!("identity"), identity.renew());
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

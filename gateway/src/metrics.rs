@@ -13,6 +13,7 @@ mod pool;
 #[cfg(test)]
 mod tests;
 
+use causeway_tunnel::connection_limit::{ConnectionLimit, Turned};
 use latency::Latency;
 
 pub use cluster::ClusterMetrics;
@@ -88,6 +89,8 @@ declare! {
     streams_crossed: Counter,
     /// Times that a limit was reached.
     limits_reached: Family<[Label; 1], Counter>,
+    /// Connections that were refused for want of a place, or evicted since another one needed theirs, by limit.
+    connections_turned_away: Family<[Label; 2], Counter>,
     /// Tunnels that are registered.
     tunnels: Gauge,
     /// Tunnels' connections whose hello was answered or refused.
@@ -217,6 +220,19 @@ impl Metrics {
     pub fn limit(&self, which: &'static str) {
         let labels = [("limit", which)];
         self.declared.limits_reached.get_or_create(&labels).inc();
+    }
+
+    /// Returns a limit on connections whose refusals and evictions are counted.
+    pub fn connection_limit(self: &Arc<Self>, name: &'static str, most: usize) -> ConnectionLimit {
+        let metrics = self.clone();
+        ConnectionLimit::new(name, most, move |turned| {
+            let labels = [("limit", name), ("outcome", turned.as_str())];
+            let turned_away = &metrics.declared.connections_turned_away;
+            turned_away.get_or_create(&labels).inc();
+            if turned == Turned::Refused {
+                metrics.limit(name);
+            }
+        })
     }
 
     /// A tunnel was registered.

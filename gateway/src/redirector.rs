@@ -23,6 +23,7 @@ use crate::{
 use arc_swap::ArcSwap;
 use causeway_config::Reloads;
 use causeway_tunnel::{
+    connection_limit::ConnectionLimit,
     listener::{self, Listener, Peer},
     socket::{Abort, Socket},
     task::Tasks,
@@ -33,7 +34,7 @@ use reload::Takers;
 pub use reload::{Changed, Reloader};
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
-    sync::{Semaphore, watch},
+    sync::watch,
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -80,8 +81,6 @@ struct Passing {
     metrics: Arc<RedirectorMetrics>,
     /// Callers whom no gateway took.
     lost: Seldom,
-    /// Callers for whom there was no room.
-    turned_away: Seldom,
 }
 
 /// How a redirector fares; a cheap clone.
@@ -116,7 +115,7 @@ impl Fares {
 #[derive(Debug)]
 pub struct Redirector {
     passing: Arc<Passing>,
-    room: Arc<Semaphore>,
+    room: ConnectionLimit,
     listener: listener::Bound,
     admin: listener::Bound,
     addresses: [SocketAddr; 2],
@@ -145,10 +144,11 @@ impl Redirector {
             timeouts: config.timeouts.clone(),
             metrics: RedirectorMetrics::new(),
             lost: Seldom::default(),
-            turned_away: Seldom::default(),
         };
         let passing = Arc::new(passing);
-        let room = Arc::new(Semaphore::new(config.limits.connections));
+        let room = passing
+            .metrics
+            .connection_limit("connections", config.limits.connections);
         Ok(Self {
             reloader: Reloader::new(config, passing.clone(), (listens, led)),
             reloads: Reloads::default(),
@@ -211,7 +211,11 @@ impl Redirector {
             reloads,
         };
         let pages = admin::router(app, shown.ip());
-        let admin = http::run(self.admin, pages, closing.clone());
+        let limit = self
+            .passing
+            .metrics
+            .connection_limit("admin_connections", http::CONNECTIONS);
+        let admin = http::run(self.admin, pages, limit, closing.clone());
         control.spawn(info_span!("admin"), admin);
         let door = Door {
             passing: self.passing,
@@ -245,7 +249,7 @@ fn bound(what: &'static str, address: SocketAddr) -> Result<(listener::Bound, So
 /// Where callers come in.
 struct Door {
     passing: Arc<Passing>,
-    room: Arc<Semaphore>,
+    room: ConnectionLimit,
     sessions: Tasks,
 }
 
@@ -270,17 +274,13 @@ impl Door {
 
     fn let_in(&self, (socket, peer): (Socket, Peer)) {
         let passing = self.passing.clone();
-        let Ok(room) = self.room.clone().try_acquire_owned() else {
+        let Ok(room) = self.room.admit(peer) else {
             passing.metrics.failed("limit");
             socket.abort();
-            if let Some(turned_away) = passing.turned_away.happened() {
-                tracing::warn!(
-                    turned_away,
-                    "there are as many callers' connections as may be (limits.connections)"
-                );
-            }
             return;
         };
+        // A session moves bytes from its first moment on: a place is never taken from one.
+        room.settle();
         self.sessions
             .spawn(debug_span!("connection", %peer), async move {
                 let _open = (passing.metrics.caller(), room);

@@ -10,8 +10,8 @@ use crate::{
         app::{App, answer},
         caller::{exchange, read, read_head},
         frames::{
-            ACK, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM, fields,
-            frame, next, send, settings,
+            ACK, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM,
+            WINDOW_UPDATE, fields, frame, next, send, settings,
         },
         process::{Process, Site, Usage},
         tool::{full, need},
@@ -416,4 +416,66 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
         exchange(&mut wire, GET).await.starts_with("HTTP/1.1 200 ")
     })
     .await;
+}
+
+/// A listener with few places, all of them taken by the address that the client comes from as well.
+#[tokio::test]
+async fn silent_connections_keep_no_client_out() {
+    let app = App::saying("here").await;
+    let siege = Siege::of(&app, "limits: { connections: 16 }").await;
+    let mut silent = Vec::new();
+    for _ in 0..64 {
+        silent.push(siege.dial().await);
+    }
+    siege.answers().await;
+    let metrics = siege.site.metrics().await;
+    let evicted = [("limit", "connections"), ("outcome", "evicted")];
+    assert!(metrics.sum("connections_turned_away_total", &evicted) >= 64 - 12);
+    drop(silent);
+    siege.end().await;
+}
+
+/// Control frames of each kind that HTTP/2 servers answer or ignore without an end.
+#[tokio::test]
+async fn floods_of_control_frames_are_told_to_calm_down() {
+    const PRIORITY: u8 = 2;
+    const UNKNOWN: u8 = 0xfa;
+    const ENHANCE_YOUR_CALM: [u8; 4] = 11_u32.to_be_bytes();
+    let app = App::saying("here").await;
+    let siege = Siege::of(&app, "").await;
+    let floods = [
+        (settings(&[]), 100),
+        (frame(PING, 0, 0, &[7; 8]), 100),
+        (frame(UNKNOWN, 0, 0, &[1]), 100),
+        (frame(PRIORITY, 0, 7, &[0, 0, 0, 1, 0]), 1_000),
+        (frame(WINDOW_UPDATE, 0, 0, &[0, 0, 0, 1]), 1_000),
+    ];
+    for (one, batch) in &floods {
+        let mut wire = siege.dial().await;
+        let begin = [PREFACE, &settings(&[])].concat();
+        send(&mut wire, &begin).await.unwrap();
+        // A ping tells when a batch was served: what is unread holds up nobody.
+        let batch = [one.repeat(*batch), frame(PING, 0, 0, &[8; 8])].concat();
+        let flood = async {
+            for _ in 0..100 {
+                send(&mut wire, &batch).await.unwrap();
+                loop {
+                    let frame = next(&mut wire).await.unwrap();
+                    match frame.kind {
+                        GOAWAY => return Some(frame.payload),
+                        PING if frame.payload == [8; 8] => break,
+                        _ => {}
+                    }
+                }
+            }
+            None
+        };
+        let goaway = timeout(PATIENCE, flood).await.unwrap();
+        let goaway = goaway.expect("a flood is served without end");
+        assert_eq!(goaway[4..8], ENHANCE_YOUR_CALM);
+    }
+    let metrics = siege.site.metrics().await;
+    let counted = metrics.sum("limits_reached_total", &[("limit", "control_frames")]);
+    assert_eq!(counted, u64::try_from(floods.len()).unwrap());
+    siege.end().await;
 }

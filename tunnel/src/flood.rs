@@ -60,11 +60,7 @@ impl Guard {
         Self {
             read: Frames::default(),
             written: Frames::of_client(),
-            purse: Purse {
-                points: MOST,
-                counted: Instant::now(),
-                bytes: 0,
-            },
+            purse: Purse::new(MOST, PER_SECOND),
             small,
             frames: 0,
         }
@@ -103,7 +99,7 @@ impl Listen for Guard {
             *frames += 1;
             if kind == DATA {
                 small.came(stream, usize::try_from(length).unwrap_or(usize::MAX));
-            } else if !purse.pay(kind, now) {
+            } else if !purse.pay(price(kind), now) {
                 flooded = Some(kind);
             }
         });
@@ -118,40 +114,50 @@ impl Listen for Guard {
             let opens = matches!(part, Part::Head(head) if head.kind == HEADERS);
             streams += u64::from(opens);
         });
-        self.purse.sent(bytes.len(), streams);
+        self.purse.sent(bytes.len(), streams, PER_STREAM);
     }
 }
 
 /// The peer's points.
 #[derive(Debug)]
-struct Purse {
+pub(crate) struct Purse {
     points: u64,
+    most: u64,
+    per_second: u64,
     counted: Instant,
     /// Sent, and not yet turned into points.
     bytes: u64,
 }
 
 impl Purse {
-    fn sent(&mut self, bytes: usize, streams: u64) {
+    /// A full purse, which time fills again.
+    pub(crate) fn new(most: u64, per_second: u64) -> Self {
+        Self {
+            points: most,
+            most,
+            per_second,
+            counted: Instant::now(),
+            bytes: 0,
+        }
+    }
+
+    /// Earns points for bytes sent to the peer, and `each` for so many streams.
+    pub(crate) fn sent(&mut self, bytes: usize, streams: u64, each: u64) {
         self.bytes += u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.earn(self.bytes / BYTES + streams * PER_STREAM);
+        self.earn(self.bytes / BYTES + streams * each);
         self.bytes %= BYTES;
     }
 
     fn earn(&mut self, points: u64) {
-        self.points = self.points.saturating_add(points).min(MOST);
+        self.points = self.points.saturating_add(points).min(self.most);
     }
 
     /// Takes a frame's price; false where there is not enough.
-    fn pay(&mut self, kind: u8, now: Instant) -> bool {
-        let price = match kind {
-            HEADERS | CONTINUATION | RST_STREAM | WINDOW_UPDATE => 1,
-            _ => RARE,
-        };
+    pub(crate) fn pay(&mut self, price: u64, now: Instant) -> bool {
         if self.points < price {
             let micros = now.saturating_duration_since(self.counted).as_micros();
             let micros = u64::try_from(micros).unwrap_or(u64::MAX);
-            self.earn(micros.saturating_mul(PER_SECOND) / 1_000_000);
+            self.earn(micros.saturating_mul(self.per_second) / 1_000_000);
             self.counted = now;
         }
         match self.points.checked_sub(price) {
@@ -159,6 +165,13 @@ impl Purse {
             None => return false,
         }
         true
+    }
+}
+
+fn price(kind: u8) -> u64 {
+    match kind {
+        HEADERS | CONTINUATION | RST_STREAM | WINDOW_UPDATE => 1,
+        _ => RARE,
     }
 }
 
@@ -179,16 +192,10 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    fn purse() -> Purse {
-        Purse {
-            points: MOST,
-            counted: Instant::now(),
-            bytes: 0,
-        }
-    }
-
     fn times(purse: &mut Purse, kind: u8, now: Instant) -> u64 {
-        (0..2 * MOST).take_while(|_| purse.pay(kind, now)).count() as u64
+        (0..2 * MOST)
+            .take_while(|_| purse.pay(price(kind), now))
+            .count() as u64
     }
 
     #[test]
@@ -207,12 +214,12 @@ mod tests {
 
     #[test]
     fn a_flood_is_paid_for_a_while_and_time_and_traffic_earn_more() {
-        let mut purse = purse();
+        let mut purse = Purse::new(MOST, PER_SECOND);
         let now = purse.counted;
         assert_eq!(times(&mut purse, PING, now), MOST / RARE);
         let later = now + Duration::from_secs(1);
         assert_eq!(times(&mut purse, PING, later), PER_SECOND / RARE);
-        purse.sent(usize::try_from(BYTES).unwrap() * 5, 2);
+        purse.sent(usize::try_from(BYTES).unwrap() * 5, 2, PER_STREAM);
         assert_eq!(times(&mut purse, HEADERS, later), 5 + 2 * PER_STREAM);
     }
 }

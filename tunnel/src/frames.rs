@@ -8,11 +8,15 @@ pub const DATA: u8 = 0;
 /// See [`DATA`].
 pub const HEADERS: u8 = 1;
 /// See [`DATA`].
+pub const PRIORITY: u8 = 2;
+/// See [`DATA`].
 pub const RST_STREAM: u8 = 3;
 /// See [`DATA`].
 pub const SETTINGS: u8 = 4;
 /// See [`DATA`].
 pub const PING: u8 = 6;
+/// See [`DATA`].
+pub const GOAWAY: u8 = 7;
 /// See [`DATA`].
 pub const WINDOW_UPDATE: u8 = 8;
 /// See [`DATA`].
@@ -73,6 +77,11 @@ impl Frames {
         }
     }
 
+    /// Whether the last frame is whole and the next one has not begun.
+    pub fn is_between(&self) -> bool {
+        self.have == 0 && self.left == 0
+    }
+
     /// Shows what the next bytes are, however they are cut.
     pub fn pass<'a>(&mut self, mut bytes: &'a [u8], mut seen: impl FnMut(Part<'a>)) {
         while !bytes.is_empty() {
@@ -117,6 +126,41 @@ impl Frames {
             // The first bit means nothing.
             stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
         })
+    }
+}
+
+/// The frames that a client sends, if it speaks HTTP/2 at all: what does not begin with the preface has none.
+#[derive(Debug)]
+pub struct ClientFrames {
+    /// How much of the preface has come; `None` where something else came.
+    preface: Option<usize>,
+    frames: Frames,
+}
+
+impl Default for ClientFrames {
+    fn default() -> Self {
+        Self {
+            preface: Some(0),
+            frames: Frames::default(),
+        }
+    }
+}
+
+impl ClientFrames {
+    /// Whether the whole preface has come.
+    pub fn is_http2(&self) -> bool {
+        self.preface == Some(PREFACE.len())
+    }
+
+    /// Shows what the next bytes are, however they are cut.
+    pub fn pass<'a>(&mut self, bytes: &'a [u8], seen: impl FnMut(Part<'a>)) {
+        let Some(have) = self.preface else { return };
+        let (taken, rest) = bytes.split_at(bytes.len().min(PREFACE.len() - have));
+        let sound = PREFACE.get(have..have + taken.len()) == Some(taken);
+        self.preface = sound.then_some(have + taken.len());
+        if sound {
+            self.frames.pass(rest, seen);
+        }
     }
 }
 

@@ -18,6 +18,7 @@ pub mod server;
 pub mod window;
 
 pub mod body;
+pub mod calm;
 pub mod copy;
 mod cork;
 pub mod duplex;
@@ -30,6 +31,7 @@ pub mod stream;
 pub mod unread;
 
 pub mod backoff;
+pub mod connection_limit;
 pub mod error;
 pub mod linger;
 pub mod listener;

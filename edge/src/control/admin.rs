@@ -5,7 +5,7 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
-use super::listen::{Own, guard};
+use super::listen::{LimitedListener, Own, guard};
 use crate::{
     config::Reloads,
     metrics::Metrics,
@@ -31,6 +31,9 @@ use tracing::debug;
 /// No answer here takes longer than this.
 const BOUND: Duration = Duration::from_secs(5);
 
+/// Connections at once.
+const CONNECTIONS: usize = 256;
+
 #[derive(Clone)]
 struct Tables {
     reader: Reader,
@@ -44,6 +47,7 @@ pub(crate) async fn run(
     (reader, metrics, reloads): (Reader, Arc<Metrics>, Reloads),
     stop: CancellationToken,
 ) {
+    let limited = metrics.clone();
     let own = Arc::new(Own {
         address: listener.local_addr().map(|address| address.ip()).ok(),
         node: reader.status().node,
@@ -67,6 +71,8 @@ pub(crate) async fn run(
             metrics,
             reloads,
         });
+    let places = limited.connection_limit("admin_connections", CONNECTIONS);
+    let listener = LimitedListener::new(places, listener, stop.clone());
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
         served = async { axum::serve(listener, router).await } => {

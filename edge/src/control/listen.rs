@@ -11,7 +11,11 @@ use axum::{
     serve::Listener,
 };
 use causeway_certs::verify::Shown;
-use causeway_tunnel::target;
+use causeway_tunnel::{
+    connection_limit::{ConnectionLimit, Slot},
+    target,
+};
+use futures_util::future::BoxFuture;
 use socket2::{SockRef, TcpKeepalive};
 use std::{
     io,
@@ -24,10 +28,9 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
 };
-use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
-use tracing::warn;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// A peer that is gone without a word is noticed after three of these: readers wait for days on a connection that is silent.
 const SILENT: Duration = Duration::from_secs(5);
@@ -51,18 +54,20 @@ pub(super) fn watch_over(tcp: &TcpStream) {
 /// A listener with a bounded number of connections, which end with `stop` at the latest.
 pub(super) struct LimitedListener {
     listener: TcpListener,
-    places: Arc<Semaphore>,
+    limit: ConnectionLimit,
     stop: CancellationToken,
-    said: bool,
 }
 
 impl LimitedListener {
-    pub(super) fn new(max: usize, listener: TcpListener, stop: CancellationToken) -> Self {
+    pub(super) fn new(
+        limit: ConnectionLimit,
+        listener: TcpListener,
+        stop: CancellationToken,
+    ) -> Self {
         Self {
             listener,
-            places: Arc::new(Semaphore::new(max)),
+            limit,
             stop,
-            said: false,
         }
     }
 }
@@ -75,13 +80,8 @@ impl Listener for LimitedListener {
         loop {
             let (tcp, from) = Listener::accept(&mut self.listener).await;
             watch_over(&tcp);
-            // Nobody waits for a place without a word: a client that is closed tries again.
-            let Ok(place) = self.places.clone().try_acquire_owned() else {
-                if !std::mem::replace(&mut self.said, true) {
-                    warn!(
-                        "the reader's endpoint has as many connections as it takes; further ones are closed"
-                    );
-                }
+            // A client without a place is closed at once, so that it tries again instead of waiting.
+            let Ok(place) = self.limit.admit(from.ip()) else {
                 continue;
             };
             return (
@@ -119,22 +119,28 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedCo
     }
 }
 
-/// A connection that occupies one of a bounded number of places, and ends with its token.
+/// A connection that occupies one of a bounded number of places. It ends with its token, or when a connection that has not
+/// sent anything loses its place to another one.
 pub(super) struct LimitedConnection<S> {
     io: S,
-    over: Pin<Box<WaitForCancellationFutureOwned>>,
+    over: BoxFuture<'static, ()>,
     _gone: DropGuard,
-    _place: OwnedSemaphorePermit,
+    place: Slot,
+    spoke: bool,
 }
 
 impl<S> LimitedConnection<S> {
     /// Ends with `token`, which is cancelled when this is dropped.
-    pub(super) fn new(io: S, place: OwnedSemaphorePermit, token: CancellationToken) -> Self {
+    pub(super) fn new(io: S, place: Slot, token: CancellationToken) -> Self {
+        let (ended, evicted) = (token.clone(), place.clone());
         Self {
             io,
-            over: Box::pin(token.clone().cancelled_owned()),
+            over: Box::pin(async move {
+                evicted.run(ended.cancelled()).await;
+            }),
             _gone: token.drop_guard(),
-            _place: place,
+            place,
+            spoke: false,
         }
     }
 
@@ -154,7 +160,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.goes_on(context)?;
-        Pin::new(&mut self.io).poll_read(context, buffer)
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(context, buffer);
+        if !self.spoke && buffer.filled().len() > before {
+            self.spoke = true;
+            self.place.settle();
+        }
+        read
     }
 }
 
@@ -306,8 +318,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_connection_ends_with_its_token_and_gives_its_place_back() {
-        let places = Arc::new(Semaphore::new(1));
-        let place = || places.clone().try_acquire_owned();
+        let places = ConnectionLimit::new("test", 1, drop);
+        let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
         let (near, mut far) = duplex(64);
         let token = CancellationToken::new();
         let mut kept = LimitedConnection::new(near, place().unwrap(), token.clone());
@@ -318,5 +330,16 @@ mod tests {
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         drop(kept);
         assert!(place().is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_sends_nothing_gives_its_place_to_another() {
+        let places = ConnectionLimit::new("test", 1, drop);
+        let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
+        let (near, _far) = duplex(64);
+        let mut silent = LimitedConnection::new(near, place().unwrap(), CancellationToken::new());
+        let (read, next) = tokio::join!(silent.read_u8(), async { place() });
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert!(next.is_ok());
     }
 }

@@ -25,7 +25,7 @@ mod source;
 mod told;
 
 use super::{held::Held, link::Links};
-use crate::{config, state};
+use crate::{config, metrics::Metrics, state};
 use causeway_certs::verify::{Hubs, Shown};
 use causeway_pool::{Limits, Pool, Resource};
 use causeway_tunnel::{backoff::Backoff, task::Tasks};
@@ -167,6 +167,7 @@ impl Reading {
             fallen,
             metrics: links.metrics.clone(),
         };
+        let metrics = links.metrics.clone();
         let bounds = &links.config.backoff;
         let backoff = Backoff::new(bounds.silent_max, bounds.refused_max);
         let stores = self.pool.stores().iter().cloned();
@@ -181,7 +182,7 @@ impl Reading {
         let spawn = (tasks.clone(), links.node.clone(), heard);
         tasks.spawn(
             info_span!("reader"),
-            Box::pin(self.run(parts, spawn, done)) as BoxFuture<'static, ()>,
+            Box::pin(self.run(parts, spawn, metrics, done)) as BoxFuture<'static, ()>,
         );
         last
     }
@@ -190,6 +191,7 @@ impl Reading {
         self,
         parts: Vec<BoxFuture<'static, ()>>,
         (tasks, node, (at, standing)): (Arc<Tasks>, String, Heard),
+        metrics: Arc<Metrics>,
         done: CancellationToken,
     ) {
         let Self {
@@ -217,6 +219,7 @@ impl Reading {
                 listener,
                 host: Arc::new(Neighbours { tls, at }),
                 guests: "neighbour",
+                metrics: metrics.clone(),
                 most: site::most(config.resources.len()),
                 each: site::each(config.resources.len()),
             };
@@ -229,12 +232,13 @@ impl Reading {
                 listener,
                 host: Arc::new(hubs::Guests { known, touch }),
                 guests: "hub",
+                metrics: metrics.clone(),
                 most: hubs::MOST,
                 each: hubs::EACH,
             };
             parts.push(Box::pin(door.run(router, done.clone())));
         }
-        parts.push(Box::pin(endpoint.run((router, node), done)));
+        parts.push(Box::pin(endpoint.run((router, node), metrics, done)));
         parts.push(Box::pin(keep.run(config.save_every)));
         for part in parts {
             tasks.spawn(Span::current(), part);

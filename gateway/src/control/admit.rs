@@ -30,8 +30,9 @@ use crate::{
 use axum::Router;
 use causeway_certs::{Identity, LiveCa, NodeName, PeerRefused};
 use causeway_tunnel::{
+    connection_limit::{ConnectionLimit, Slot},
     linger,
-    listener::{self, Bound, Listener},
+    listener::{self, Bound},
     socket::{Counted, Detached, Socket},
     task::Tasks,
     unread::Pressure,
@@ -41,23 +42,45 @@ use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 pub use tls::{LiveTls, Tls};
 use tls::{Unshaken, Way};
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     time::timeout,
 };
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
-/// Handshakes at once, each with a task of 7 KiB and TLS's own state; what comes beyond waits in the kernel's queue.
-const HANDSHAKES: usize = 1024;
-/// Connections of edges' own requests at once: joining and renewing take some milliseconds each.
-const JOINING: usize = 256;
 /// What a tunnel gets, beyond the drain time, to be told and to hang up.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// The label of this listener in metrics.
 const LISTENER: &str = "tunnel";
 
 type Io = TlsStream<Counted<Socket>>;
+
+/// Sizes of the pools of connections at the tunnel port.
+#[derive(Clone, Copy, Debug)]
+pub struct Places {
+    /// Connections that have not finished their handshake. Where no place is free, the oldest connection that has not sent
+    /// a whole `ClientHello` loses its own.
+    pub arriving: usize,
+    /// Handshakes whose `ClientHello` has arrived, each with TLS's own state. Others wait, each source in its own queue.
+    pub handshakes: usize,
+    /// Connections of peers without a certificate: joining takes some milliseconds.
+    pub joining: usize,
+    /// Connections of edges that renew their certificates, which no stranger can take.
+    pub renewing: usize,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self {
+            // As many as the kernel's queue holds, at 7 KiB for a task.
+            arriving: 4096,
+            handshakes: 1024,
+            joining: 256,
+            renewing: 256,
+        }
+    }
+}
 
 /// What admits edges.
 #[derive(Clone, Debug)]
@@ -82,6 +105,8 @@ pub struct Admission {
     pub ca: LiveCa,
     /// Bounds.
     pub settings: config::Tunnel,
+    /// Sizes of the pools of connections.
+    pub places: Places,
     /// What callers leave unread, in all tunnels.
     pub pressure: Arc<Pressure>,
     /// What a leaving edge's open streams get to end.
@@ -123,6 +148,8 @@ enum Failed {
     Stopping,
     #[error("too many edges join at once")]
     Full,
+    #[error("its place was given to another connection before it had asked for anything")]
+    Evicted,
     #[error(transparent)]
     Unread(#[from] Unread),
 }
@@ -146,6 +173,8 @@ impl Failed {
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),
+            // Counted and logged as such.
+            Self::Evicted => return ("evicted", false),
             Self::Full | Self::Unread(Unread::Full) => return ("full", true),
             Self::Unread(Unread::Unwelcome(_)) => return ("unwelcome", true),
             Self::Tls(error) => tls_error(error),
@@ -167,7 +196,10 @@ impl Failed {
 struct Desk {
     admission: Arc<Admission>,
     arrived: mpsc::Sender<Box<Arrived>>,
-    joining: Arc<Semaphore>,
+    arriving: ConnectionLimit,
+    shaking: ConnectionLimit,
+    joining: ConnectionLimit,
+    renewing: ConnectionLimit,
     stop: CancellationToken,
 }
 
@@ -204,25 +236,31 @@ impl Admission {
         let grace = self.drain + FAREWELL;
         let cores: Vec<CoreId> = self.cores.all().collect();
         let mut next = cores.iter().copied().cycle();
-        let (arrived, mut arrivals) = mpsc::channel(HANDSHAKES);
+        let (arrived, mut arrivals) = mpsc::channel(self.places.handshakes);
+        let limit = |name, most| self.metrics.connection_limit(name, most);
         let desk = Desk {
+            arriving: limit("tunnel_arriving", self.places.arriving),
+            shaking: limit("tunnel_handshakes", self.places.handshakes),
+            joining: limit("joining", self.places.joining),
+            renewing: limit("renewing", self.places.renewing),
             admission: Arc::new(self),
             arrived,
-            joining: Arc::new(Semaphore::new(JOINING)),
             stop: stop.clone(),
         };
         let tasks = Tasks::new(&CancellationToken::new());
-        let permits = Arc::new(Semaphore::new(HANDSHAKES));
         loop {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 Some(arrived) = arrivals.recv() => desk.admission.carry(&tasks, arrived),
-                (permit, socket, from) = accept(&listener, &permits) => {
+                (socket, peer) = listener.accept() => {
+                    let (listener::Peer::Tcp(from), Ok(slot)) = (peer, desk.arriving.admit(peer)) else {
+                        continue;
+                    };
                     let core = next.next().unwrap_or(CoreId(0));
                     let span = info_span!("handshake", %from);
                     let runtime = desk.admission.cores.runtime(core);
-                    tasks.spawn_on(runtime, span, desk.clone().greet(permit, socket, from));
+                    tasks.spawn_on(runtime, span, desk.clone().greet(slot, socket.detach(), from));
                 }
             }
         }
@@ -243,48 +281,16 @@ impl Admission {
     }
 }
 
-/// The next connection that there is room for.
-async fn accept(
-    listener: &Listener,
-    permits: &Arc<Semaphore>,
-) -> (
-    Option<OwnedSemaphorePermit>,
-    io::Result<Detached>,
-    SocketAddr,
-) {
-    loop {
-        // Nobody closes the semaphore.
-        let permit = permits.clone().acquire_owned().await.ok();
-        let (socket, peer) = listener.accept().await;
-        if let listener::Peer::Tcp(from) = peer {
-            return (permit, socket.detach(), from);
-        }
-    }
-}
-
 impl Desk {
     /// One connection, from its first byte to its tunnel or to the end of its requests.
-    async fn greet(
-        self,
-        permit: Option<OwnedSemaphorePermit>,
-        socket: io::Result<Detached>,
-        from: SocketAddr,
-    ) {
-        let bound = self.admission.settings.handshake_timeout;
-        let tls = self.admission.tls.load_full();
-        let shaken = match timeout(bound, tls.handshake(socket)).await {
-            Ok(Ok(shaken)) => shaken,
-            Ok(Err(Unshaken { error, socket })) => {
-                self.refused(from, &error.into());
-                // That it may read why takes a place of those who come.
-                if let Some(socket) = socket {
-                    linger::close(socket).await;
-                }
-                return;
-            }
-            Err(_) => return self.refused(from, &Failed::TooSlow(bound)),
+    async fn greet(self, slot: Slot, socket: io::Result<Detached>, from: SocketAddr) {
+        let shaken = match slot.run(self.shake(&slot, socket, from)).await {
+            Some(Ok(Some(shaken))) => shaken,
+            Some(Ok(None)) => return,
+            Some(Err(failed)) => return self.refused(from, &failed),
+            None => return self.refused(from, &Failed::Evicted),
         };
-        drop(permit);
+        drop(slot);
         let done = match shaken {
             (Way::Tunnel, io, round_trip) => self.hand_over(io, from, round_trip).await,
             // Boxed: serving HTTP takes ten times the room of a handshake, and a tunnel never needs it.
@@ -292,6 +298,33 @@ impl Desk {
         };
         if let Err(failed) = done {
             self.refused(from, &failed);
+        }
+    }
+
+    /// Finishes TLS within its bound. Returns nothing where the peer was told why not.
+    async fn shake(
+        &self,
+        slot: &Slot,
+        socket: io::Result<Detached>,
+        from: SocketAddr,
+    ) -> Result<Option<(Way, Io, Duration)>, Failed> {
+        let bound = self.admission.settings.handshake_timeout;
+        let tls = self.admission.tls.load_full();
+        let turn = async {
+            let busy = slot.busy();
+            (busy, self.shaking.acquire(from.ip()).await)
+        };
+        match timeout(bound, tls.handshake(socket, turn)).await {
+            Ok(Ok(shaken)) => Ok(Some(shaken)),
+            Ok(Err(Unshaken { error, socket })) => {
+                self.refused(from, &error.into());
+                // That it may read why takes a place of those who come.
+                if let Some(socket) = socket {
+                    linger::close(socket).await;
+                }
+                Ok(None)
+            }
+            Err(_) => Err(Failed::TooSlow(bound)),
         }
     }
 
@@ -350,7 +383,10 @@ impl Desk {
             },
             Err(refused) => return Err(refused.into()),
         };
-        let _permit = self.joining.try_acquire().map_err(|_| Failed::Full)?;
+        // A certificate of the cluster's own signers names a node as well.
+        let known = identity.is_some() || vouched.is_some();
+        let limit = if known { &self.renewing } else { &self.joining };
+        let slot = limit.admit(from.ip()).map_err(|_| Failed::Full)?;
         let peer = Peer {
             address: Some(from.ip().to_canonical()),
             identity,
@@ -358,9 +394,9 @@ impl Desk {
             root,
             vouched,
         };
-        let router = self.admission.enrol.clone();
-        http::serve(io, router, peer, http::SHORT, self.stop.clone()).await;
-        Ok(())
+        let (router, stop) = (self.admission.enrol.clone(), self.stop.clone());
+        let serving = http::serve(io, router, (peer, Some(&slot)), http::SHORT, stop);
+        slot.run(serving).await.ok_or(Failed::Evicted)
     }
 
     /// Serves an edge that reads what its cluster has.

@@ -1,5 +1,6 @@
 //! HTTP of the control path: a router over one connection or over a listener, and its failures.
 //!
+//! A connection between two requests gives its place to another one where there are no others (`ConnectionLimit`).
 //! Everything that runs for a connection belongs to it: HTTP/2 streams are tasks of the connection's own
 //! branch, and dropping the connection ends them. A connection's life is bounded, so that nobody holds
 //! one for nothing, but for those that read what changes (`control::pool`).
@@ -10,17 +11,24 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use causeway_certs::{Fingerprint, Identity, Vouched};
-use causeway_tunnel::{listener::Bound, task::Tasks};
+use causeway_tunnel::{
+    connection_limit::{ConnectionLimit, Slot},
+    listener::Bound,
+    task::Tasks,
+};
+use http_body_util::BodyExt;
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
 };
 use serde_json::json;
-use std::{borrow::Cow, future::Future, net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use std::{
+    borrow::Cow, convert::Infallible, future::Future, net::IpAddr, pin::pin, sync::Arc,
+    time::Duration,
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    sync::Semaphore,
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -30,7 +38,7 @@ use tracing::info_span;
 /// A head has to be there within this time.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
 /// Connections at once to one listener, at about 20 KiB each.
-const CONNECTIONS: usize = 256;
+pub(crate) const CONNECTIONS: usize = 256;
 /// What requests get to end when the listener stops.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -69,7 +77,7 @@ pub struct Peer {
 }
 
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
-pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
+pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: CancellationToken) {
     let listener = match listener.attach() {
         Ok(listener) => listener,
         Err(error) => {
@@ -78,16 +86,14 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         }
     };
     let connections = Tasks::new(&CancellationToken::new());
-    let permits = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
-        let accept = async {
-            let permit = permits.clone().acquire_owned().await;
-            (permit, listener.accept().await)
-        };
-        let (permit, (socket, from)) = tokio::select! {
+        let (socket, from) = tokio::select! {
             biased;
             () = stop.cancelled() => break,
-            accepted = accept => accepted,
+            accepted = listener.accept() => accepted,
+        };
+        let Ok(slot) = limit.admit(from) else {
+            continue;
         };
         let peer = Peer {
             address: from.ip(),
@@ -98,18 +104,19 @@ pub async fn run(listener: Bound, router: Router, stop: CancellationToken) {
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            serve(socket, router, peer, SHORT, stop).await;
-            drop(permit);
+            let serving = serve(socket, router, (peer, Some(&slot)), SHORT, stop);
+            slot.run(serving).await;
         });
     }
     connections.drain(GRACE).await;
 }
 
-/// Serves one connection until its peer, its time or `stop` ends it.
+/// Serves one connection until its peer, its time or `stop` ends it. Each request keeps `slot` busy until its answer is
+/// written.
 pub(crate) async fn serve(
     io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
-    peer: Peer,
+    (peer, slot): (Peer, Option<&Slot>),
     bounds: Bounds,
     stop: CancellationToken,
 ) {
@@ -127,7 +134,17 @@ pub(crate) async fn serve(
         .keep_alive_timeout(HEAD_WITHIN);
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
         request.extensions_mut().insert(peer.clone());
-        router.clone().call(request)
+        let busy = slot.map(Slot::busy);
+        let answer = router.clone().call(request);
+        async move {
+            let answer = answer.await?;
+            Ok::<_, Infallible>(answer.map(|body| {
+                body.map_frame(move |frame| {
+                    let _until_written = &busy;
+                    frame
+                })
+            }))
+        }
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
     let over = async {

@@ -180,7 +180,13 @@ impl Reading {
         let _open = self.metrics.reader();
         tracing::debug!(%node, ?right, "{node} reads here");
         let router = self.router(right, &entered);
-        let serving = http::serve(reader.io, router, reader.peer, BOUNDS, entered.end.clone());
+        let serving = http::serve(
+            reader.io,
+            router,
+            (reader.peer, None),
+            BOUNDS,
+            entered.end.clone(),
+        );
         let leaving = async {
             stop.cancelled().await;
             sleep(SPREAD.min(drain / 4).mul_f64(rand::random())).await;

@@ -298,7 +298,7 @@ fn shared(
         reviews: reviews.map(answers),
         nodes: base.nodes.reader(),
         registry: Registry::new(cores),
-        limits: Limits::new(config.limits.clone()),
+        limits: Limits::new(config.limits.clone(), &metrics),
         direct: Count::default(),
         authorizer,
         apps: Apps::new(by_port, kept, base.pins.clone()),

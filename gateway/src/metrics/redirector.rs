@@ -1,6 +1,7 @@
 //! Every metric of a redirector; a doc comment here is the metric's help text.
 
 use super::{ClusterMetrics, Label, Open};
+use causeway_tunnel::connection_limit::ConnectionLimit;
 use prometheus_client::{
     encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -17,6 +18,8 @@ declare! {
     connections: Counter,
     /// Callers' connections that were reset before they came to a gateway, by why.
     connections_failed: Family<[Label; 1], Counter>,
+    /// Connections that were refused for want of a place, or evicted since another one needed theirs, by limit.
+    connections_turned_away: Family<[Label; 2], Counter>,
     /// Gateways that could not be reached when a connection was to be passed on.
     gateways_failed: Counter,
     /// Addresses of nodes of which connections are led away.
@@ -50,6 +53,16 @@ impl RedirectorMetrics {
         let mut registry = Registry::with_prefix(PREFIX);
         declared.register(&mut registry);
         Arc::new(Self { registry, declared })
+    }
+
+    /// Returns a limit on connections whose refusals and evictions are counted.
+    pub fn connection_limit(self: &Arc<Self>, name: &'static str, most: usize) -> ConnectionLimit {
+        let metrics = self.clone();
+        ConnectionLimit::new(name, most, move |turned| {
+            let labels = [("limit", name), ("outcome", turned.as_str())];
+            let turned_away = &metrics.declared.connections_turned_away;
+            turned_away.get_or_create(&labels).inc();
+        })
     }
 
     /// All metrics in `OpenMetrics` text format.

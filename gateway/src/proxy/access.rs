@@ -19,7 +19,7 @@ use crate::{
     },
     state::{TunnelId, policy::Matched},
 };
-use causeway_tunnel::{copy::Passed, listener::Peer};
+use causeway_tunnel::{connection_limit::Busy, copy::Passed, listener::Peer};
 use http::{Method, Request, StatusCode};
 use std::{
     fmt::Write as _,
@@ -37,6 +37,8 @@ pub struct Record {
     method: String,
     path: String,
     trace: Trace,
+    /// Keeps the connection's place for as long as the stream lives.
+    _busy: Busy,
     /// Bytes both ways: up is from the caller, down is to it.
     pub passed: Arc<Passed>,
     filled: Mutex<Filled>,
@@ -92,6 +94,7 @@ impl Record {
             method: method.to_owned(),
             path: path.to_owned(),
             trace,
+            _busy: connection.room.busy(),
             passed: Arc::default(),
             filled: Mutex::new(filled),
         })

@@ -21,7 +21,6 @@ use crate::{
     proxy::{
         Proxy, Shared,
         caller::{Authentication, Caller, LastToken, Method},
-        limits::Taken,
         route::Asked,
         told::Told,
     },
@@ -33,7 +32,7 @@ use causeway_certs::{
     Fingerprint, FrontResolver, NodeName,
     verify::{PeerRefused, Trust},
 };
-use causeway_tunnel::listener::Peer;
+use causeway_tunnel::{connection_limit::Slot, listener::Peer};
 use door::Door;
 pub use door::Entrance;
 use idle::Idle;
@@ -192,7 +191,8 @@ pub struct Connection {
     /// What `Forwarded` said last, and for which authority: a kept-alive caller mostly names one.
     pub(crate) forwarded: Mutex<Option<(Option<Box<str>>, HeaderValue)>>,
     nobody: OnceLock<Caller>,
-    _room: Taken,
+    /// The place of the connection, which each of its streams keeps.
+    pub(crate) room: Slot,
     _open: ConnectionGuard,
 }
 
@@ -215,7 +215,7 @@ impl Connection {
 pub(crate) struct Arrival {
     pub(crate) peer: Peer,
     pub(crate) original: Option<SocketAddr>,
-    pub(crate) room: Taken,
+    pub(crate) room: Slot,
 }
 
 impl Arrival {
@@ -226,6 +226,9 @@ impl Arrival {
         tls: bool,
         caller: Result<Option<Caller>, PeerRefused>,
     ) -> Connection {
+        if matches!(caller, Ok(Some(_))) {
+            self.room.settle();
+        }
         Connection {
             peer: self.peer,
             sni,
@@ -238,7 +241,7 @@ impl Arrival {
             window: http::window(proxy),
             forwarded: Mutex::default(),
             nobody: OnceLock::new(),
-            _room: self.room,
+            room: self.room,
             _open: proxy.front.metrics.connection(),
         }
     }

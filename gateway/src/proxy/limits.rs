@@ -1,4 +1,5 @@
-//! How many streams may be open: in all, for a caller, for a node; and none where too much is unread.
+//! How many connections and streams may be open: connections in all, streams in all, for a caller, for a node; and none
+//! where too much is unread.
 //!
 //! Only atomics on the way: a caller's count is looked up once a connection and travels with the caller, a
 //! node's comes with the picked tunnel. A permit gives back what it took when it is dropped, wherever.
@@ -6,9 +7,13 @@
 use crate::{
     config,
     error::{Error, Reason},
-    seldom::Seldom,
+    metrics::Metrics,
 };
-use causeway_tunnel::unread::Pressure;
+use causeway_tunnel::{
+    connection_limit::{ConnectionLimit, Slot},
+    listener::Peer,
+    unread::Pressure,
+};
 use std::{
     collections::HashMap,
     sync::{
@@ -25,8 +30,7 @@ pub type Count = Arc<AtomicUsize>;
 pub struct Limits {
     bounds: config::Limits,
     all: Count,
-    connections: Count,
-    turned_away: Seldom,
+    connections: ConnectionLimit,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     pressure: Arc<Pressure>,
 }
@@ -56,13 +60,12 @@ fn take(count: &Count, most: usize) -> Option<Taken> {
 
 impl Limits {
     /// Nothing is open.
-    pub fn new(bounds: config::Limits) -> Self {
+    pub fn new(bounds: config::Limits, metrics: &Arc<Metrics>) -> Self {
         Self {
             pressure: Arc::new(Pressure::new(bounds.unread)),
+            connections: metrics.connection_limit("connections", bounds.connections),
             bounds,
             all: Count::default(),
-            connections: Count::default(),
-            turned_away: Seldom::default(),
             callers: Mutex::default(),
         }
     }
@@ -89,17 +92,12 @@ impl Limits {
 
     /// Callers' connections that are open.
     pub fn connections(&self) -> usize {
-        self.connections.load(Relaxed)
+        self.connections.held()
     }
 
-    /// Room for one more connection of a caller, if there is.
-    pub fn connection(&self) -> Option<Taken> {
-        take(&self.connections, self.bounds.connections)
-    }
-
-    /// Notes that there was none. Where it is time to say so: how many there were since it was said last.
-    pub fn turned_away(&self) -> Option<usize> {
-        self.turned_away.happened()
+    /// Returns the place of one more connection of a client, if there is one.
+    pub fn connection(&self, peer: Peer) -> Option<Slot> {
+        self.connections.admit(peer).ok()
     }
 
     /// Room for one more stream.
@@ -142,7 +140,7 @@ mod tests {
             per_node: 2,
             ..config::Limits::default()
         };
-        let limits = Limits::new(bounds);
+        let limits = Limits::new(bounds, &Metrics::new());
         let alice = limits.caller(&"alice".into());
         let bob = limits.caller(&"bob".into());
         let (near, far) = (Count::default(), Count::default());
@@ -163,26 +161,13 @@ mod tests {
         );
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_flood_of_connections_is_told_now_and_then() {
-        let limits = Limits::new(config::Limits {
-            connections: 1,
-            ..config::Limits::default()
-        });
-        let _room = limits.connection().unwrap();
-        assert!(limits.connection().is_none());
-        assert_eq!(limits.turned_away(), Some(1));
-        assert!((0..5).all(|_| limits.turned_away().is_none()));
-        tokio::time::advance(crate::seldom::SAY).await;
-        assert_eq!(limits.turned_away(), Some(6));
-    }
-
     #[test]
     fn a_node_has_a_limit_of_its_own() {
-        let limits = Limits::new(config::Limits {
+        let bounds = config::Limits {
             per_node: 1,
             ..config::Limits::default()
-        });
+        };
+        let limits = Limits::new(bounds, &Metrics::new());
         let (caller, node) = (Count::default(), Count::default());
         let _held = limits.admit(&caller, &node).unwrap();
         assert!(

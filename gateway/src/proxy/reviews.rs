@@ -98,7 +98,7 @@ pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
             node: ask.route.node.to_string(),
             subresource,
         };
-        let allowed = answers.access(access).await;
+        let allowed = answers.access(access, ask.from).await;
         if allowed.map_err(|unanswered| unanswered.of(what))? {
             return Ok(());
         }

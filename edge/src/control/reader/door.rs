@@ -1,22 +1,26 @@
 //! Where readers come in over TLS: handshakes are tasks, a bounded number of them, each with a bound in
-//! time; connections are bounded, too, and handed over to one server. Of both each has a share, by its address and by its name.
+//! time; connections are bounded, too, and handed over to one server. Of both each source has a share (`ConnectionLimit`), and
+//! each guest has one of the connections. A handshake that rests gives its place to another one.
 //! Who comes is asked after the handshake and for as long as the connection stays.
 
 use super::share::Shares;
-use crate::control::listen::{AcceptedConnections, LimitedConnection, watch_over};
+use crate::{
+    control::listen::{AcceptedConnections, LimitedConnection, watch_over},
+    metrics::Metrics,
+};
 use axum::{Router, serve::Listener};
-use causeway_tunnel::{linger, task::Tasks};
+use causeway_tunnel::{connection_limit::ConnectionLimit, linger, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::mpsc,
     time::{Instant, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
@@ -27,8 +31,6 @@ use tracing::{debug, info_span, warn};
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Handshakes at once: each costs a signature or two.
 const HANDS: usize = 256;
-/// Of these, from one address, while less than half of them are left: one that shakes no hands holds up itself.
-const HANDS_EACH: usize = 32;
 /// How long what was said once is told at debug only.
 const QUIET: Duration = Duration::from_mins(10);
 
@@ -56,6 +58,8 @@ pub(super) struct Door {
     pub(super) host: Arc<dyn Host>,
     /// A word for them in the log.
     pub(super) guests: &'static str,
+    /// What is counted.
+    pub(super) metrics: Arc<Metrics>,
     /// Connections at once.
     pub(super) most: usize,
     /// Of these, for one of its guests.
@@ -71,7 +75,8 @@ impl Door {
         let (hand_over, accepted) = mpsc::channel(1);
         let tasks = Arc::new(Tasks::new(&stop));
         let hall = Hall {
-            shaking: Shares::new(),
+            shaking: self.metrics.connection_limit("reader_handshakes", HANDS),
+            places: self.metrics.connection_limit("readers", self.most),
             staying: Shares::new(),
             each: self.each,
             host: self.host,
@@ -79,13 +84,12 @@ impl Door {
             hand_over,
             stop: stop.clone(),
             refused: Arc::default(),
-            full: Arc::default(),
         };
         tokio::select! {
             served = async { axum::serve(AcceptedConnections { accepted, address }, router).await } => {
                 debug!(?served, "a listener of the reader's ended");
             }
-            () = hall.accept(self.listener, self.most, &tasks) => {}
+            () = hall.accept(self.listener, &tasks) => {}
             () = stop.cancelled() => {}
         }
     }
@@ -94,17 +98,17 @@ impl Door {
 /// Between the listener and the server.
 #[derive(Clone)]
 struct Hall {
-    /// Whose handshakes, and whose connections, there are.
-    shaking: Shares<IpAddr>,
+    shaking: ConnectionLimit,
+    places: ConnectionLimit,
+    /// Whose connections there are.
     staying: Shares<String>,
     each: usize,
     host: Arc<dyn Host>,
     guests: &'static str,
     hand_over: mpsc::Sender<(LimitedConnection<TlsStream<TcpStream>>, SocketAddr)>,
     stop: CancellationToken,
-    /// When it was said that somebody was refused, and that there is no place.
+    /// When it was said that somebody was refused.
     refused: Arc<Rarely>,
-    full: Arc<Rarely>,
 }
 
 /// What is said aloud once in a while, for whoever wonders why nobody reads here.
@@ -123,42 +127,28 @@ impl Rarely {
 }
 
 impl Hall {
-    async fn accept(&self, mut listener: TcpListener, most: usize, tasks: &Tasks) {
-        let (hands, places) = (
-            Arc::new(Semaphore::new(HANDS)),
-            Arc::new(Semaphore::new(most)),
-        );
+    async fn accept(&self, mut listener: TcpListener, tasks: &Tasks) {
         loop {
-            // What waits here is in the system's queue, which has its bound.
-            let Ok(hand) = hands.clone().acquire_owned().await else {
-                return;
-            };
             let (tcp, from) = Listener::accept(&mut listener).await;
-            let Ok(place) = places.clone().try_acquire_owned() else {
-                self.is_full(from);
-                continue;
-            };
-            // Where all are one guest, their address is the same, too.
-            let crowded = hands.available_permits() < HANDS / 2 && self.each < most;
-            let many = if crowded { HANDS_EACH } else { HANDS };
-            let Some(share) = self.shaking.take(from.ip().to_canonical(), many) else {
-                self.refused("as many handshakes of its address are under way as one may have");
+            let Ok(hand) = self.shaking.admit(from.ip()) else {
                 continue;
             };
             watch_over(&tcp);
             let hall = self.clone();
             tasks.spawn(info_span!("guest", kind = self.guests, %from), async move {
-                let shaken = timeout(HANDSHAKE, hall.shake(tcp)).await;
+                let shaken = hand.run(timeout(HANDSHAKE, hall.shake(tcp))).await;
                 match shaken {
-                    Ok(Ok(tls)) => {
-                        drop((hand, share));
-                        hall.keep(tls, from, place).await;
+                    Some(Ok(Ok(tls))) => {
+                        drop(hand);
+                        hall.keep(tls, from).await;
                     }
-                    Ok(Err((why, tcp))) => {
+                    Some(Ok(Err((why, tcp)))) => {
                         hall.refused(&why);
-                        linger::close(tcp).await;
+                        hand.run(linger::close(tcp)).await;
                     }
-                    Err(_) => hall.refused("no TLS in time"),
+                    Some(Err(_)) => hall.refused("no TLS in time"),
+                    // Counted and logged as such.
+                    None => {}
                 }
             });
         }
@@ -174,15 +164,6 @@ impl Hall {
             );
         } else {
             debug!(why, guests, "refused");
-        }
-    }
-
-    fn is_full(&self, from: SocketAddr) {
-        let guests = self.guests;
-        if self.full.is_due() {
-            warn!(%from, guests, "there are as many connections as are taken; for ten minutes others are told at debug");
-        } else {
-            debug!(%from, guests, "there are as many connections as are taken");
         }
     }
 
@@ -205,7 +186,7 @@ impl Hall {
     }
 
     /// Hands the connection over, and closes it once whoever came has to go.
-    async fn keep(&self, tls: TlsStream<TcpStream>, from: SocketAddr, place: OwnedSemaphorePermit) {
+    async fn keep(&self, tls: TlsStream<TcpStream>, from: SocketAddr) {
         let chain = tls.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: Chain = chain.iter().map(|one| one.clone().into_owned()).collect();
         let who = match self.host.guest(&chain) {
@@ -215,6 +196,11 @@ impl Hall {
         let Some(_share) = self.staying.take(who.clone(), self.each) else {
             return self.refused("it has as many connections here as one may have");
         };
+        // It has proven who it is: its place is taken from nobody else, and nobody takes it.
+        let Ok(place) = self.places.admit(from.ip()) else {
+            return;
+        };
+        place.settle();
         let over = self.stop.child_token();
         let connection = LimitedConnection::new(tls, place, over.clone());
         if self.hand_over.send((connection, from)).await.is_err() {

@@ -7,7 +7,10 @@ use super::{
     choose::At,
     door::{Chain, Door, Host},
 };
-use crate::control::listen::{LimitedListener, Own, guard};
+use crate::{
+    control::listen::{LimitedListener, Own, guard},
+    metrics::Metrics,
+};
 use axum::{
     Router,
     body::Body,
@@ -17,6 +20,7 @@ use axum::{
 };
 use causeway_certs::verify::Shown;
 use causeway_pool::{Grant, Pool};
+use causeway_tunnel::connection_limit::ConnectionLimit;
 use futures_util::future::BoxFuture;
 use rustls_pki_types::CertificateDer;
 use std::{future::pending, sync::Arc};
@@ -58,7 +62,12 @@ pub(super) struct Endpoint {
 
 impl Endpoint {
     /// Serves this machine until `stop`.
-    pub(super) async fn run(self, (router, node): (Router, String), stop: CancellationToken) {
+    pub(super) async fn run(
+        self,
+        (router, node): (Router, String),
+        metrics: Arc<Metrics>,
+        stop: CancellationToken,
+    ) {
         let Self { listener, shown } = self;
         let own = Arc::new(Own {
             address: listener.local_addr().map(|address| address.ip()).ok(),
@@ -69,12 +78,14 @@ impl Endpoint {
             guard(own.clone(), request, next)
         }));
         let Some(shown) = shown else {
-            return plain(listener, router, stop).await;
+            let places = metrics.connection_limit("reader_endpoint", MOST);
+            return plain(places, listener, router, stop).await;
         };
         let door = Door {
             listener,
             host: Arc::new(Programs(shown)),
             guests: "program",
+            metrics,
             most: MOST,
             // They are all one guest here.
             each: MOST,
@@ -83,8 +94,13 @@ impl Endpoint {
     }
 }
 
-async fn plain(listener: TcpListener, router: Router, stop: CancellationToken) {
-    let listener = LimitedListener::new(MOST, listener, stop.clone());
+async fn plain(
+    limit: ConnectionLimit,
+    listener: TcpListener,
+    router: Router,
+    stop: CancellationToken,
+) {
+    let listener = LimitedListener::new(limit, listener, stop.clone());
     tokio::select! {
         served = async { axum::serve(listener, router).await } => {
             debug!(?served, "the reader's endpoint ended");

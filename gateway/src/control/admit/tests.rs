@@ -1,3 +1,4 @@
+use super::Places;
 use crate::{
     control::{
         drain::{Fronts, drain},
@@ -668,4 +669,79 @@ async fn a_drain_ends_streams_that_do_not_end_themselves() {
     assert!(opened.answer.await.is_err());
     drop(asked);
     edge.ended().await;
+}
+
+/// Few places, so that a test fills them.
+const FEW: Places = Places {
+    arriving: 8,
+    handshakes: 4,
+    joining: 4,
+    renewing: 4,
+};
+
+/// All of them from the address that the edge comes from as well: the worst case.
+#[tokio::test]
+async fn silent_connections_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut silent = Vec::new();
+    for _ in 0..4 * FEW.arriving {
+        silent.push(TcpStream::connect(world.address).await.unwrap());
+    }
+    let _tunnel = world.joined(&edge, "a", 0).await;
+    let evicted = 4 * FEW.arriving - FEW.arriving * 3 / 4 + 1;
+    let line = format!(
+        r#"connections_turned_away_total{{limit="tunnel_arriving",outcome="evicted"}} {evicted}"#
+    );
+    world.until(|world| world.counted(&line)).await;
+}
+
+/// A peer that has sent half of its `ClientHello` is as good as one that has sent nothing.
+#[tokio::test]
+async fn begun_client_hellos_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut begun = Vec::new();
+    for _ in 0..4 * FEW.arriving {
+        let mut tcp = TcpStream::connect(world.address).await.unwrap();
+        // The header of a handshake record, and no record.
+        tcp.write_all(&[22, 3, 1, 0, 200, 1]).await.unwrap();
+        begun.push(tcp);
+    }
+    let _tunnel = world.joined(&edge, "a", 0).await;
+}
+
+#[tokio::test]
+async fn strangers_that_finish_tls_keep_nobody_from_joining_or_renewing() {
+    let world = World::with_places(FEW);
+    let stranger = verify::join_client(world.ca.fingerprint()).unwrap();
+    let stranger = offering(&stranger, wire::ALPN_HTTP11);
+    let mut idle = Vec::new();
+    for _ in 0..4 * FEW.joining {
+        idle.push(world.tls(stranger.clone()).await.unwrap());
+    }
+    let asks = async |config: Arc<ClientConfig>| {
+        let mut io = world.tls(config).await.unwrap();
+        io.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await
+            .unwrap();
+        let mut head = [0; 12];
+        timeout(LONG, io.read_exact(&mut head))
+            .await
+            .unwrap()
+            .unwrap();
+        String::from_utf8(head.to_vec()).unwrap()
+    };
+    assert_eq!(asks(stranger).await, "HTTP/1.1 404");
+    let edge = world.enrolled("edge-1");
+    let renews = verify::control_client(&edge).unwrap();
+    assert_eq!(
+        asks(offering(&renews, wire::ALPN_HTTP11)).await,
+        "HTTP/1.1 404"
+    );
+    let metrics = world.metrics.encode();
+    assert!(
+        !metrics.contains("limit=\"renewing\""),
+        "no stranger has a place there"
+    );
 }

@@ -147,10 +147,12 @@ impl Tls {
         Some(cluster.node(chain, UnixTime::now()))
     }
 
-    /// Finishes TLS, and takes the time that its last flight needed: one round trip.
-    pub(super) async fn handshake(
+    /// Finishes TLS, and takes the time that its last flight needed: one round trip. Awaits `turn` once the `ClientHello` is
+    /// there, and keeps its result until the handshake is over.
+    pub(super) async fn handshake<T>(
         &self,
         socket: io::Result<Detached>,
+        turn: impl Future<Output = T>,
     ) -> Result<(Way, Io, Duration), Unshaken> {
         let socket = socket?.attach()?;
         if let Some(tcp) = socket.tcp() {
@@ -159,6 +161,7 @@ impl Tls {
         let acceptor = rustls::server::Acceptor::default();
         let begun = LazyConfigAcceptor::new(acceptor, Counted::new(socket)).await?;
         let (way, config) = self.choose(&begun.client_hello());
+        let _turn = turn.await;
         let answered = Instant::now();
         let shaken = begun.into_stream(config).into_fallible().await;
         let mut io = shaken.map_err(|(error, socket)| Unshaken {

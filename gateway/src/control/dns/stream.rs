@@ -1,15 +1,13 @@
 //! Questions over TCP, each with its length before it (RFC 7766).
 //!
-//! A connection costs a permit, and its waits are bounded: for the next question, for the whole of it, for the answer to be
-//! taken. When half of the permits are out, connections that rest are closed sooner, and beyond the last one new ones at
-//! once: whoever holds them keeps nobody from asking by datagram.
+//! Connections are limited, with a share for each source (`ConnectionLimit`): one that rests gives its place to another where
+//! there are no others. Waits are bounded: for the next question, for the whole of it, for the answer to be taken.
 
 use super::{Names, Over, QUESTION};
-use causeway_tunnel::{listener::Bound, socket::Socket, task::Tasks};
-use std::{io, sync::Arc, time::Duration};
+use causeway_tunnel::{connection_limit::Slot, listener::Bound, socket::Socket, task::Tasks};
+use std::{io, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    sync::Semaphore,
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -19,8 +17,6 @@ use tracing::info_span;
 const CONNECTIONS: usize = 256;
 /// What a forwarder keeps a connection for, commonly.
 const IDLE: Duration = Duration::from_secs(10);
-/// The same where many are here.
-const HURRY: Duration = Duration::from_secs(1);
 /// The rest of a question has to come, and an answer to go, within this time.
 const TRANSFER: Duration = Duration::from_secs(2);
 /// After this time a connection ends with its next answer.
@@ -37,25 +33,24 @@ pub(super) async fn run(listener: Bound, names: &Names, stop: &CancellationToken
         }
     };
     let connections = Tasks::new(&CancellationToken::new());
-    let permits = Arc::new(Semaphore::new(CONNECTIONS));
+    let limit = names
+        .metrics
+        .connection_limit("dns_connections", CONNECTIONS);
     loop {
         let (socket, from) = tokio::select! {
             biased;
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
-        let Ok(permit) = permits.clone().try_acquire_owned() else {
-            names.metrics.limit("dns_connections");
+        let Ok(slot) = limit.admit(from) else {
             continue;
         };
-        let crowded = permits.available_permits() < CONNECTIONS / 2;
-        let idle = if crowded { HURRY } else { IDLE };
         let (names, stop) = (names.clone(), stop.clone());
         connections.spawn(info_span!("dns", %from), async move {
-            if let Err(error) = serve(socket, &names, (idle, &stop)).await {
+            let ended = slot.run(serve(socket, &names, &slot, &stop)).await;
+            if let Some(Err(error)) = ended {
                 tracing::debug!(%error, "a connection for DNS ended out of order");
             }
-            drop(permit);
         });
     }
     connections.drain(GRACE).await;
@@ -64,14 +59,15 @@ pub(super) async fn run(listener: Bound, names: &Names, stop: &CancellationToken
 async fn serve(
     mut socket: Socket,
     names: &Names,
-    (idle, stop): (Duration, &CancellationToken),
+    slot: &Slot,
+    stop: &CancellationToken,
 ) -> io::Result<()> {
     let until = Instant::now() + LIFE;
     while Instant::now() < until {
         let length = tokio::select! {
             biased;
             () = stop.cancelled() => return Ok(()),
-            length = timeout(idle, socket.read_u16()) => length,
+            length = timeout(IDLE, socket.read_u16()) => length,
         };
         let length = match length {
             // Nothing more to ask, or nothing for too long.
@@ -84,6 +80,7 @@ async fn serve(
         }
         let mut question = vec![0; length];
         timeout(TRANSFER, socket.read_exact(&mut question)).await??;
+        let _busy = slot.busy();
         let Some(answer) = names.answer(&question, Over::Tcp) else {
             return Ok(());
         };

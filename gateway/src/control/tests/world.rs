@@ -2,7 +2,7 @@
 
 use super::{FakeEdge, LONG, SHORT, welcome};
 use crate::control::{
-    admit::{Admission, LiveTls, Tls},
+    admit::{Admission, LiveTls, Places, Tls},
     drain::Readiness,
     enrol::{self, Enrolment},
     expel::Roll,
@@ -142,7 +142,22 @@ impl World {
         Self::made(cores, cluster, None)
     }
 
+    /// Of a gateway with as few places, which waits for peers as long as gateways do.
+    pub(crate) fn with_places(places: Places) -> Self {
+        let settings = config::Tunnel::default();
+        Self::built(&Cores::here(), false, None, (settings, places))
+    }
+
     fn made(cores: &Cores, cluster: bool, readers: Option<&config::Readers>) -> Self {
+        Self::built(cores, cluster, readers, (impatient(), Places::default()))
+    }
+
+    fn built(
+        cores: &Cores,
+        cluster: bool,
+        readers: Option<&config::Readers>,
+        (settings, places): (config::Tunnel, Places),
+    ) -> Self {
         install_provider();
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path().join("data"), Access::Create).unwrap();
@@ -167,7 +182,8 @@ impl World {
             tls: tls.clone(),
             ledger,
             ca: live.clone(),
-            settings: impatient(),
+            settings,
+            places,
             pressure: Arc::default(),
             drain: LONG,
             advertised: advertised(&["gw.example:10262", "gw2.example:10262"]),

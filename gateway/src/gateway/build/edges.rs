@@ -3,7 +3,12 @@
 use super::Base;
 use crate::{
     config::{self, Config},
-    control::{admit::Admission, enrol, ledger::Ledger, pool::Reading},
+    control::{
+        admit::{Admission, Places},
+        enrol,
+        ledger::Ledger,
+        pool::Reading,
+    },
     core::Cores,
     gateway::{BindError, identity::Identity},
     proxy::Shared,
@@ -49,6 +54,7 @@ pub(super) fn admission(
         ledger,
         ca: base.ca.clone(),
         settings,
+        places: Places::default(),
         pressure: shared.limits.pressure().clone(),
         drain: config.timeouts.drain,
         advertised: advertised.clone(),

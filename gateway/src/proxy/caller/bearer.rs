@@ -10,6 +10,7 @@ use crate::{
     error::{Error, Reason},
     proxy::{Shared, front::Connection},
 };
+use causeway_tunnel::listener::Peer;
 use std::sync::{Mutex, PoisonError};
 
 /// The caller that the last token on a connection named.
@@ -42,7 +43,7 @@ pub(super) async fn identify(
             return Err(Reason::Unauthenticated.says(nothing));
         }
     };
-    let (caller, holds) = tried(front, token, shared).await?;
+    let (caller, holds) = tried(front, token, connection.peer, shared).await?;
     if caller.method == Method::TokenReview {
         return Ok(caller);
     }
@@ -58,6 +59,7 @@ pub(super) async fn identify(
 async fn tried(
     front: &Authentication,
     token: &str,
+    from: Peer,
     shared: &Shared,
 ) -> Result<(Caller, Option<jwt::Holds>), Error> {
     let refuse = |why| Reason::Unauthenticated.says(why).of_token();
@@ -80,7 +82,7 @@ async fn tried(
             let caller = Caller::new(&found.name, found.groups.clone(), Method::Token, shared);
             Ok((caller, None))
         }
-        (None, Some(review)) => Ok((review.identify(token, shared).await?, None)),
+        (None, Some(review)) => Ok((review.identify(token, from, shared).await?, None)),
         (None, None) => Err(refuse("token: not one that this front knows".into())),
     }
 }

@@ -13,6 +13,7 @@ use crate::{
     state::policy::AUTHENTICATED,
 };
 use causeway_certs::TrustDomain;
+use causeway_tunnel::listener::Peer;
 use std::{borrow::Cow, sync::Arc};
 
 /// Tokens that the API is asked about.
@@ -29,7 +30,12 @@ impl TokenReview {
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`], or [`Reason::Undecided`] if there is no answer.
-    pub(super) async fn identify(&self, token: &str, shared: &Shared) -> Result<Caller, Error> {
+    pub(super) async fn identify(
+        &self,
+        token: &str,
+        from: Peer,
+        shared: &Shared,
+    ) -> Result<Caller, Error> {
         let what = "who you are";
         let Some(answers) = &shared.reviews else {
             return Err(Reason::Undecided.says(format!("{what} can be asked of nobody")));
@@ -37,7 +43,7 @@ impl TokenReview {
         if token.is_empty() || token.len() > jwt::LARGEST {
             return Err(refuse("token_review: the token is empty or too large"));
         }
-        let asked = answers.token(token, &self.audiences).await;
+        let asked = answers.token(token, &self.audiences, from).await;
         let account = asked.map_err(|unanswered| unanswered.of(what))?;
         let account =
             account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?;

@@ -4,15 +4,12 @@
 //! other frame may come in between (RFC 9113 §6.10). Only the heads of frames are looked at, as they pass
 //! between TLS and the engine; what does not begin as HTTP/2 does is not looked at.
 
-use causeway_tunnel::frames::{CONTINUATION, END_HEADERS, Frames, HEADERS, Head, PREFACE, Part};
+use causeway_tunnel::frames::{CONTINUATION, ClientFrames, END_HEADERS, HEADERS, Head, Part};
 
 /// Where the caller stands between its field lists.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    /// How much of the preface has come; `None` where something else came.
-    preface: Option<usize>,
-    seen: bool,
-    frames: Frames,
+    frames: ClientFrames,
     list: List,
 }
 
@@ -28,7 +25,6 @@ impl Blocks {
     /// Takes the next bytes. True where a list has begun in them and goes on behind them, false where one has ended
     /// and none goes on.
     pub(super) fn pass(&mut self, bytes: &[u8]) -> Option<bool> {
-        let bytes = self.greeted(bytes)?;
         let mut changed = None;
         self.frames.pass(bytes, |part| {
             let change = match part {
@@ -38,19 +34,6 @@ impl Blocks {
             changed = change.or(changed);
         });
         changed
-    }
-
-    /// What lies behind the preface.
-    fn greeted<'a>(&mut self, bytes: &'a [u8]) -> Option<&'a [u8]> {
-        if !std::mem::replace(&mut self.seen, true) {
-            self.preface = Some(0);
-        }
-        let have = self.preface?;
-        let part = bytes.len().min(PREFACE.len() - have);
-        let (taken, rest) = bytes.split_at(part);
-        let sound = PREFACE.get(have..have + part) == Some(taken);
-        self.preface = sound.then_some(have + part);
-        sound.then_some(rest)
     }
 }
 
@@ -76,6 +59,7 @@ impl List {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use causeway_tunnel::frames::PREFACE;
 
     fn frame(kind: u8, flags: u8, length: u8) -> Vec<u8> {
         let mut bytes = vec![0, 0, length, kind, flags, 0, 0, 0, 1];

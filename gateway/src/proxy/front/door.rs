@@ -10,12 +10,12 @@ use crate::{
     proxy::{
         Proxy,
         caller::{Caller, Method, UID},
-        limits::Taken,
         route::{self, Asked},
     },
 };
 use arc_swap::ArcSwap;
 use causeway_tunnel::{
+    connection_limit::Slot,
     listener::{Bound, Listener, Peer, original_destination},
     socket::{Detached, Socket},
 };
@@ -151,27 +151,19 @@ impl Door {
 
     fn let_in(&self, core: CoreId, socket: Socket, peer: Peer) {
         let proxy = &self.proxies[core.0];
-        let Some(room) = proxy.shared.limits.connection() else {
-            proxy.shared.metrics.limit("connections");
-            // Not even TLS is spoken yet: this line and the metric are all that tells why.
-            if let Some(turned_away) = proxy.shared.limits.turned_away() {
-                tracing::warn!(
-                    front = proxy.front.name,
-                    turned_away,
-                    "there are as many callers' connections as may be (limits.connections)"
-                );
-            }
+        // Not even TLS is spoken yet: the metric and a line of the log are all that tells why.
+        let Some(room) = proxy.shared.limits.connection(peer) else {
             return;
         };
         let door = self.clone();
         let span = debug_span!("connection", %peer);
-        proxy.tasks.spawn(
-            span,
-            async move { door.welcome(core, socket, peer, room).await },
-        );
+        proxy.tasks.spawn(span, async move {
+            let place = room.clone();
+            place.run(door.welcome(core, socket, peer, room)).await;
+        });
     }
 
-    async fn welcome(self, core: CoreId, mut socket: Socket, peer: Peer, room: Taken) {
+    async fn welcome(self, core: CoreId, mut socket: Socket, peer: Peer, room: Slot) {
         let front = &self.proxies[core.0].front;
         let Some((peer, original)) = self.told(core, &mut socket, peer).await else {
             return;
@@ -200,13 +192,14 @@ impl Door {
                 Peer::Tcp(_) => None,
             };
             let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(caller)));
-            serve(
+            let place = connection.room.clone();
+            let serving = serve(
                 &proxy,
                 io::Io::plain(socket, &connection.condition),
                 connection,
                 door.stop.clone(),
-            )
-            .await;
+            );
+            place.run(serving).await;
         });
     }
 

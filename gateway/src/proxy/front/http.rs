@@ -2,11 +2,11 @@
 //!
 //! What ALPN agreed on decides; without ALPN the first bytes do. A head that is longer on its way than its bound
 //! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
-//! on a public front they are the protection.
+//! on a public front they are the protection. Control frames have a budget below hyper, see [`Calm`].
 
 use super::{Connection, io::Io};
 use crate::proxy::{Proxy, outgoing::Outgoing};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{calm::Calm, task::Tasks};
 use http::{Request, Response, Version};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
@@ -54,6 +54,11 @@ pub(super) async fn serve(
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
         async move { Ok::<_, Infallible>(answer(&proxy, &connection, request).await) }
+    });
+    let metrics = proxy.shared.metrics.clone();
+    let io = Calm::new(io, move || {
+        tracing::debug!("a client flooded its connection with control frames");
+        metrics.limit("control_frames");
     });
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();

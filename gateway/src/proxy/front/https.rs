@@ -19,7 +19,7 @@ use causeway_certs::{
 use causeway_tunnel::{linger, socket::Socket, wire};
 use rustls::server::{Accepted, Acceptor};
 use rustls_pki_types::UnixTime;
-use std::sync::Arc;
+use std::{pin::pin, sync::Arc};
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
 
@@ -41,10 +41,14 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
     let accepted = start.accepted;
     door.hand_over((core, home), start.io, move |door, socket| async move {
         let proxy = door.proxies[home.0].clone();
-        let shaken = finish(&proxy, accepted, (socket, &arrival), deadline).await;
-        if let Some(stream) = shaken {
-            begin(stream, arrival, door, home).await;
-        }
+        let place = arrival.room.clone();
+        let serving = pin!(async {
+            let shaken = finish(&proxy, accepted, (socket, &arrival), deadline).await;
+            if let Some(stream) = shaken {
+                begin(stream, arrival, door, home).await;
+            }
+        });
+        place.run(serving).await;
     });
 }
 

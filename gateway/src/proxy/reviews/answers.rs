@@ -8,7 +8,10 @@
 use super::{Access, Account, Reviews, Unanswered};
 use crate::{config::Kubernetes, metrics::Metrics, proxy::caller::jwt};
 use causeway_rt::{Cache, CachedValue};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{
+    connection_limit::{ConnectionLimit, Source},
+    task::Tasks,
+};
 use sha2::{Digest, Sha256};
 use std::{
     sync::{
@@ -17,11 +20,7 @@ use std::{
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::{
-    runtime::Handle,
-    sync::{Semaphore, oneshot},
-    time::timeout,
-};
+use tokio::{runtime::Handle, sync::oneshot, time::timeout};
 use tracing::info_span;
 
 /// How long it is known that there is no answer.
@@ -29,7 +28,7 @@ const UNKNOWN: Duration = Duration::from_secs(1);
 /// How many answers of each kind are kept; beyond, it is asked more often.
 const MOST: u64 = 20_000;
 /// How many questions of each kind are in the air: whoever comes with wrong tokens by the thousand has them wait, and
-/// not the cluster's API.
+/// neither the cluster's API nor clients from elsewhere.
 const AT_ONCE: usize = 64;
 
 type Key = [u8; 32];
@@ -53,7 +52,7 @@ struct Known {
     cache: Cache<Key, Answer>,
     /// For how long.
     lives: Lives,
-    room: Arc<Semaphore>,
+    room: ConnectionLimit,
     heard: Arc<Heard>,
 }
 
@@ -85,7 +84,8 @@ impl Answers {
                 allowed: kubernetes.review_allowed_for,
                 refused: kubernetes.review_refused_for,
             },
-            room: Arc::new(Semaphore::new(AT_ONCE)),
+            // Whoever waits here is neither evicted nor refused.
+            room: ConnectionLimit::new(kind, AT_ONCE, drop),
             heard: heard.clone(),
         };
         Self {
@@ -106,6 +106,7 @@ impl Answers {
         &self,
         token: &str,
         audiences: &[String],
+        from: impl Into<Source>,
     ) -> Result<Option<Arc<Account>>, Unanswered> {
         // Nobody else has to be asked about one that is over.
         let until = jwt::end(token);
@@ -125,7 +126,10 @@ impl Answers {
                 }
             }
         };
-        match self.answer(&self.tokens, key.ended(), question).await {
+        match self
+            .answer(&self.tokens, key.ended(), from.into(), question)
+            .await
+        {
             Answer::Theirs(account, until) => Ok((!until.is_some_and(is_over)).then_some(account)),
             Answer::Unknown(unanswered) => Err(unanswered),
             Answer::Allowed | Answer::Refused => Ok(None),
@@ -136,7 +140,11 @@ impl Answers {
     ///
     /// # Errors
     /// If there is no answer.
-    pub async fn access(&self, access: Access) -> Result<bool, Unanswered> {
+    pub async fn access(
+        &self,
+        access: Access,
+        from: impl Into<Source>,
+    ) -> Result<bool, Unanswered> {
         let key = key(&access);
         let question = || {
             let by = self.by.clone();
@@ -148,13 +156,22 @@ impl Answers {
                 }
             }
         };
-        match self.answer(&self.accesses, key, question).await {
+        match self
+            .answer(&self.accesses, key, from.into(), question)
+            .await
+        {
             Answer::Unknown(unanswered) => Err(unanswered),
             answer => Ok(matches!(answer, Answer::Allowed)),
         }
     }
 
-    async fn answer<Q>(&self, known: &Known, key: Key, question: impl FnOnce() -> Q) -> Answer
+    async fn answer<Q>(
+        &self,
+        known: &Known,
+        key: Key,
+        from: Source,
+        question: impl FnOnce() -> Q,
+    ) -> Answer
     where
         Q: Future<Output = Answer> + Send + 'static,
     {
@@ -164,7 +181,7 @@ impl Answers {
         let (tell, told) = oneshot::channel();
         let (known, question, bound) = (known.clone(), question(), self.bound);
         let asking = async move {
-            let fetch = known.ask(question, bound);
+            let fetch = known.ask(question, from, bound);
             // Who has left waits for no answer.
             let _ = tell.send(known.cache.get_or_fetch(key, fetch).await);
         };
@@ -182,10 +199,11 @@ impl Known {
     async fn ask(
         &self,
         question: impl Future<Output = Answer>,
+        from: Source,
         bound: Duration,
     ) -> CachedValue<Answer> {
         let asked = async {
-            let _room = self.room.acquire().await;
+            let _room = self.room.acquire(from).await;
             question.await
         };
         let answer = timeout(bound, asked).await;

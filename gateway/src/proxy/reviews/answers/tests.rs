@@ -1,6 +1,7 @@
 //! What is asked, how often, and for how long an answer counts.
 
 use super::*;
+use causeway_tunnel::listener::Peer;
 use futures_util::{
     FutureExt,
     future::{BoxFuture, join_all},
@@ -64,6 +65,8 @@ struct World {
     answers: Arc<Answers>,
 }
 
+/// Where clients are.
+const HERE: Peer = Peer::Unix(0);
 const BOUND: Duration = Duration::from_secs(3);
 
 fn world(open: bool, kubernetes: &Kubernetes) -> World {
@@ -99,16 +102,30 @@ fn jwt(end: u64) -> String {
 #[tokio::test]
 async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
     let world = world(false, &Kubernetes::default());
-    let tokens = (0..1_000).map(|_| world.answers.token("good", &[]));
-    let accesses = (0..1_000).map(|_| world.answers.access(access("get")));
+    let tokens = (0..1_000).map(|_| world.answers.token("good", &[], HERE));
+    let accesses = (0..1_000).map(|_| world.answers.access(access("get"), HERE));
     let open = async { world.gate.send_replace(true) };
     let (tokens, accesses, _) = tokio::join!(join_all(tokens), join_all(accesses), open);
     assert!(tokens.into_iter().all(|found| found.unwrap().is_some()));
     assert!(accesses.into_iter().all(Result::unwrap));
     assert_eq!(world.fake.count(), 2);
-    assert!(world.answers.token("wrong", &[]).await.unwrap().is_none());
-    assert!(world.answers.token("wrong", &[]).await.unwrap().is_none());
-    assert!(!world.answers.access(access("create")).await.unwrap());
+    assert!(
+        world
+            .answers
+            .token("wrong", &[], HERE)
+            .await
+            .unwrap()
+            .is_none()
+    );
+    assert!(
+        world
+            .answers
+            .token("wrong", &[], HERE)
+            .await
+            .unwrap()
+            .is_none()
+    );
+    assert!(!world.answers.access(access("create"), HERE).await.unwrap());
     assert_eq!(world.fake.count(), 4);
 }
 
@@ -116,14 +133,21 @@ async fn of_a_thousand_that_ask_the_same_one_is_answered_by_asking() {
 async fn whoever_leaves_takes_nobodys_answer_along() {
     let world = world(false, &Kubernetes::default());
     {
-        let mut first = Box::pin(world.answers.token("good", &[]));
+        let mut first = Box::pin(world.answers.token("good", &[], HERE));
         while world.fake.count() == 0 {
             assert!(futures_util::poll!(&mut first).is_pending());
             tokio::task::yield_now().await;
         }
     }
     world.gate.send_replace(true);
-    assert!(world.answers.token("good", &[]).await.unwrap().is_some());
+    assert!(
+        world
+            .answers
+            .token("good", &[], HERE)
+            .await
+            .unwrap()
+            .is_some()
+    );
     assert_eq!(world.fake.count(), 1);
 }
 
@@ -131,20 +155,20 @@ async fn whoever_leaves_takes_nobodys_answer_along() {
 async fn a_question_that_nobody_answers_is_bounded_and_nobody_is_let_in() {
     let world = world(false, &Kubernetes::default());
     let begun = tokio::time::Instant::now();
-    let why = world.answers.token("good", &[]).await.unwrap_err();
+    let why = world.answers.token("good", &[], HERE).await.unwrap_err();
     assert!(why.says.contains("did not answer within 3s"), "{why:?}");
     assert_eq!(begun.elapsed(), BOUND);
-    assert!(world.answers.access(access("get")).await.is_err());
+    assert!(world.answers.access(access("get"), HERE).await.is_err());
 }
 
 #[tokio::test]
 async fn that_there_is_no_answer_is_not_kept() {
     let world = world(true, &Kubernetes::default());
-    assert!(world.answers.token("broken", &[]).await.is_err());
+    assert!(world.answers.token("broken", &[], HERE).await.is_err());
     let asked = world.fake.count();
     let again = async {
         while world.fake.count() == asked {
-            assert!(world.answers.token("broken", &[]).await.is_err());
+            assert!(world.answers.token("broken", &[], HERE).await.is_err());
             tokio::task::yield_now().await;
         }
     };
@@ -164,7 +188,7 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
         let asked = world.fake.count();
         let again = async {
             while world.fake.count() < asked + 3 {
-                let found = world.answers.token(token, &[]).await.unwrap();
+                let found = world.answers.token(token, &[], HERE).await.unwrap();
                 assert_eq!(found.is_some(), token == "good");
                 tokio::task::yield_now().await;
             }
@@ -177,16 +201,36 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
 async fn a_token_never_counts_beyond_its_own_end() {
     let world = world(true, &Kubernetes::default());
     let token = jwt(now().as_secs() + 2);
-    assert!(world.answers.token(&token, &[]).await.unwrap().is_some());
+    assert!(
+        world
+            .answers
+            .token(&token, &[], HERE)
+            .await
+            .unwrap()
+            .is_some()
+    );
     let over = async {
-        while world.answers.token(&token, &[]).await.unwrap().is_some() {
+        while world
+            .answers
+            .token(&token, &[], HERE)
+            .await
+            .unwrap()
+            .is_some()
+        {
             tokio::task::yield_now().await;
         }
     };
     timeout(Duration::from_mins(2), over).await.unwrap();
     let asked = world.fake.count();
     for over in [token, jwt(now().as_secs() - 1)] {
-        assert!(world.answers.token(&over, &[]).await.unwrap().is_none());
+        assert!(
+            world
+                .answers
+                .token(&over, &[], HERE)
+                .await
+                .unwrap()
+                .is_none()
+        );
     }
     assert_eq!(
         world.fake.count(),
@@ -205,7 +249,7 @@ async fn audiences_are_part_of_the_question() {
         names(&["a", "b"]),
         names(&["ab"]),
     ] {
-        let found = world.answers.token("good", &audiences).await;
+        let found = world.answers.token("good", &audiences, HERE).await;
         assert!(found.unwrap().is_some());
     }
     assert_eq!(world.fake.count(), 4);
@@ -242,4 +286,29 @@ fn no_two_questions_have_one_answer() {
     let different: std::collections::HashSet<_> = all.iter().collect();
     assert_eq!(different.len(), all.len());
     assert_eq!(of(&|_, _| {}), of(&|_, _| {}));
+}
+
+#[tokio::test]
+async fn wrong_tokens_of_one_source_hold_up_no_other_source() {
+    let world = world(false, &Kubernetes::default());
+    let from = |last| std::net::IpAddr::from([192, 0, 2, last]);
+    let tokens: Vec<_> = (0..10 * AT_ONCE)
+        .map(|number| format!("token-{number}"))
+        .collect();
+    let strangers = tokens
+        .iter()
+        .map(|token| world.answers.token(token, &[], from(1)));
+    let mut strangers = Box::pin(join_all(strangers));
+    while world.fake.count() < AT_ONCE * 3 / 4 {
+        assert!(futures_util::poll!(&mut strangers).is_pending());
+        tokio::task::yield_now().await;
+    }
+    let other = world.answers.token("good", &[], from(2));
+    let mut other = Box::pin(other);
+    while world.fake.count() <= AT_ONCE * 3 / 4 {
+        assert!(futures_util::poll!(&mut other).is_pending());
+        tokio::task::yield_now().await;
+    }
+    world.gate.send_replace(true);
+    assert!(other.await.unwrap().is_some());
 }

@@ -1,0 +1,546 @@
+//! Limit on connections that anybody may open, with a share for each source network.
+//!
+//! 1. A source may hold as many places as three times those that are free: one source alone gets three quarters of all, and
+//!    what is free is open to others (dynamic thresholds; Choudhury and Hahne, 1998).
+//! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. A source within
+//!    its share gets, where nothing is free, that of the source which holds most.
+//! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that is held. One that is
+//!    busy or settled is never evicted.
+//! 4. Each eviction and refusal is counted by an observer; the log says so at most once a minute.
+//! 5. [`ConnectionLimit::acquire`] waits for a place instead of evicting: sources take turns, and each is first in, first out.
+
+use crate::listener::Peer;
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    fmt,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::{sync::oneshot, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+/// Places that a source may hold for each place that is free.
+const SHARE: usize = 3;
+
+/// The network that a connection comes from: an IPv4 address, an IPv6 /64, or a local user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Source {
+    /// An address; of IPv6 only the first 64 bits, since a host picks the rest by itself.
+    Network(IpAddr),
+    /// A user of this machine.
+    User(u32),
+}
+
+impl From<IpAddr> for Source {
+    fn from(address: IpAddr) -> Self {
+        match address.to_canonical() {
+            IpAddr::V6(address) => {
+                let network = address.to_bits() >> 64 << 64;
+                Self::Network(std::net::Ipv6Addr::from_bits(network).into())
+            }
+            four @ IpAddr::V4(_) => Self::Network(four),
+        }
+    }
+}
+
+impl From<Peer> for Source {
+    fn from(peer: Peer) -> Self {
+        match peer {
+            Peer::Tcp(address) => address.ip().into(),
+            Peer::Unix(uid) => Self::User(uid),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Network(four @ IpAddr::V4(_)) => four.fmt(f),
+            Self::Network(six @ IpAddr::V6(_)) => write!(f, "{six}/64"),
+            Self::User(uid) => write!(f, "unix:uid={uid}"),
+        }
+    }
+}
+
+/// What happened to a connection for want of a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turned {
+    /// It lost its place to another one.
+    Evicted,
+    /// It got none.
+    Refused,
+}
+
+impl Turned {
+    /// Returns the label for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Evicted => "evicted",
+            Self::Refused => "refused",
+        }
+    }
+}
+
+/// Between two lines of the log about one limit.
+const QUIET: Duration = Duration::from_mins(1);
+
+type Observer = Box<dyn Fn(Turned) + Send + Sync>;
+
+/// A limit on connections. Cheap to clone.
+#[derive(Clone)]
+pub struct ConnectionLimit(Arc<Inner>);
+
+struct Inner {
+    name: &'static str,
+    most: usize,
+    table: Mutex<Table>,
+    observer: Observer,
+}
+
+impl fmt::Debug for ConnectionLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (most, held) = (self.0.most, self.held());
+        f.debug_struct("ConnectionLimit")
+            .field("most", &most)
+            .field("held", &held)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Table {
+    /// By the order in which they came.
+    slots: BTreeMap<u64, Entry>,
+    sources: HashMap<Source, Held>,
+    /// Sources from which a place can be taken, by the number of places that they hold.
+    evictable: BTreeSet<(usize, Source)>,
+    waiting: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
+    turns: VecDeque<Source>,
+    next: u64,
+    /// Connections that were turned away since the log said so.
+    turned_away: usize,
+    logged: Option<Instant>,
+}
+
+struct Entry {
+    source: Source,
+    busy: usize,
+    spoke: bool,
+    evicted: CancellationToken,
+}
+
+/// The places of one source.
+#[derive(Default)]
+struct Held {
+    count: usize,
+    silent: BTreeSet<u64>,
+    idle: BTreeSet<u64>,
+}
+
+impl Held {
+    fn is_evictable(&self) -> bool {
+        !self.silent.is_empty() || !self.idle.is_empty()
+    }
+}
+
+impl Table {
+    /// Changes what is held of a source, and keeps the order of sources in step.
+    fn change(&mut self, source: Source, change: impl FnOnce(&mut Held)) {
+        let held = self.sources.entry(source).or_default();
+        let before = held.count;
+        change(held);
+        let (evictable, count) = (held.is_evictable(), held.count);
+        self.evictable.remove(&(before, source));
+        if evictable {
+            self.evictable.insert((count, source));
+        }
+        if count == 0 {
+            self.sources.remove(&source);
+        }
+    }
+
+    fn count(&self, source: Source) -> usize {
+        self.sources.get(&source).map_or(0, |held| held.count)
+    }
+
+    /// Whether a source is within its share of `free` places.
+    fn may(&self, source: Source, free: usize) -> bool {
+        free > 0 && self.count(source) < free.saturating_mul(SHARE)
+    }
+
+    /// The connection to evict for one of this source.
+    fn victim(&self, source: Source, free: usize) -> Option<u64> {
+        let own = self.sources.get(&source);
+        // While places are free, a source that gets none of them is beyond its share.
+        let from = if free > 0 {
+            own?
+        } else {
+            let (_, largest) = *self.evictable.last()?;
+            let held = self.sources.get(&largest)?;
+            let mine = own.map_or(0, |held| held.count);
+            if largest == source || held.count > mine {
+                held
+            } else {
+                own?
+            }
+        };
+        from.silent.first().or(from.idle.first()).copied()
+    }
+
+    fn remove(&mut self, id: u64) -> Option<Entry> {
+        let entry = self.slots.remove(&id)?;
+        self.change(entry.source, |held| {
+            held.count -= 1;
+            held.silent.remove(&id);
+            held.idle.remove(&id);
+        });
+        Some(entry)
+    }
+
+    fn insert(&mut self, limit: &ConnectionLimit, source: Source, evictable: bool) -> Slot {
+        let id = self.next;
+        self.next += 1;
+        let evicted = CancellationToken::new();
+        let entry = Entry {
+            source,
+            busy: usize::from(!evictable),
+            spoke: false,
+            evicted: evicted.clone(),
+        };
+        self.slots.insert(id, entry);
+        self.change(source, |held| {
+            held.count += 1;
+            if evictable {
+                held.silent.insert(id);
+            }
+        });
+        let limit = limit.clone();
+        Slot(Arc::new(Place { limit, id, evicted }))
+    }
+}
+
+/// No place is free for a connection, and none can be taken from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("too many connections")]
+pub struct Full;
+
+impl ConnectionLimit {
+    /// A limit of `most` connections under a `name` for the log. `observer` hears of each that is evicted or refused.
+    pub fn new(
+        name: &'static str,
+        most: usize,
+        observer: impl Fn(Turned) + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(Inner {
+            name,
+            most,
+            table: Mutex::default(),
+            observer: Box::new(observer),
+        }))
+    }
+
+    /// Returns how many places are held.
+    pub fn held(&self) -> usize {
+        self.table(|table| table.slots.len())
+    }
+
+    /// Takes a place at once, that of another connection if need be.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn admit(&self, source: impl Into<Source>) -> Result<Slot, Full> {
+        let source = source.into();
+        let (admitted, turned) = self.table(|table| {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            if table.may(source, free) {
+                return (Ok(table.insert(self, source, true)), None);
+            }
+            let victim = table.victim(source, free).and_then(|id| table.remove(id));
+            if let Some(victim) = victim {
+                victim.evicted.cancel();
+                self.log(Turned::Evicted, victim.source, table);
+                let slot = table.insert(self, source, true);
+                (Ok(slot), Some(Turned::Evicted))
+            } else {
+                self.log(Turned::Refused, source, table);
+                (Err(Full), Some(Turned::Refused))
+            }
+        });
+        if let Some(turned) = turned {
+            (self.0.observer)(turned);
+        }
+        admitted
+    }
+
+    /// Waits for a place, which is then not evicted. Whoever waits has a bound of its own.
+    pub async fn acquire(&self, source: impl Into<Source>) -> Slot {
+        let source = source.into();
+        let granted = self.table(|table| {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            if !table.waiting.contains_key(&source) && table.may(source, free) {
+                return Ok(table.insert(self, source, false));
+            }
+            let (grant, granted) = oneshot::channel();
+            if !table.waiting.contains_key(&source) {
+                table.turns.push_back(source);
+            }
+            table.waiting.entry(source).or_default().push_back(grant);
+            Err(granted)
+        });
+        match granted {
+            Ok(slot) => slot,
+            Err(granted) => match granted.await {
+                Ok(slot) => slot,
+                // The table outlives whoever waits, and drops no grant.
+                Err(_) => std::future::pending().await,
+            },
+        }
+    }
+
+    /// Logs, now and then, that connections are turned away, with the source of the last one.
+    fn log(&self, turned: Turned, source: Source, table: &mut Table) {
+        table.turned_away += 1;
+        if table.logged.is_some_and(|logged| logged.elapsed() < QUIET) {
+            return;
+        }
+        table.logged = Some(Instant::now());
+        let connections = std::mem::take(&mut table.turned_away);
+        let (limit, most, held) = (self.0.name, self.0.most, table.count(source));
+        let last = turned.as_str();
+        tracing::warn!(limit, most, connections, last, %source, held, "connections are turned away for want of places");
+    }
+
+    fn table<T>(&self, work: impl FnOnce(&mut Table) -> T) -> T {
+        work(&mut self.0.table.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn release(&self, id: u64) {
+        let granted = self.table(|table| {
+            table.remove(id);
+            self.grant(table)
+        });
+        for (grant, slot) in granted {
+            // A waiter that is gone gives the place back at once.
+            let _ = grant.send(slot);
+        }
+    }
+
+    /// Gives what is free to those who wait.
+    fn grant(&self, table: &mut Table) -> Vec<(oneshot::Sender<Slot>, Slot)> {
+        let mut granted = Vec::new();
+        for _ in 0..table.turns.len() {
+            let free = self.0.most.saturating_sub(table.slots.len());
+            // A source keeps its turn until there is a place.
+            if free == 0 {
+                break;
+            }
+            let Some(source) = table.turns.pop_front() else {
+                break;
+            };
+            let Some(queue) = table.waiting.get_mut(&source) else {
+                continue;
+            };
+            queue.retain(|grant| !grant.is_closed());
+            let next = if table.may(source, free) {
+                table.waiting.get_mut(&source).and_then(VecDeque::pop_front)
+            } else {
+                None
+            };
+            if let Some(grant) = next {
+                granted.push((grant, table.insert(self, source, false)));
+            }
+            if table.waiting.get(&source).is_some_and(VecDeque::is_empty) {
+                table.waiting.remove(&source);
+            } else {
+                table.turns.push_back(source);
+            }
+        }
+        granted
+    }
+
+    fn busy(&self, id: u64, more: bool) {
+        self.table(|table| {
+            let Some(entry) = table.slots.get_mut(&id) else {
+                return;
+            };
+            entry.spoke = true;
+            entry.busy = if more { entry.busy + 1 } else { entry.busy - 1 };
+            let (source, idle) = (entry.source, entry.busy == 0);
+            table.change(source, |held| {
+                held.silent.remove(&id);
+                if idle {
+                    held.idle.insert(id);
+                } else {
+                    held.idle.remove(&id);
+                }
+            });
+        });
+    }
+}
+
+/// The place of one connection, which is given back with its last clone.
+#[derive(Clone, Debug)]
+pub struct Slot(Arc<Place>);
+
+#[derive(Debug)]
+struct Place {
+    limit: ConnectionLimit,
+    id: u64,
+    evicted: CancellationToken,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.limit.release(self.id);
+    }
+}
+
+/// Keeps a connection from being evicted.
+#[derive(Debug)]
+pub struct Busy(Slot);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.0.limit.busy(self.0.0.id, false);
+    }
+}
+
+impl Slot {
+    /// Keeps the connection from being evicted until what is returned is dropped.
+    #[must_use]
+    pub fn busy(&self) -> Busy {
+        self.0.limit.busy(self.0.id, true);
+        Busy(self.clone())
+    }
+
+    /// Keeps the connection from being evicted for good: its peer has proven who it is.
+    pub fn settle(&self) {
+        self.0.limit.busy(self.0.id, true);
+    }
+
+    /// Returns once the place was given to another connection.
+    pub async fn evicted(&self) {
+        self.0.evicted.cancelled().await;
+    }
+
+    /// Runs `work` to its end, or until the place was given to another connection: then nothing is returned.
+    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            done = work => Some(done),
+            () = self.evicted() => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+
+    fn limit(most: usize) -> (ConnectionLimit, Arc<Mutex<Vec<Turned>>>) {
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let heard = events.clone();
+        let limit = ConnectionLimit::new("test", most, move |turned| {
+            heard.lock().unwrap().push(turned);
+        });
+        (limit, events)
+    }
+
+    fn source(last: u8) -> Source {
+        IpAddr::from([192, 0, 2, last]).into()
+    }
+
+    fn is_evicted(slot: &Slot) -> bool {
+        slot.evicted().now_or_never().is_some()
+    }
+
+    #[test]
+    fn one_source_leaves_a_quarter_to_others() {
+        let (limit, events) = limit(1024);
+        let flood: Vec<_> = (0..4_000)
+            .filter_map(|_| limit.admit(source(1)).ok())
+            .collect();
+        assert_eq!(flood.len(), 4_000, "each takes the place of the oldest");
+        assert_eq!(flood.iter().filter(|slot| !is_evicted(slot)).count(), 768);
+        assert!(is_evicted(&flood[0]) && !is_evicted(&flood[3_999]));
+        let others: Vec<_> = (2..60)
+            .map(|last| limit.admit(source(last)).unwrap())
+            .collect();
+        assert!(others.iter().all(|slot| !is_evicted(slot)));
+        let turned = events.lock().unwrap();
+        assert!(turned.iter().all(|turned| *turned == Turned::Evicted));
+        assert_eq!(turned.len(), 4_000 - 768);
+    }
+
+    #[test]
+    fn what_is_busy_or_settled_is_never_evicted_and_idle_goes_after_silent() {
+        let (limit, events) = limit(4);
+        let [busy, settled, idle] = [(); 3].map(|()| limit.admit(source(1)).unwrap());
+        let guard = busy.busy();
+        settled.settle();
+        drop(idle.busy());
+        let silent = limit.admit(source(2)).unwrap();
+        // The largest source gives before a smaller one, what is idle for want of what is silent.
+        let third = limit.admit(source(3)).unwrap();
+        assert!(is_evicted(&idle) && !is_evicted(&silent));
+        third.settle();
+        silent.settle();
+        assert_eq!(limit.admit(source(4)).unwrap_err(), Full);
+        drop(guard);
+        let fourth = limit.admit(source(4)).unwrap();
+        assert!(is_evicted(&busy) && !is_evicted(&settled));
+        assert_eq!(
+            *events.lock().unwrap(),
+            [Turned::Evicted, Turned::Refused, Turned::Evicted]
+        );
+        drop((busy, settled, idle, silent, third, fourth));
+        assert_eq!(limit.held(), 0);
+    }
+
+    #[test]
+    fn a_source_takes_nothing_from_one_that_holds_less() {
+        let (limit, _) = limit(4);
+        let many: Vec<_> = (0..3).map(|_| limit.admit(source(1)).unwrap()).collect();
+        many.iter().for_each(Slot::settle);
+        let few = limit.admit(source(2)).unwrap();
+        assert_eq!(limit.admit(source(1)).unwrap_err(), Full);
+        assert!(!is_evicted(&few));
+        assert!(limit.admit(source(2)).is_ok(), "its own");
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_gets_a_turn_whatever_another_source_has_in_its_queue() {
+        let (limit, _) = limit(4);
+        let mut held: Vec<_> = (0..3)
+            .map(|_| limit.acquire(source(1)).now_or_never().unwrap())
+            .collect();
+        let mut queue: Vec<_> = (0..100)
+            .map(|_| Box::pin(limit.acquire(source(1))))
+            .collect();
+        for waiting in &mut queue {
+            held.extend(waiting.now_or_never());
+        }
+        let other = limit.acquire(source(2)).now_or_never();
+        assert!(other.is_some(), "a quarter is free");
+        let mut second = Box::pin(limit.acquire(source(3)));
+        assert!((&mut second).now_or_never().is_none());
+        let full = held.len();
+        drop(held.pop());
+        drop(held.pop());
+        assert!(second.now_or_never().is_some(), "one of {full} and a queue");
+        drop(queue);
+        drop((held, other));
+        assert!(limit.acquire(source(1)).now_or_never().is_some());
+    }
+
+    #[test]
+    fn a_source_is_an_address_or_the_network_that_a_host_has_to_itself() {
+        let of = |text: &str| Source::from(text.parse::<IpAddr>().unwrap()).to_string();
+        assert_eq!(of("192.0.2.1"), "192.0.2.1");
+        assert_eq!(of("::ffff:192.0.2.1"), "192.0.2.1");
+        assert_eq!(of("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::/64");
+        assert_eq!(Source::from(Peer::Unix(7)).to_string(), "unix:uid=7");
+    }
+}
