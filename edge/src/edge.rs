@@ -18,6 +18,7 @@ use crate::{
         admin,
         changes::Changes,
         dial::Dialler,
+        evict,
         gateways::Gateways,
         held::Held,
         link::{Links, Reached},
@@ -33,12 +34,15 @@ use crate::{
 use arc_swap::ArcSwap;
 use brought::Faces;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{task::Tasks, unread::Pressure};
 use joining::{own, warn_of_expiry};
 use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
 use std::{net::SocketAddr, sync::Arc};
-use tokio::{net::TcpListener, sync::watch};
+use tokio::{
+    net::TcpListener,
+    sync::{Semaphore, watch},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
@@ -316,6 +320,8 @@ impl Bound {
             list: listing(&reloader),
             members: reading.as_ref().map(Reading::hears),
             metrics: metrics.clone(),
+            pressure: Arc::new(Pressure::new(config.limits.unread)),
+            places: Arc::new(Semaphore::new(config.limits.streams)),
             state: writer,
             reached: Reached::default(),
             anew: watch::Sender::default(),
@@ -327,7 +333,10 @@ impl Bound {
             cluster,
         });
         let kept = reading::begin(reading, (&links, parts), (&reader, &done));
-        let shown = (reader, metrics.clone(), reloads);
+        let (limits, pressure) = (links.config.limits.clone(), links.pressure.clone());
+        let evicting = evict::run(limits, pressure.clone(), metrics.clone());
+        tasks.spawn(info_span!("evict"), evicting);
+        let shown = (reader, (metrics.clone(), pressure), reloads);
         tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
         tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
         let changes = Changes::listen(tasks);

@@ -265,6 +265,9 @@ impl Error {
             StreamError::TooLarge => {
                 Reason::HeaderTooLarge.says(format!("the tunnel of {node}: {error}"))
             }
+            StreamError::Evicted => {
+                Reason::LimitReached.says(format!("the stream to {node}: {error}"))
+            }
             StreamError::Busy => Reason::LimitReached.says(format!(
                 "{node}'s tunnel has as many streams as it may have"
             )),

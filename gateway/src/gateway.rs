@@ -23,7 +23,7 @@ use crate::{
         admit::Admission,
         dns,
         drain::{self, Hold, Readiness},
-        http,
+        evict, http,
         nat::Nat,
         pins::Keeper,
         pool::leaders::Leaders,
@@ -310,6 +310,12 @@ impl Bound {
             runtime,
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),
+        );
+        let pressure = self.shared.limits.pressure().clone();
+        beside.spawn_on(
+            runtime,
+            info_span!("evict"),
+            evict::run(self.config, pressure, self.shared.metrics.clone()),
         );
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));

@@ -25,6 +25,9 @@ pub enum StreamError {
     /// The tunnel takes no further stream: it drains, or has as many as it may have.
     #[error("the tunnel takes no further stream")]
     Busy,
+    /// This end reset the stream: the bytes that waited in it were taken by nobody while memory ran short, or for too long.
+    #[error("the stream was reset, because the bytes that waited in it were not taken")]
+    Evicted,
     /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
     #[error("a head or trailers are larger than a tunnel carries")]
     TooLarge,

@@ -22,6 +22,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use causeway_tunnel::unread::Pressure;
 use std::{sync::Arc, time::Duration};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -35,13 +36,14 @@ const BOUND: Duration = Duration::from_secs(5);
 struct Tables {
     reader: Reader,
     metrics: Arc<Metrics>,
+    pressure: Arc<Pressure>,
     reloads: Reloads,
 }
 
 /// Serves until `stop`.
 pub(crate) async fn run(
     listener: TcpListener,
-    (reader, metrics, reloads): (Reader, Arc<Metrics>, Reloads),
+    (reader, (metrics, pressure), reloads): (Reader, (Arc<Metrics>, Arc<Pressure>), Reloads),
     stop: CancellationToken,
 ) {
     let own = Arc::new(Own {
@@ -65,6 +67,7 @@ pub(crate) async fn run(
         .with_state(Tables {
             reader,
             metrics,
+            pressure,
             reloads,
         });
     tokio::select! {
@@ -104,6 +107,7 @@ async fn metrics_text(State(tables): State<Tables>) -> Response {
     if let Some(reading) = tables.reader.status().reader {
         tables.metrics.reads(&reading);
     }
+    tables.metrics.stalled(tables.pressure.stalls().count());
     match tables.metrics.text() {
         Ok(text) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

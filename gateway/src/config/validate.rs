@@ -83,6 +83,7 @@ impl Config {
                 ("open", timeouts.open),
                 ("upgrade_first_byte", timeouts.upgrade_first_byte),
                 ("upload", timeouts.upload),
+                ("download", timeouts.download),
                 ("idle_keepalive", timeouts.idle_keepalive),
                 ("drain", timeouts.drain),
                 ("authorize", timeouts.authorize),

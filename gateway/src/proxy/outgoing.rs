@@ -14,7 +14,7 @@ use crate::{
 };
 use bytes::Bytes;
 use causeway_certs::NodeName;
-use causeway_tunnel::{Receive, StreamError};
+use causeway_tunnel::{Receive, StreamError, eviction::Eviction};
 use http_body::{Body, Frame, SizeHint};
 use std::{
     future::Future,
@@ -68,6 +68,7 @@ struct Streamed {
     yielded: bool,
     /// The request's body, which ends with an answer that is given up.
     upload: Option<DropGuard>,
+    eviction: Option<Eviction>,
 }
 
 impl Outgoing {
@@ -92,7 +93,12 @@ impl Outgoing {
     }
 
     fn streamed(source: Source, node: &NodeName, record: &Arc<Record>) -> Self {
+        let eviction = source.eviction();
+        if let Some(eviction) = &eviction {
+            eviction.answer();
+        }
         let streamed = Streamed {
+            eviction,
             source,
             node: node.clone(),
             record: record.clone(),
@@ -128,6 +134,14 @@ impl Outgoing {
         self
     }
 
+    /// Handle by which the connection learns that the stream is evicted; none if no tunnel brings the body.
+    pub(super) fn eviction(&self) -> Option<Eviction> {
+        match &self.inner {
+            Inner::Stream(streamed) => streamed.eviction.clone(),
+            Inner::Empty | Inner::Text(_) => None,
+        }
+    }
+
     /// Ties the body to the socket of a caller that speaks HTTP/1.1.
     #[must_use]
     pub fn over(mut self, socket: Option<Arc<Condition>>) -> Self {
@@ -146,6 +160,10 @@ impl Drop for Outgoing {
 
 impl Drop for Streamed {
     fn drop(&mut self) {
+        if (self.eviction.as_ref()).is_some_and(Eviction::is_evicted) {
+            let evicted = Error::of_stream(self.node.as_str(), &StreamError::Evicted);
+            self.record.failed(&evicted);
+        }
         if self.source.is_end()
             && let Some(upload) = self.upload.take()
         {
@@ -155,6 +173,13 @@ impl Drop for Streamed {
 }
 
 impl Source {
+    fn eviction(&self) -> Option<Eviction> {
+        match self {
+            Self::Tunnel(receive) => receive.eviction(),
+            Self::App(body) => body.eviction(),
+        }
+    }
+
     fn is_end(&self) -> bool {
         match self {
             Self::Tunnel(receive) => receive.is_end(),

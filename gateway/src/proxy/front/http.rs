@@ -6,14 +6,21 @@
 
 use super::{Connection, io::Io};
 use crate::proxy::{Proxy, outgoing::Outgoing};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{eviction::Eviction, task::Tasks};
 use http::{Request, Response, Version};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
 };
-use std::{convert::Infallible, future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    future::{Future, poll_fn},
+    pin::pin,
+    sync::{Arc, OnceLock},
+    task::Poll,
+    time::Duration,
+};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
@@ -26,8 +33,29 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, task: F) {
-        self.0.spawn(tracing::Span::current(), task);
+        self.0.spawn(tracing::Span::current(), until_evicted(task));
     }
+}
+
+tokio::task_local! {
+    /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
+    static EVICTION: Arc<OnceLock<Eviction>>;
+}
+
+/// Runs the task of one stream until it ends or the stream that brings its answer is evicted. Dropping the task resets the stream.
+async fn until_evicted(task: impl Future<Output = ()>) {
+    let slot = Arc::<OnceLock<Eviction>>::default();
+    let mut task = pin!(EVICTION.scope(slot.clone(), task));
+    poll_fn(|cx| {
+        if task.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        match slot.get() {
+            Some(eviction) => eviction.poll_evicted(cx),
+            None => Poll::Pending,
+        }
+    })
+    .await;
 }
 
 /// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
@@ -68,12 +96,14 @@ pub(super) async fn serve(
     let mut stopping = false;
     loop {
         tokio::select! {
+            biased;
             ended = served.as_mut() => {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a caller's connection ended");
                 }
                 return;
             }
+            () = condition.evicted() => return,
             () = slow.as_mut() => {
                 tracing::debug!("a caller's head was too slow");
                 proxy.shared.metrics.limit("slow_head");
@@ -104,10 +134,16 @@ async fn answer(
     if request.version() == Version::HTTP_2 {
         let busy = connection.idle.busy();
         let response = proxy.handle(connection, request).await;
+        if let Some(eviction) = response.body().eviction() {
+            // Not within a task of the executor's, nobody waits for it.
+            let _ = EVICTION.try_with(|slot| slot.set(eviction));
+        }
         return response.map(|body| body.keeping(busy));
     }
     connection.condition.asked();
+    connection.condition.evictable(None);
     let response = proxy.handle(connection, request).await;
+    connection.condition.evictable(response.body().eviction());
     response.map(|body| body.over(Some(connection.condition.clone())))
 }
 

@@ -6,13 +6,17 @@
 //! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
 use super::blocks::Blocks;
-use causeway_tunnel::socket::{Abort, Socket};
+use causeway_tunnel::{
+    eviction::Eviction,
+    socket::{Abort, Socket},
+};
 use futures_util::task::AtomicWaker;
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     task::{Context, Poll},
@@ -37,6 +41,8 @@ pub struct Condition {
     expecting: AtomicBool,
     /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
     head: AtomicU64,
+    /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
+    eviction: Mutex<Option<Eviction>>,
 }
 
 impl Default for Condition {
@@ -49,6 +55,7 @@ impl Default for Condition {
             // The first head is due from the start, whether a byte of it has come or not.
             expecting: AtomicBool::new(false),
             head: AtomicU64::new(1),
+            eviction: Mutex::default(),
         }
     }
 }
@@ -79,6 +86,24 @@ impl Condition {
     /// An answer is complete: the next bytes are of a new head.
     pub fn answered(&self) {
         self.expecting.store(true, Relaxed);
+    }
+
+    /// From now on the connection ends when the stream that brings its answer is evicted.
+    pub fn evictable(&self, eviction: Option<Eviction>) {
+        *self.eviction() = eviction;
+    }
+
+    /// Waits until the stream that brings the answer is evicted. Has to be polled after what the stream is read by.
+    pub async fn evicted(&self) {
+        poll_fn(|cx| match self.eviction().as_ref() {
+            Some(eviction) => eviction.poll_evicted(cx),
+            None => Poll::Pending,
+        })
+        .await;
+    }
+
+    fn eviction(&self) -> MutexGuard<'_, Option<Eviction>> {
+        self.eviction.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until a head has been on its way for longer than `bound`.

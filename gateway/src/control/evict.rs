@@ -1,0 +1,35 @@
+//! Evicts streams whose reader takes nothing, while memory runs short or for too long.
+
+use crate::{config::Config, metrics::Metrics, seldom::Seldom};
+use causeway_tunnel::{
+    eviction::{self, Bounds},
+    unread::Pressure,
+};
+use std::sync::Arc;
+
+/// The bounds of a configuration.
+fn bounds(config: &Config) -> Bounds {
+    let limits = &config.limits;
+    Bounds {
+        memory: limits.unread,
+        tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
+        patience: Some(config.timeouts.download),
+    }
+}
+
+/// Runs until it is dropped.
+pub(crate) async fn run(config: Config, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
+    let said = Seldom::default();
+    let evicted = |shortage: eviction::Shortage, count: usize| {
+        metrics.evicted(shortage.word(), count);
+        if let Some(times) = said.happened() {
+            tracing::warn!(
+                reason = shortage.word(),
+                streams = count,
+                times,
+                "streams were reset because their peers take none of the bytes that wait in them (limits.unread, limits.tcp_memory, timeouts.download)"
+            );
+        }
+    };
+    eviction::guard(pressure.stalls(), bounds(&config), evicted).await;
+}
