@@ -256,7 +256,10 @@ impl Error {
     /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
     pub fn of_stream(node: &str, error: &StreamError) -> Self {
         match error {
-            StreamError::Reset { .. } | StreamError::Nonsense(_) => {
+            error if error.is_eviction() => Reason::LimitReached.says(format!(
+                "the stream to {node} was reset, because the bytes that waited in it were not taken"
+            )),
+            StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
                 Reason::TargetBroken.says(format!("{node} broke the stream off: {error}"))
             }
             StreamError::Lost { .. } => {
@@ -264,9 +267,6 @@ impl Error {
             }
             StreamError::TooLarge => {
                 Reason::HeaderTooLarge.says(format!("the tunnel of {node}: {error}"))
-            }
-            StreamError::Evicted => {
-                Reason::LimitReached.says(format!("the stream to {node}: {error}"))
             }
             StreamError::Busy => Reason::LimitReached.says(format!(
                 "{node}'s tunnel has as many streams as it may have"

@@ -90,6 +90,8 @@ declare! {
     limits_reached: Family<[Label; 1], Counter>,
     /// Tunnels that are registered.
     tunnels: Gauge,
+    /// Tunnels that take no new streams because a probe is without an answer, at the time of the scrape.
+    suspect_tunnels: Gauge,
     /// Tunnels' connections whose hello was answered or refused.
     registrations: Family<[Label; 1], Counter>,
     /// Tunnels that ended.
@@ -282,6 +284,13 @@ impl Metrics {
         self.declared.unread_bytes.set(bytes);
         let stalled = i64::try_from(stalled).unwrap_or(i64::MAX);
         self.declared.stalled_streams.set(stalled);
+    }
+
+    /// So many tunnels are suspect now.
+    pub fn suspect(&self, tunnels: usize) {
+        self.declared
+            .suspect_tunnels
+            .set(i64::try_from(tunnels).unwrap_or(i64::MAX));
     }
 
     /// What the tunnels' round trips are now.

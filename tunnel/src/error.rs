@@ -47,6 +47,15 @@ impl StreamError {
         matches!(self, Self::Reset { cause } if cause.reason() == Some(h2::Reason::REFUSED_STREAM))
     }
 
+    /// This end or the other one reset the stream because nobody took the bytes that waited in it (see [`crate::eviction`]).
+    pub fn is_eviction(&self) -> bool {
+        match self {
+            Self::Evicted => true,
+            Self::Reset { cause } => cause.reason() == Some(h2::Reason::ENHANCE_YOUR_CALM),
+            _ => false,
+        }
+    }
+
     /// A reset, as against a lost tunnel.
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset { .. })

@@ -6,7 +6,7 @@
 //! either, and every stream of the node hangs. So [`guard`] resets the streams that have stood still for longest, as
 //! many as needed, long before that.
 
-use crate::{tcp_memory::TcpMemory, unread::Unread};
+use crate::{stream::Send, tcp_memory::TcpMemory, unread::Unread};
 use futures_util::task::AtomicWaker;
 use std::{
     cmp::Reverse,
@@ -30,6 +30,8 @@ pub const OVERHEAD: usize = 256 << 10;
 const LOOK: Duration = Duration::from_millis(100);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
 const LEAST: Duration = Duration::from_millis(200);
+/// The same while the kernel's memory has only passed its bound, maybe because of other programs, and not yet half as much again.
+const SLOW: Duration = Duration::from_secs(5);
 /// Looks without a stream that stands still, after which the guard rests.
 const REST_AFTER: u32 = 10;
 
@@ -39,6 +41,8 @@ pub(crate) struct Progress {
     moved: AtomicUsize,
     /// The sender waits for the peer's window.
     blocked: AtomicBool,
+    /// The stream stands still: its holder also looks whether the other end has evicted it.
+    still: AtomicBool,
     /// A plain answer, whose reader has a bound of its own ([`Bounds::patience`]).
     answer: AtomicBool,
     evicted: AtomicBool,
@@ -73,6 +77,13 @@ impl Progress {
         self.evicted.load(Relaxed)
     }
 
+    /// Has the holder look whether the other end has evicted the stream.
+    fn stands_still(&self) {
+        if !self.still.swap(true, Relaxed) {
+            self.waker.wake();
+        }
+    }
+
     fn evict(&self) {
         self.evicted.store(true, Relaxed);
         self.waker.wake();
@@ -81,12 +92,52 @@ impl Progress {
 
 /// Handle by which the task that holds a stream learns that the stream is evicted. The task has to drop the stream then.
 #[derive(Clone, Debug)]
-pub struct Eviction(pub(crate) Arc<Progress>);
+pub struct Eviction {
+    progress: Arc<Progress>,
+    /// The near half, which has ended, and tells of a reset by the other end.
+    send: Arc<Mutex<Option<Send>>>,
+}
 
 impl Eviction {
-    /// Ready once the stream is evicted. One task at a time is woken.
+    pub(crate) fn new(progress: &Arc<Progress>) -> Self {
+        Self {
+            progress: progress.clone(),
+            send: Arc::default(),
+        }
+    }
+
+    /// Also listens to evictions by the other end, of which a reader that takes nothing does not hear. `send` has ended.
+    pub fn hear(&self, send: Send) {
+        *self.send() = Some(send);
+    }
+
+    /// Drops the half that was given to [`Eviction::hear`]: the stream has ended for its holder.
+    pub fn release(&self) {
+        let send = self.send().take();
+        drop(send);
+    }
+
+    /// Ready once the stream is evicted, by this end or the other one. One task at a time is woken.
     pub fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.0.poll_evicted(cx)
+        if self.progress.poll_evicted(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        if !self.progress.still.load(Relaxed) {
+            return Poll::Pending;
+        }
+        let mut send = self.send();
+        match send.as_mut().map(|send| send.poll_reset(cx)) {
+            Some(Poll::Ready(error)) if error.is_eviction() => {
+                self.progress.evicted.store(true, Relaxed);
+                Poll::Ready(())
+            }
+            // What came before another end is still good, and the reader hears of the end behind it.
+            Some(Poll::Ready(_)) => {
+                *send = None;
+                Poll::Pending
+            }
+            Some(Poll::Pending) | None => Poll::Pending,
+        }
     }
 
     /// Waits until the stream is evicted.
@@ -96,12 +147,16 @@ impl Eviction {
 
     /// Whether the stream is evicted.
     pub fn is_evicted(&self) -> bool {
-        self.0.is_evicted()
+        self.progress.is_evicted()
     }
 
     /// Makes the stream subject to [`Bounds::patience`].
     pub fn answer(&self) {
-        self.0.answer.store(true, Relaxed);
+        self.progress.answer.store(true, Relaxed);
+    }
+
+    fn send(&self) -> MutexGuard<'_, Option<Send>> {
+        self.send.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -298,12 +353,19 @@ fn relieve(
 ) -> Vec<(Shortage, usize)> {
     let ripe = stalled.partition_point(|stream| now - stream.since >= LEAST);
     let ripe = &stalled[..ripe];
+    for stream in ripe {
+        stream.progress.stands_still();
+    }
     if ripe.is_empty() {
         return Vec::new();
     }
-    let kernel = memory.map_or(0, |memory| match memory.used() {
-        Some(used) => excess_of_kernel(stalled.len(), used, memory.bound()).min(ripe.len()),
-        None => 0,
+    let kernel = memory.map_or(0, |memory| {
+        let used = memory.used().unwrap_or_default();
+        let slow = ripe.partition_point(|stream| now - stream.since >= SLOW);
+        let bound = memory.bound();
+        let soon = excess_of_kernel(stalled.len(), used, bound.saturating_add(bound / 2));
+        let late = excess_of_kernel(stalled.len(), used, bound);
+        soon.min(ripe.len()).max(late.min(slow))
     });
     let process = excess_of_process(stalled, bounds.memory).min(ripe.len());
     let (shortage, count) = if kernel >= process {
@@ -382,7 +444,7 @@ mod tests {
             patience: Some(Duration::from_mins(1)),
         };
         let streams = stalled(&[0, 0]);
-        Eviction(streams[1].progress.clone()).answer();
+        Eviction::new(&streams[1].progress).answer();
         tokio::time::advance(Duration::from_secs(59)).await;
         assert!(relieve(&streams, Instant::now(), &bounds, None).is_empty());
         tokio::time::advance(Duration::from_secs(1)).await;

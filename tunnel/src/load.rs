@@ -225,6 +225,11 @@ impl Moved {
         Entry::new(&self.open.0.0.unread, stream, flow)
     }
 
+    /// Streams of the tunnel that are open now.
+    pub(crate) fn streams(&self) -> usize {
+        self.open.0.0.streams()
+    }
+
     /// Enters the stream among those whose senders may wait.
     pub(crate) fn waits(&self) -> SenderEntry {
         SenderEntry::new(&self.open.0.0.unread)

@@ -20,6 +20,11 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+/// Streams of a tunnel from which on each sends smaller frames: the engine lets them take turns by frames.
+const CROWD: usize = 64;
+/// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.
+const SMALL: usize = 16 << 10;
+
 /// What this end sends on a stream.
 #[derive(Debug)]
 pub struct Send {
@@ -94,6 +99,11 @@ impl Send {
         loop {
             let room = self.inner.capacity();
             if room > 0 {
+                let room = if self.moved.streams() > CROWD {
+                    room.min(SMALL)
+                } else {
+                    room
+                };
                 if let Some(waits) = &self.waits {
                     waits.progress().set_blocked(false);
                     waits.progress().moved();
@@ -105,6 +115,9 @@ impl Send {
                 let waits = self.waits.get_or_insert_with(|| self.moved.waits());
                 waits.blocked();
                 if waits.progress().poll_evicted(cx).is_ready() {
+                    // The other end hears from the code that it was too slow.
+                    self.ended = true;
+                    self.inner.send_reset(Reason::ENHANCE_YOUR_CALM);
                     return Poll::Ready(Err(StreamError::Evicted));
                 }
             }
@@ -300,7 +313,7 @@ impl Receive {
     /// Handle by which the holder of this half learns that the stream is evicted; none where nothing will come.
     pub fn eviction(&self) -> Option<Eviction> {
         let holds = self.holds.as_ref();
-        holds.map(|holds| Eviction(holds.progress().clone()))
+        holds.map(|holds| Eviction::new(holds.progress()))
     }
 
     /// Ready once the stream is evicted, see [`crate::eviction`].

@@ -14,7 +14,7 @@ use crate::{
 };
 use bytes::Bytes;
 use causeway_certs::NodeName;
-use causeway_tunnel::{Receive, StreamError, eviction::Eviction};
+use causeway_tunnel::{Receive, Send, StreamError, eviction::Eviction};
 use http_body::{Body, Frame, SizeHint};
 use std::{
     future::Future,
@@ -127,6 +127,15 @@ impl Outgoing {
         self
     }
 
+    /// Ties the request's half of the stream to this one: where the edge gives the stream up, a caller that reads nothing loses it.
+    #[must_use]
+    pub fn with_request(self, send: Option<Send>) -> Self {
+        if let (Some(eviction), Some(send)) = (self.eviction(), send) {
+            eviction.hear(send);
+        }
+        self
+    }
+
     /// Keeps the connection of a caller that speaks HTTP/2.
     #[must_use]
     pub fn keeping(mut self, busy: Busy) -> Self {
@@ -163,6 +172,9 @@ impl Drop for Streamed {
         if (self.eviction.as_ref()).is_some_and(Eviction::is_evicted) {
             let evicted = Error::of_stream(self.node.as_str(), &StreamError::Evicted);
             self.record.failed(&evicted);
+        }
+        if let Some(eviction) = &self.eviction {
+            eviction.release();
         }
         if self.source.is_end()
             && let Some(upload) = self.upload.take()
