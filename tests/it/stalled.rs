@@ -8,6 +8,7 @@ use crate::{
             answer::{self, pattern},
         },
         caller::{Body, Wire, assert_problem, exchange, read, read_head},
+        frames,
         tool::full,
         until,
     },
@@ -405,6 +406,43 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
     others_are_served(&road, &whole).await;
     drop(stalled);
     assert_eq!(connection.get(URL).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
+    let app = serving(&Arc::default()).await;
+    let build = Road::build().config(|config| {
+        config.tunnel.memory = 4 * MIB;
+        config.limits.unread = 8 * MIB;
+    });
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut wire = road.tcp("plain").await;
+    let (window, more) = ((4, 1 << 30), (1_u32 << 30).to_be_bytes());
+    let mut begin = frames::PREFACE.to_vec();
+    begin.extend(frames::settings(&[window]));
+    begin.extend(frames::frame(frames::WINDOW_UPDATE, 0, 0, &more));
+    let head = frames::fields(&[
+        (":method", "GET"),
+        (":scheme", "http"),
+        (":path", "/endless"),
+        (":authority", "edge-1:9100"),
+    ]);
+    let flags = frames::END_STREAM | frames::END_HEADERS;
+    for stream in 0..100 {
+        let head = frames::frame(frames::HEADERS, flags, 1 + 2 * stream, &head);
+        begin.extend(head);
+    }
+    wire.write_all(&begin).await.unwrap();
+    until("its streams are reset", async || {
+        evicted(&road, "memory").await > 0
+    })
+    .await;
+    until("its connection ends", async || {
+        let metrics = road.metrics().await;
+        metrics.sum("open_connections", &[("front", "plain")]) == 0
+    })
+    .await;
+    assert_eq!(road.caller().get(URL).await.text(), "well");
 }
 
 #[tokio::test]

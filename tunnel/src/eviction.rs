@@ -27,13 +27,13 @@ use tokio::{
 /// of the kernel. 500 stalled downloads cost 240 KiB each at the gateway with a window of 64 KiB, and 270 KiB at the edge.
 pub const OVERHEAD: usize = 256 << 10;
 /// Interval between two looks while streams may stand still.
-const LOOK: Duration = Duration::from_millis(100);
+const LOOK: Duration = Duration::from_millis(50);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
-const LEAST: Duration = Duration::from_millis(200);
+const LEAST: Duration = Duration::from_millis(100);
 /// The same while the kernel's memory has only passed its bound, maybe because of other programs, and not yet half as much again.
 const SLOW: Duration = Duration::from_secs(5);
 /// Looks without a stream that stands still, after which the guard rests.
-const REST_AFTER: u32 = 10;
+const REST_AFTER: u32 = 20;
 
 /// Movement of one direction of a stream, and whether the stream was evicted.
 #[derive(Debug, Default)]

@@ -18,7 +18,7 @@ use std::{
     future::{Future, poll_fn},
     pin::pin,
     sync::{Arc, OnceLock},
-    task::Poll,
+    task::{Poll, ready},
     time::Duration,
 };
 use tokio::time::sleep;
@@ -39,21 +39,23 @@ where
 
 tokio::task_local! {
     /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
-    static EVICTION: Arc<OnceLock<Eviction>>;
+    static EVICTION: Arc<OnceLock<(Eviction, Arc<Connection>)>>;
 }
 
 /// Runs the task of one stream until it ends or the stream that brings its answer is evicted. Dropping the task resets the stream.
 async fn until_evicted(task: impl Future<Output = ()>) {
-    let slot = Arc::<OnceLock<Eviction>>::default();
+    let slot = Arc::<OnceLock<(Eviction, Arc<Connection>)>>::default();
     let mut task = pin!(EVICTION.scope(slot.clone(), task));
     poll_fn(|cx| {
         if task.as_mut().poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        match slot.get() {
-            Some(eviction) => eviction.poll_evicted(cx),
-            None => Poll::Pending,
-        }
+        let Some((eviction, connection)) = slot.get() else {
+            return Poll::Pending;
+        };
+        ready!(eviction.poll_evicted(cx));
+        connection.condition.lost_stream();
+        Poll::Ready(())
     })
     .await;
 }
@@ -63,6 +65,8 @@ async fn until_evicted(task: impl Future<Output = ()>) {
 const WINDOW: u32 = 256 << 10;
 /// The same while too much is unread: what RFC 9113 §6.9.2 begins with.
 const SMALL: u32 = (64 << 10) - 1;
+/// Bytes of an answer that wait for a caller's socket, where HTTP/2 is spoken. hyper's default is 400 KiB.
+const QUEUED: usize = 128 << 10;
 /// Streams on one HTTP/2 connection: what Go's server allows; its client opens a second connection beyond.
 const STREAMS: u32 = 250;
 /// A dead HTTP/2 caller is noticed within twice this.
@@ -86,6 +90,7 @@ pub(super) async fn serve(
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
+    let mut stuck = pin!(condition.stuck());
     let mut idle = pin!(connection.idle.idle(proxy.shared.timeouts.idle_keepalive));
     let mut going = false;
     let mut grown = pin!(sleep(YOUNG));
@@ -104,6 +109,10 @@ pub(super) async fn serve(
                 return;
             }
             () = condition.evicted() => return,
+            () = stuck.as_mut() => {
+                tracing::debug!("a caller reads nothing, and lost a stream");
+                return;
+            }
             () = slow.as_mut() => {
                 tracing::debug!("a caller's head was too slow");
                 proxy.shared.metrics.limit("slow_head");
@@ -136,7 +145,7 @@ async fn answer(
         let response = proxy.handle(connection, request).await;
         if let Some(eviction) = response.body().eviction() {
             // Not within a task of the executor's, nobody waits for it.
-            let _ = EVICTION.try_with(|slot| slot.set(eviction));
+            let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
         }
         return response.map(|body| body.keeping(busy));
     }
@@ -175,6 +184,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         // All streams at once: one whose body is not taken holds up itself only.
         .initial_connection_window_size(window * STREAMS)
         .max_concurrent_streams(STREAMS)
+        .max_send_buf_size(QUEUED)
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
         .max_header_list_size(u32::try_from(bytes * 2).unwrap_or(u32::MAX))
         .keep_alive_interval(PING)

@@ -24,9 +24,13 @@ use std::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
     time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_rustls::server::TlsStream;
+
+/// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
+const STUCK: Duration = Duration::from_secs(2);
 
 /// What a socket and the bodies above it know of each other.
 #[derive(Debug)]
@@ -43,6 +47,10 @@ pub struct Condition {
     head: AtomicU64,
     /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
     eviction: Mutex<Option<Eviction>>,
+    /// Since when the socket takes nothing, in milliseconds after `began`, plus one; 0 is none.
+    blocked: AtomicU64,
+    /// A stream was evicted, where HTTP/2 is spoken.
+    lost: Notify,
 }
 
 impl Default for Condition {
@@ -56,6 +64,8 @@ impl Default for Condition {
             expecting: AtomicBool::new(false),
             head: AtomicU64::new(1),
             eviction: Mutex::default(),
+            blocked: AtomicU64::new(0),
+            lost: Notify::new(),
         }
     }
 }
@@ -100,6 +110,42 @@ impl Condition {
             None => Poll::Pending,
         })
         .await;
+    }
+
+    /// Notes that a stream was evicted.
+    pub fn lost_stream(&self) {
+        self.lost.notify_one();
+    }
+
+    /// Waits until the socket takes nothing after a stream was evicted: what HTTP/2 has queued for the stream is freed with
+    /// the connection only.
+    pub async fn stuck(&self) {
+        loop {
+            self.lost.notified().await;
+            while self.blocked.load(Relaxed) > 0 {
+                if self.blocked_for() >= STUCK {
+                    return;
+                }
+                sleep(STUCK / 2).await;
+            }
+        }
+    }
+
+    fn blocked_for(&self) -> Duration {
+        let since = self.blocked.load(Relaxed).checked_sub(1);
+        let since = since.map(|since| self.began + Duration::from_millis(since));
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// What the socket says of a write.
+    fn wrote<T>(&self, polled: &Poll<T>) {
+        let blocked = self.blocked.load(Relaxed) > 0;
+        if polled.is_pending() == blocked {
+            return;
+        }
+        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.blocked
+            .store(if blocked { 0 } else { age + 1 }, Relaxed);
     }
 
     fn eviction(&self) -> MutexGuard<'_, Option<Eviction>> {
@@ -284,10 +330,13 @@ impl AsyncWrite for Io {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().transport {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
             Transport::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
-        }
+        };
+        this.condition.wrote(&polled);
+        polled
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -322,10 +371,13 @@ impl AsyncWrite for Io {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().transport {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
-        }
+        };
+        this.condition.wrote(&polled);
+        polled
     }
 
     fn is_write_vectored(&self) -> bool {
