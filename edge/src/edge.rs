@@ -333,12 +333,7 @@ impl Bound {
             cluster,
         });
         let kept = reading::begin(reading, (&links, parts), (&reader, &done));
-        let (limits, pressure) = (links.config.limits.clone(), links.pressure.clone());
-        let evicting = evict::run(limits, pressure.clone(), metrics.clone());
-        tasks.spawn(info_span!("evict"), evicting);
-        let shown = (reader, (metrics.clone(), pressure), reloads);
-        tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
-        tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
+        attend(parts, &links, (admin, reader, reloads), &done);
         let changes = Changes::listen(tasks);
         tokio::select! {
             () = links.clone().run(changes) => {}
@@ -348,6 +343,22 @@ impl Bound {
         reading::end(kept).await;
         Ok(())
     }
+}
+
+/// Begins the admin listener, and what looks after apps' connections and after streams that stand still.
+fn attend(
+    parts: &Parts,
+    links: &Links,
+    (admin, reader, reloads): (TcpListener, Reader, Reloads),
+    done: &CancellationToken,
+) {
+    let (tasks, metrics) = (&parts.tasks, &parts.metrics);
+    let (limits, pressure) = (links.config.limits.clone(), &links.pressure);
+    let shown = (reader, (metrics.clone(), pressure.clone()), reloads);
+    tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
+    tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
+    let evicting = evict::run(limits, pressure.clone(), metrics.clone());
+    tasks.spawn(info_span!("evict"), evicting);
 }
 
 fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {

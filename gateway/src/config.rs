@@ -254,7 +254,7 @@ pub struct Limits {
     pub per_node: usize,
     /// Callers' connections at each front.
     pub connections: usize,
-    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503. Streams that stand still count 256 KiB more each; where they pass this bound together, those that have stood still for longest are reset.
+    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503. Streams that stand still count 320 KiB more each; where they pass this bound together, those that have stood still for longest are reset.
     #[serde(with = "HumanSize")]
     pub unread: usize,
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).

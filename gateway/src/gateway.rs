@@ -197,6 +197,12 @@ impl Addresses {
     }
 }
 
+/// Evicts streams that stand still.
+fn evicting(config: Config, shared: &Shared) -> impl Future<Output = ()> + use<> {
+    let pressure = shared.limits.pressure().clone();
+    evict::run(config, pressure, shared.metrics.clone())
+}
+
 impl Bound {
     /// Where the gateway listens, with the ports that the system chose.
     ///
@@ -311,12 +317,8 @@ impl Bound {
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),
         );
-        let pressure = self.shared.limits.pressure().clone();
-        beside.spawn_on(
-            runtime,
-            info_span!("evict"),
-            evict::run(self.config, pressure, self.shared.metrics.clone()),
-        );
+        let evicting = evicting(self.config, &self.shared);
+        beside.spawn_on(runtime, info_span!("evict"), evicting);
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

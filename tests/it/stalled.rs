@@ -317,7 +317,7 @@ async fn fill(wire: &mut impl Wire) {
 }
 
 /// What a stream that stands still counts at least.
-const OVERHEAD: usize = 256 << 10;
+const OVERHEAD: usize = 320 << 10;
 
 /// Readers that take nothing of an endless answer but its head, if they get one.
 async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {

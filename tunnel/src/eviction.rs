@@ -23,9 +23,9 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS, and those
-/// of the kernel. 500 stalled downloads cost 240 KiB each at the gateway with a window of 64 KiB, and 270 KiB at the edge.
-pub const OVERHEAD: usize = 256 << 10;
+/// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
+/// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
+pub const OVERHEAD: usize = 320 << 10;
 /// Interval between two looks while streams may stand still.
 const LOOK: Duration = Duration::from_millis(50);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.

@@ -17,7 +17,7 @@ use crate::{
 use http::StatusCode;
 use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex},
     net::{TcpListener, TcpStream},
     sync::mpsc,
     time::Instant,
@@ -493,6 +493,25 @@ async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
     assert!(!tunnel.is_open());
 }
 
+/// Copies, at 512 bytes a second while `slow`.
+async fn trickle(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    slow: Arc<AtomicBool>,
+) {
+    let mut part = vec![0; 4096];
+    loop {
+        let most = if slow.load(Relaxed) { 512 } else { 4096 };
+        let read = from.read(&mut part[..most]).await.unwrap();
+        if read == 0 || to.write_all(&part[..read]).await.is_err() {
+            return;
+        }
+        if most == 512 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
     let second = Duration::from_secs(1);
@@ -500,24 +519,11 @@ async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
     let (far, from_far) = duplex(64 * 1024);
     let (near, far) = (Counted::new(near), Counted::new(far));
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
-    let (mut from_near, mut to_near) = tokio::io::split(from_near);
-    let (mut from_far, mut to_far) = tokio::io::split(from_far);
+    let (mut from_near, to_near) = tokio::io::split(from_near);
+    let (from_far, mut to_far) = tokio::io::split(from_far);
     tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
     let trickles = Arc::new(AtomicBool::new(false));
-    let slow = trickles.clone();
-    tokio::spawn(async move {
-        let mut part = vec![0; 4096];
-        loop {
-            let most = if slow.load(Relaxed) { 512 } else { 4096 };
-            let read = from_far.read(&mut part[..most]).await.unwrap();
-            if read == 0 || to_near.write_all(&part[..read]).await.is_err() {
-                return;
-            }
-            if most == 512 {
-                tokio::time::sleep(second).await;
-            }
-        }
-    });
+    tokio::spawn(trickle(from_far, to_near, trickles.clone()));
     let accept = server::accept(far, far_traffic, server::Settings::default());
     let connecting = connect(near, near_traffic, Settings::default());
     let (connected, accepted) = tokio::join!(connecting, accept);
