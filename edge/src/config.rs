@@ -238,9 +238,9 @@ impl Default for Tunnels {
 pub struct Limits {
     /// Streams of all tunnels; further ones get 503. Each has a connection to an app.
     pub streams: usize,
-    /// Bytes that streams may hold here which stand still, because the caller does not read or the app does not: 320 KiB each, and what waits of an upload. Beyond it those that have stood still for longest are reset.
+    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits of an upload. Beyond it those that have stood still for longest are reset.
     #[serde(with = "HumanSize")]
-    pub unread: usize,
+    pub stalled: usize,
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. Each holds up to 4 MiB of an app's answer there. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
     #[serde(with = "HumanSize")]
     pub tcp_memory: usize,
@@ -252,7 +252,7 @@ impl Default for Limits {
             // Twenty times what a kubelet's node runs in pods; a descriptor each.
             streams: 4_096,
             // 800 downloads that stand still, beside which two tunnels' uploads have room.
-            unread: 256 << 20,
+            stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
         }

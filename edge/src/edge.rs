@@ -320,7 +320,7 @@ impl Bound {
             list: listing(&reloader),
             members: reading.as_ref().map(Reading::hears),
             metrics: metrics.clone(),
-            pressure: Arc::new(Pressure::new(config.limits.unread)),
+            pressure: Arc::new(Pressure::new(config.limits.stalled)),
             places: Arc::new(Semaphore::new(config.limits.streams)),
             state: writer,
             reached: Reached::default(),

@@ -205,7 +205,7 @@ impl Metrics {
         );
         registry.register(
             "evicted_streams",
-            "Streams that were reset because nobody took the bytes that waited in them, by what ran short: memory (limits.unread) or tcp_memory (limits.tcp_memory)",
+            "Streams that were reset because nobody took the bytes that waited in them, by what ran short: memory (limits.stalled) or tcp_memory (limits.tcp_memory)",
             self.evicted.clone(),
         );
     }

@@ -254,9 +254,12 @@ pub struct Limits {
     pub per_node: usize,
     /// Callers' connections at each front.
     pub connections: usize,
-    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503. Streams that stand still count 320 KiB more each; where they pass this bound together, those that have stood still for longest are reset.
+    /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
     #[serde(with = "HumanSize")]
     pub unread: usize,
+    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits in their windows. Beyond it those that have stood still for longest are reset.
+    #[serde(with = "HumanSize")]
+    pub stalled: usize,
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
     #[serde(with = "HumanSize")]
     pub tcp_memory: usize,
@@ -279,6 +282,8 @@ impl Default for Limits {
             connections: 15_000,
             // Eight tunnels' whole budgets: stalled callers of one node never come near it.
             unread: 512 << 20,
+            // 680 of them with the least window: long before new streams get 503.
+            stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
             // Twice the largest head that kube-apiserver sends with client groups inside.

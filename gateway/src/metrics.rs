@@ -104,7 +104,7 @@ declare! {
     unread_bytes: Gauge,
     /// Streams in which bytes wait that nobody takes, when they were last looked at.
     stalled_streams: Gauge,
-    /// Streams that were reset because nobody took the bytes that waited in them, by what ran short: `memory` (`limits.unread`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
+    /// Streams that were reset because nobody took the bytes that waited in them, by what ran short: `memory` (`limits.stalled`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
     evicted_streams: Family<[Label; 1], Counter>,
     /// Questions by DNS, by what was found.
     dns_queries: Family<[Label; 1], Counter>,

@@ -361,7 +361,7 @@ async fn stalled_readers_beyond_the_bound_are_reset_and_nobody_else_is() {
     let bound = 40 * MIB;
     let build = Road::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
-        config.limits.unread = bound;
+        config.limits.stalled = bound;
     });
     let road = Road::along(build, Scheme::Http, app.address()).await;
     let mut session = road.tcp("bytes").await;
@@ -389,7 +389,7 @@ async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
     let bound = 20 * MIB;
     let build = Road::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
-        config.limits.unread = bound;
+        config.limits.stalled = bound;
     });
     let road = Road::along(build, Scheme::Http, app.address()).await;
     let mut connection = road.http2().connect("edge-1").await.unwrap();
@@ -413,7 +413,7 @@ async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
     let app = serving(&Arc::default()).await;
     let build = Road::build().config(|config| {
         config.tunnel.memory = 4 * MIB;
-        config.limits.unread = 8 * MIB;
+        config.limits.stalled = 8 * MIB;
     });
     let road = Road::along(build, Scheme::Http, app.address()).await;
     let mut wire = road.tcp("plain").await;
@@ -449,7 +449,7 @@ async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
 async fn stalled_streams_beyond_the_edges_bound_are_reset_there() {
     let whole = Arc::new(pattern(4 * MIB));
     let app = serving(&whole).await;
-    let road = at_edge(app.address(), |config| config.limits.unread = 4 * MIB).await;
+    let road = at_edge(app.address(), |config| config.limits.stalled = 4 * MIB).await;
     let _stalled = stall(&road, 100).await;
     until("the edge has reset those beyond its bound", async || {
         let open = open_streams(&road).await;
@@ -463,7 +463,7 @@ async fn stalled_streams_beyond_the_edges_bound_are_reset_there() {
 async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
     let deaf = deaf();
     let road = at_edge(deaf.local_addr().unwrap(), |config| {
-        config.limits.unread = 4 * MIB;
+        config.limits.stalled = 4 * MIB;
     })
     .await;
     let mut stalled = Vec::new();

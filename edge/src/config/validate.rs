@@ -141,7 +141,7 @@ impl Config {
         let limits = &self.limits;
         faults.at_least_one(
             "limits",
-            &[("streams", limits.streams), ("unread", limits.unread)],
+            &[("streams", limits.streams), ("stalled", limits.stalled)],
         );
         if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
             let detail =

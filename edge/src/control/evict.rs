@@ -15,7 +15,7 @@ const SAY: Duration = Duration::from_secs(10);
 /// Runs until it is dropped.
 pub(crate) async fn run(limits: Limits, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
     let bounds = Bounds {
-        memory: limits.unread,
+        memory: limits.stalled,
         tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
         // The gateway gives up readers that take nothing for long: it knows which streams are sessions.
         patience: None,
@@ -29,7 +29,7 @@ pub(crate) async fn run(limits: Limits, pressure: Arc<Pressure>, metrics: Arc<Me
             warn!(
                 reason = shortage.word(),
                 streams,
-                "streams were reset because their peers take none of the bytes that wait in them (limits.unread, limits.tcp_memory)"
+                "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory)"
             );
             streams = 0;
         }

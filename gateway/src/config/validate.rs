@@ -113,6 +113,7 @@ impl Config {
                 ("per_node", limits.per_node),
                 ("connections", limits.connections),
                 ("unread", limits.unread),
+                ("stalled", limits.stalled),
                 ("header_bytes", limits.header_bytes),
                 ("headers", limits.headers),
             ],

@@ -11,7 +11,7 @@ use std::sync::Arc;
 fn bounds(config: &Config) -> Bounds {
     let limits = &config.limits;
     Bounds {
-        memory: limits.unread,
+        memory: limits.stalled,
         tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
         patience: Some(config.timeouts.download),
     }
@@ -27,7 +27,7 @@ pub(crate) async fn run(config: Config, pressure: Arc<Pressure>, metrics: Arc<Me
                 reason = shortage.word(),
                 streams = count,
                 times,
-                "streams were reset because their peers take none of the bytes that wait in them (limits.unread, limits.tcp_memory, timeouts.download)"
+                "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory, timeouts.download)"
             );
         }
     };
