@@ -19,16 +19,17 @@ fn bounds(config: &Config) -> Bounds {
 
 /// Runs until it is dropped.
 pub(crate) async fn run(config: Config, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
-    let said = Seldom::default();
+    let (said, mut streams) = (Seldom::default(), 0);
     let evicted = |shortage: eviction::Shortage, count: usize| {
         metrics.evicted(shortage.word(), count);
-        if let Some(times) = said.happened() {
+        streams += count;
+        if said.happened().is_some() {
             tracing::warn!(
                 reason = shortage.word(),
-                streams = count,
-                times,
+                streams,
                 "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory, timeouts.download)"
             );
+            streams = 0;
         }
     };
     eviction::guard(pressure.stalls(), bounds(&config), evicted).await;
