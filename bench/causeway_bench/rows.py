@@ -141,6 +141,9 @@ def _neighbours() -> list[Row]:
         Row("stalled-64", "64 callers beside 64 readers that read nothing",
             partial(measures.beside_stalled, readers=64), BESIDE, readable, start="fresh", references=(),
             long=True, needs=("bench-load",)),
+        Row("stalled-2000", "64 callers beside 2,000 readers that read nothing",
+            partial(measures.beside_stalled, readers=2000), BESIDE, PAIR, start="fresh", references=(),
+            long=True, needs=("bench-load",)),
         Row("slow-1", "64 callers beside one reader at 1 MB/s", partial(measures.beside_slow, readers=1), BESIDE,
             readable, start="fresh", references=(), long=True, needs=("bench-load",)),
     ]  # fmt: skip

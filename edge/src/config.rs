@@ -68,6 +68,8 @@ pub struct Config {
     pub reader: Option<Reader>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
+    /// What is served at most.
+    pub limits: Limits,
     /// How long is waited at most.
     pub timeouts: Timeouts,
     /// How long is waited before a gateway is dialled anew.
@@ -97,6 +99,7 @@ impl Default for Config {
             pool: None,
             reader: None,
             tunnels: Tunnels::default(),
+            limits: Limits::default(),
             timeouts: Timeouts::default(),
             backoff: Backoff::default(),
             log: Log::default(),
@@ -225,6 +228,33 @@ impl Default for Tunnels {
             // Above any log page or metrics scrape, below any image or backup.
             bulk_after: 1 << 20,
             bulk_idle: Duration::from_mins(1),
+        }
+    }
+}
+
+/// What is served at most.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Streams of all tunnels; further ones get 503. Each has a connection to an app.
+    pub streams: usize,
+    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits of an upload. Beyond it those that have stood still for longest are reset.
+    #[serde(with = "HumanSize")]
+    pub stalled: usize,
+    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. Each holds up to 4 MiB of an app's answer there. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
+    #[serde(with = "HumanSize")]
+    pub tcp_memory: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            // Twenty times what a kubelet's node runs in pods; a descriptor each.
+            streams: 4_096,
+            // 800 downloads that stand still, beside which two tunnels' uploads have room.
+            stalled: 256 << 20,
+            // The kernel knows how much memory the machine has.
+            tcp_memory: 0,
         }
     }
 }

@@ -22,6 +22,7 @@ mod roots;
 pub(crate) mod vouch;
 
 pub(crate) mod admin;
+pub(crate) mod evict;
 mod listen;
 pub(crate) mod reader;
 

@@ -18,6 +18,7 @@ use crate::{
         admin,
         changes::Changes,
         dial::Dialler,
+        evict,
         gateways::Gateways,
         held::Held,
         link::{Links, Reached},
@@ -33,12 +34,15 @@ use crate::{
 use arc_swap::ArcSwap;
 use brought::Faces;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{task::Tasks, unread::Pressure};
 use joining::{own, warn_of_expiry};
 use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
 use std::{net::SocketAddr, sync::Arc};
-use tokio::{net::TcpListener, sync::watch};
+use tokio::{
+    net::TcpListener,
+    sync::{Semaphore, watch},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
 
@@ -316,6 +320,8 @@ impl Bound {
             list: listing(&reloader),
             members: reading.as_ref().map(Reading::hears),
             metrics: metrics.clone(),
+            pressure: Arc::new(Pressure::new(config.limits.stalled)),
+            places: Arc::new(Semaphore::new(config.limits.streams)),
             state: writer,
             reached: Reached::default(),
             anew: watch::Sender::default(),
@@ -327,9 +333,7 @@ impl Bound {
             cluster,
         });
         let kept = reading::begin(reading, (&links, parts), (&reader, &done));
-        let shown = (reader, metrics.clone(), reloads);
-        tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
-        tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
+        attend(parts, &links, (admin, reader, reloads), &done);
         let changes = Changes::listen(tasks);
         tokio::select! {
             () = links.clone().run(changes) => {}
@@ -339,6 +343,22 @@ impl Bound {
         reading::end(kept).await;
         Ok(())
     }
+}
+
+/// Begins the admin listener, and what looks after apps' connections and after streams that stand still.
+fn attend(
+    parts: &Parts,
+    links: &Links,
+    (admin, reader, reloads): (TcpListener, Reader, Reloads),
+    done: &CancellationToken,
+) {
+    let (tasks, metrics) = (&parts.tasks, &parts.metrics);
+    let (limits, pressure) = (links.config.limits.clone(), &links.pressure);
+    let shown = (reader, (metrics.clone(), pressure.clone()), reloads);
+    tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
+    tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
+    let evicting = evict::run(limits, pressure.clone(), metrics.clone());
+    tasks.spawn(info_span!("evict"), evicting);
 }
 
 fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {

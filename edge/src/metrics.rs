@@ -37,6 +37,8 @@ pub(crate) enum Ending {
     AppBroke,
     /// The tunnel was lost.
     TunnelLost,
+    /// The edge reset it, since nobody took the bytes that waited in it.
+    Evicted,
 }
 
 impl Ending {
@@ -47,6 +49,7 @@ impl Ending {
             Self::CallerGone => "caller-gone",
             Self::AppBroke => "app-broke",
             Self::TunnelLost => "tunnel-lost",
+            Self::Evicted => "evicted",
         }
     }
 }
@@ -74,6 +77,11 @@ struct KindLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: &'static str,
 }
@@ -88,6 +96,8 @@ pub(crate) struct Metrics {
     connections: Family<OutcomeLabel, Counter>,
     retries: Counter,
     turned_away: Family<LimitLabels, Counter>,
+    stalled: Gauge,
+    evicted: Family<ReasonLabel, Counter>,
     tunnels: Gauge,
     attempts: Family<OutcomeLabel, Counter>,
     certificate_expiry: Gauge,
@@ -116,6 +126,8 @@ impl Default for Metrics {
             connections: Family::default(),
             retries: Counter::default(),
             turned_away: Family::default(),
+            stalled: Gauge::default(),
+            evicted: Family::default(),
             tunnels: Gauge::default(),
             attempts: Family::default(),
             certificate_expiry: Gauge::default(),
@@ -128,6 +140,7 @@ impl Default for Metrics {
         // The one that it begins with is in force.
         metrics.last_reload_successful.set(1);
         metrics.register();
+        metrics.register_stalls();
         metrics.register_expiries();
         metrics
     }
@@ -197,6 +210,20 @@ impl Metrics {
         );
     }
 
+    fn register_stalls(&mut self) {
+        let registry = &mut self.registry;
+        registry.register(
+            "stalled_streams",
+            "Streams in which bytes wait that nobody takes, when they were last looked at",
+            self.stalled.clone(),
+        );
+        registry.register(
+            "evicted_streams",
+            "Streams that were reset because nobody took the bytes that waited in them, by what ran short: memory (limits.stalled) or tcp_memory (limits.tcp_memory)",
+            self.evicted.clone(),
+        );
+    }
+
     fn register_expiries(&mut self) {
         let registry = &mut self.registry;
         registry.register_with_unit(
@@ -238,6 +265,19 @@ impl Metrics {
         self.connections
             .get_or_create(&OutcomeLabel { outcome })
             .inc();
+    }
+
+    /// Streams stand still, so many.
+    pub(crate) fn stalled(&self, streams: usize) {
+        self.stalled.set(i64::try_from(streams).unwrap_or(i64::MAX));
+    }
+
+    /// Streams that stood still were reset.
+    pub(crate) fn evicted(&self, reason: &'static str, streams: usize) {
+        let streams = u64::try_from(streams).unwrap_or(u64::MAX);
+        self.evicted
+            .get_or_create(&ReasonLabel { reason })
+            .inc_by(streams);
     }
 
     /// A request was sent again.

@@ -39,9 +39,11 @@ use causeway_tunnel::{
     body::{PumpError, pump},
     copy::Outcome,
     error::Refused,
+    eviction::Eviction,
     server::{Asked, Kind},
     task::Tasks,
 };
+use futures_util::future::OptionFuture;
 use http::{Request, Response};
 use interim::Interim;
 use kept::Kept;
@@ -103,9 +105,20 @@ impl Way {
         }
     }
 
-    /// From a stream to an app and back.
+    /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it.
     pub(crate) async fn serve(&self, asked: Asked) {
         let mut served = Served::new(&self.metrics, &asked.kind);
+        let eviction = asked.body.eviction();
+        let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::evicted));
+        tokio::select! {
+            biased;
+            () = self.serve_unless_evicted(asked, &mut served) => return,
+            Some(()) = evicted => {}
+        }
+        served.end(Ending::Evicted);
+    }
+
+    async fn serve_unless_evicted(&self, asked: Asked, served: &mut Served<'_>) {
         let Asked {
             kind,
             target,
@@ -196,6 +209,7 @@ fn ending<E: std::fmt::Display>(error: &PumpError<E>) -> Ending {
             Ending::AppBroke
         }
         PumpError::Stream(StreamError::Lost { .. }) => Ending::TunnelLost,
+        PumpError::Stream(StreamError::Evicted) => Ending::Evicted,
         PumpError::Stream(_) | PumpError::Stalled(_) => Ending::CallerGone,
     }
 }
@@ -205,6 +219,7 @@ fn relayed(outcome: &Outcome) -> Ending {
         Outcome::Clean => Ending::Done,
         Outcome::Near(_) => Ending::AppBroke,
         Outcome::Far(StreamError::Lost { .. }) => Ending::TunnelLost,
+        Outcome::Far(StreamError::Evicted) => Ending::Evicted,
         Outcome::Far(_) => Ending::CallerGone,
     }
 }

@@ -257,6 +257,12 @@ pub struct Limits {
     /// Bytes that callers may leave unread of answers, and apps of uploads, in all: from half of it windows are small, beyond it new streams get 503.
     #[serde(with = "HumanSize")]
     pub unread: usize,
+    /// Memory of streams that stand still, because the caller does not read or the app does not: 320 KiB each, and what waits in their windows. Beyond it those that have stood still for longest are reset.
+    #[serde(with = "HumanSize")]
+    pub stalled: usize,
+    /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
+    #[serde(with = "HumanSize")]
+    pub tcp_memory: usize,
     /// Bytes of a request's head.
     #[serde(with = "HumanSize")]
     pub header_bytes: usize,
@@ -276,6 +282,10 @@ impl Default for Limits {
             connections: 15_000,
             // Eight tunnels' whole budgets: stalled callers of one node never come near it.
             unread: 512 << 20,
+            // 680 of them with the least window: long before new streams get 503.
+            stalled: 256 << 20,
+            // The kernel knows how much memory the machine has.
+            tcp_memory: 0,
             // Twice the largest head that kube-apiserver sends with client groups inside.
             header_bytes: 64 << 10,
             // hyper's own default.
@@ -303,6 +313,9 @@ pub struct Timeouts {
     /// The app's taking something of a request's body that waits.
     #[serde(with = "HumanDuration")]
     pub upload: Duration,
+    /// A caller's taking something of an answer that waits; sessions have no such bound.
+    #[serde(with = "HumanDuration")]
+    pub download: Duration,
     /// A caller's connection without a request.
     #[serde(with = "HumanDuration")]
     pub idle_keepalive: Duration,
@@ -326,6 +339,8 @@ impl Default for Timeouts {
             upgrade_first_byte: Duration::from_secs(30),
             // An app that flushes to a slow disk pauses for a minute or two, and goes on.
             upload: Duration::from_mins(5),
+            // The same for callers: somebody reads a page of a log, and goes on.
+            download: Duration::from_mins(5),
             // Go's client keeps idle connections for 90 s: close no earlier than it does.
             idle_keepalive: Duration::from_secs(90),
             // Kubernetes' default grace before it kills.

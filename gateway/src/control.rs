@@ -25,6 +25,7 @@ pub mod nat;
 pub mod admin;
 
 pub mod drain;
+pub(crate) mod evict;
 
 pub mod http;
 

@@ -256,7 +256,10 @@ impl Error {
     /// A stream to `node` that failed below: reset by the edge, or lost with its tunnel.
     pub fn of_stream(node: &str, error: &StreamError) -> Self {
         match error {
-            StreamError::Reset { .. } | StreamError::Nonsense(_) => {
+            error if error.is_eviction() => Reason::LimitReached.says(format!(
+                "the stream to {node} was reset, because the bytes that waited in it were not taken"
+            )),
+            StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
                 Reason::TargetBroken.says(format!("{node} broke the stream off: {error}"))
             }
             StreamError::Lost { .. } => {

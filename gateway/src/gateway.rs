@@ -23,7 +23,7 @@ use crate::{
         admit::Admission,
         dns,
         drain::{self, Hold, Readiness},
-        http,
+        evict, http,
         nat::Nat,
         pins::Keeper,
         pool::leaders::Leaders,
@@ -197,6 +197,12 @@ impl Addresses {
     }
 }
 
+/// Evicts streams that stand still.
+fn evicting(config: Config, shared: &Shared) -> impl Future<Output = ()> + use<> {
+    let pressure = shared.limits.pressure().clone();
+    evict::run(config, pressure, shared.metrics.clone())
+}
+
 impl Bound {
     /// Where the gateway listens, with the ports that the system chose.
     ///
@@ -311,6 +317,8 @@ impl Bound {
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
         let identity = self.reloader.parts().identity.clone();
         beside.spawn_on(runtime, info_span!("identity"), identity.renew());
+        let evicting = evicting(self.config, &self.shared);
+        beside.spawn_on(runtime, info_span!("evict"), evicting);
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

@@ -93,6 +93,8 @@ declare! {
     connections_turned_away: Family<[Label; 2], Counter>,
     /// Tunnels that are registered.
     tunnels: Gauge,
+    /// Tunnels that take no new streams because a probe is without an answer, at the time of the scrape.
+    suspect_tunnels: Gauge,
     /// Tunnels' connections whose hello was answered or refused.
     registrations: Family<[Label; 1], Counter>,
     /// Tunnels that ended.
@@ -103,6 +105,10 @@ declare! {
     tunnel_round_trip_seconds: Family<[Label; 1], Seconds>,
     /// Bytes that wait here, of answers for callers and of uploads for apps, when each was last looked at.
     unread_bytes: Gauge,
+    /// Streams in which bytes wait that nobody takes, when they were last looked at.
+    stalled_streams: Gauge,
+    /// Streams that were reset because nobody took the bytes that waited in them, by what ran short: `memory` (`limits.stalled`), `tcp_memory` (`limits.tcp_memory`) or `time` (`timeouts.download`).
+    evicted_streams: Family<[Label; 1], Counter>,
     /// Questions by DNS, by what was found.
     dns_queries: Family<[Label; 1], Counter>,
     /// Connections to apps to which the gateway itself speaks TLS, by the version of HTTP that the app chose.
@@ -216,6 +222,16 @@ impl Metrics {
         self.declared.app_connections.get_or_create(&labels).inc();
     }
 
+    /// Streams that stood still were reset.
+    pub fn evicted(&self, shortage: &'static str, streams: usize) {
+        let labels = [("reason", shortage)];
+        let streams = u64::try_from(streams).unwrap_or(u64::MAX);
+        self.declared
+            .evicted_streams
+            .get_or_create(&labels)
+            .inc_by(streams);
+    }
+
     /// A limit was reached.
     pub fn limit(&self, which: &'static str) {
         let labels = [("limit", which)];
@@ -279,9 +295,18 @@ impl Metrics {
     }
 
     /// What waits unread now, in bytes.
-    pub fn unread(&self, bytes: usize) {
+    pub fn unread(&self, bytes: usize, stalled: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.declared.unread_bytes.set(bytes);
+        let stalled = i64::try_from(stalled).unwrap_or(i64::MAX);
+        self.declared.stalled_streams.set(stalled);
+    }
+
+    /// So many tunnels are suspect now.
+    pub fn suspect(&self, tunnels: usize) {
+        self.declared
+            .suspect_tunnels
+            .set(i64::try_from(tunnels).unwrap_or(i64::MAX));
     }
 
     /// What the tunnels' round trips are now.

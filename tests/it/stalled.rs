@@ -7,7 +7,8 @@ use crate::{
             App,
             answer::{self, pattern},
         },
-        caller::{Body, Wire, assert_problem, exchange},
+        caller::{Body, Wire, assert_problem, exchange, read, read_head},
+        frames,
         tool::full,
         until,
     },
@@ -21,6 +22,7 @@ use hyper::{
 };
 use socket2::{Domain, Socket, Type};
 use std::{
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -30,6 +32,7 @@ use std::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    task::JoinSet,
     time::{interval, timeout},
 };
 
@@ -195,7 +198,7 @@ async fn an_upload_of_which_the_app_takes_nothing_is_504_however_its_caller_went
     fill(&mut leaves).await;
     // With bytes of its own still on the way this is a FIN, of which nobody hears who does not read.
     leaves.shutdown().await.unwrap();
-    let head = crate::world::caller::read_head(&mut stays).await;
+    let head = read_head(&mut stays).await;
     assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
     assert!(head.contains("target_timeout"), "{head}");
     until("nothing is left of either", async || {
@@ -309,7 +312,289 @@ async fn fill(wire: &mut impl Wire) {
     let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
     wire.write_all(head.as_bytes()).await.unwrap();
     let chunk = vec![0; 64 << 10];
-    while let Ok(written) = timeout(Duration::from_millis(500), wire.write_all(&chunk)).await {
-        written.unwrap();
+    // Where it is evicted meanwhile, that is an error here.
+    while let Ok(Ok(())) = timeout(Duration::from_millis(500), wire.write_all(&chunk)).await {}
+}
+
+/// What a stream that stands still counts at least.
+const OVERHEAD: usize = 320 << 10;
+
+/// Readers that take nothing of an endless answer but its head, if they get one.
+async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
+    let mut stalled = Vec::new();
+    for _ in 0..count {
+        let mut wire = road.tcp("plain").await;
+        wire.write_all(get("/endless").as_bytes()).await.unwrap();
+        stalled.push(wire);
     }
+    stalled
+}
+
+/// Asks once more on a session that was open before.
+async fn goes_on(session: &mut TcpStream) {
+    let head = exchange(session, get("/")).await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    assert_eq!(read(session, 4).await, b"well");
+}
+
+async fn open_streams(road: &Road) -> usize {
+    usize::try_from(road.metrics().await.sum("open_streams", &[])).unwrap()
+}
+
+async fn evicted(road: &Road, reason: &str) -> u64 {
+    let metrics = road.metrics().await;
+    metrics.sum("evicted_streams_total", &[("reason", reason)])
+}
+
+/// To an edge with another configuration.
+async fn at_edge(app: SocketAddr, change: impl FnOnce(&mut causeway_edge::Config)) -> Road {
+    let world = Road::build().start().await;
+    let edge = world.edge("edge-1").port(9100, app).config(change);
+    let edge = edge.join().await;
+    Road::of(world, edge)
+}
+
+#[tokio::test]
+async fn stalled_readers_beyond_the_bound_are_reset_and_nobody_else_is() {
+    let whole = Arc::new(pattern(4 * MIB));
+    let app = serving(&whole).await;
+    let bound = 40 * MIB;
+    let build = Road::build().config(|config| {
+        config.tunnel.memory = 4 * MIB;
+        config.limits.stalled = bound;
+    });
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut session = road.tcp("bytes").await;
+    goes_on(&mut session).await;
+    let stalled = stall(&road, 300).await;
+    until("no more than the bound stands still", async || {
+        let open = open_streams(&road).await;
+        evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD + 1
+    })
+    .await;
+    others_are_served(&road, &whole).await;
+    goes_on(&mut session).await;
+    assert!(open_streams(&road).await > 1, "those below the bound stay");
+    drop(stalled);
+    until("only the session stays", async || {
+        open_streams(&road).await == 1
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn stalled_streams_over_http2_are_reset_and_their_connection_goes_on() {
+    let whole = Arc::new(pattern(4 * MIB));
+    let app = serving(&whole).await;
+    let bound = 20 * MIB;
+    let build = Road::build().config(|config| {
+        config.tunnel.memory = 4 * MIB;
+        config.limits.stalled = bound;
+    });
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut connection = road.http2().connect("edge-1").await.unwrap();
+    let ask = || {
+        let request = Request::get(format!("{URL}endless"));
+        request.body(crate::world::caller::whole("")).unwrap()
+    };
+    let stalled: Vec<_> = (0..200).map(|_| connection.hold(ask())).collect();
+    until("no more than the bound stands still", async || {
+        let open = open_streams(&road).await;
+        evicted(&road, "memory").await > 0 && open <= bound / OVERHEAD
+    })
+    .await;
+    others_are_served(&road, &whole).await;
+    drop(stalled);
+    assert_eq!(connection.get(URL).await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
+    let app = serving(&Arc::default()).await;
+    let build = Road::build().config(|config| {
+        config.tunnel.memory = 4 * MIB;
+        config.limits.stalled = 8 * MIB;
+    });
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut wire = road.tcp("plain").await;
+    let (window, more) = ((4, 1 << 30), (1_u32 << 30).to_be_bytes());
+    let mut begin = frames::PREFACE.to_vec();
+    begin.extend(frames::settings(&[window]));
+    begin.extend(frames::frame(frames::WINDOW_UPDATE, 0, 0, &more));
+    let head = frames::fields(&[
+        (":method", "GET"),
+        (":scheme", "http"),
+        (":path", "/endless"),
+        (":authority", "edge-1:9100"),
+    ]);
+    let flags = frames::END_STREAM | frames::END_HEADERS;
+    for stream in 0..100 {
+        let head = frames::frame(frames::HEADERS, flags, 1 + 2 * stream, &head);
+        begin.extend(head);
+    }
+    wire.write_all(&begin).await.unwrap();
+    until("its streams are reset", async || {
+        evicted(&road, "memory").await > 0
+    })
+    .await;
+    until("its connection ends", async || {
+        let metrics = road.metrics().await;
+        metrics.sum("open_connections", &[("front", "plain")]) == 0
+    })
+    .await;
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+}
+
+#[tokio::test]
+async fn stalled_streams_beyond_the_edges_bound_are_reset_there() {
+    let whole = Arc::new(pattern(4 * MIB));
+    let app = serving(&whole).await;
+    let road = at_edge(app.address(), |config| config.limits.stalled = 4 * MIB).await;
+    let _stalled = stall(&road, 100).await;
+    until("the edge has reset those beyond its bound", async || {
+        let open = open_streams(&road).await;
+        road.metrics().await.outcomes("plain", "limit_reached") > 0 && open <= 4 * MIB / OVERHEAD
+    })
+    .await;
+    others_are_served(&road, &whole).await;
+}
+
+#[tokio::test]
+async fn stalled_uploads_beyond_the_edges_bound_are_reset_there() {
+    let deaf = deaf();
+    let road = at_edge(deaf.local_addr().unwrap(), |config| {
+        config.limits.stalled = 4 * MIB;
+    })
+    .await;
+    let mut stalled = Vec::new();
+    for _ in 0..24 {
+        let mut wire = road.tcp("plain").await;
+        fill(&mut wire).await;
+        stalled.push(wire);
+    }
+    until("no more than the bound stands still", async || {
+        open_streams(&road).await <= 4 * MIB / OVERHEAD
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn where_the_kernels_memory_for_tcp_is_short_stalled_streams_are_reset() {
+    let app = serving(&Arc::default()).await;
+    let road = at_edge(app.address(), |config| config.limits.tcp_memory = 1).await;
+    let _stalled = stall(&road, 4).await;
+    until("nobody stalls any more", async || {
+        road.metrics().await.outcomes("plain", "limit_reached") == 4
+    })
+    .await;
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_takes_has_a_bound_and_a_session_has_none() {
+    let app = serving(&Arc::default()).await;
+    let build = Road::build().config(|config| config.timeouts.download = Duration::from_secs(1));
+    let road = Road::along(build, Scheme::Http, app.address()).await;
+    let mut session = road.tcp("bytes").await;
+    exchange(&mut session, get("/endless")).await;
+    let _stalled = stall(&road, 3).await;
+    until("the answers are given up", async || {
+        evicted(&road, "time").await == 3
+    })
+    .await;
+    until("the session stays", async || open_streams(&road).await == 1).await;
+}
+
+#[tokio::test]
+async fn an_edge_with_all_its_streams_open_refuses_more_with_the_reason() {
+    let app = serving(&Arc::default()).await;
+    let road = at_edge(app.address(), |config| config.limits.streams = 1).await;
+    let mut session = road.tcp("bytes").await;
+    goes_on(&mut session).await;
+    let refused = road.caller().get(URL).await;
+    assert_problem(&refused, 503, "limit_reached", "(limits.streams)");
+    drop(session);
+    until("there is a place again", async || {
+        road.caller().get(URL).await.status == 200
+    })
+    .await;
+}
+
+/// An app whose system takes as much of an answer as it does by default: megabytes.
+async fn roomy() -> (SocketAddr, JoinSet<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        let mut connections = JoinSet::new();
+        loop {
+            let (mut wire, _) = listener.accept().await.unwrap();
+            connections.spawn(async move {
+                loop {
+                    let head = read_head(&mut wire).await;
+                    let length = if head.contains("/large") { 4 * MIB } else { 4 };
+                    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+                    let body = if length == 4 {
+                        b"well".to_vec()
+                    } else {
+                        vec![0; length]
+                    };
+                    let written = async {
+                        wire.write_all(answer.as_bytes()).await?;
+                        wire.write_all(&body).await
+                    };
+                    if head.is_empty() || written.await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    (address, tasks)
+}
+
+#[tokio::test]
+async fn thousands_of_stalled_readers_of_large_files_leave_a_node_to_others() {
+    if !full() {
+        return;
+    }
+    let (app, _tasks) = roomy().await;
+    let build = Road::build().config(|config| config.limits.tcp_memory = 0);
+    let world = build.start().await;
+    let edge = world.edge("edge-1").port(9100, app);
+    let edge = edge
+        .config(|config| config.limits.tcp_memory = 0)
+        .join()
+        .await;
+    let road = Road::of(world, edge);
+    let mut session = road.tcp("bytes").await;
+    goes_on(&mut session).await;
+
+    let mut readers = Vec::new();
+    for _ in 0..2_000 {
+        let mut wire = road.tcp("plain").await;
+        wire.write_all(get("/large").as_bytes()).await.unwrap();
+        readers.push(wire);
+    }
+    let mut connections = Vec::new();
+    for _ in 0..40 {
+        let connection = road.http2().connect("edge-1").await.unwrap();
+        let ask = || {
+            let request = Request::get(format!("{URL}large"));
+            request.body(crate::world::caller::whole("")).unwrap()
+        };
+        let held: Vec<_> = (0..250).map(|_| connection.hold(ask())).collect();
+        connections.push((connection, held));
+    }
+    for _ in 0..20 {
+        let answer = road.caller().get(URL).await;
+        // The edge may have as many streams as it takes, for a moment.
+        assert!([200, 503].contains(&answer.status), "{}", answer.status);
+        goes_on(&mut session).await;
+    }
+    until("answers come again", async || {
+        road.caller().get(URL).await.status == 200
+    })
+    .await;
+    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
 }

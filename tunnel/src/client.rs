@@ -39,6 +39,12 @@ use std::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+/// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_BELOW`] meanwhile. The
+/// answer waits behind what the edge's kernel holds, up to 256 KiB, which takes a slow link longer.
+const STUCK_AFTER: Duration = Duration::from_secs(10);
+/// Bytes, see [`STUCK_AFTER`]: 3 kB/s.
+const STUCK_BELOW: u64 = 32 << 10;
+
 /// What the gateway's end of a tunnel needs to know.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -97,6 +103,10 @@ struct Shared {
     hurry: AtomicBool,
     /// When the probe was sent that nothing has been read since, in milliseconds from `began`; none is 0.
     probed_ms: AtomicU64,
+    /// When the PING was sent that has no answer, in milliseconds from `began`; none is 0.
+    pinged_ms: AtomicU64,
+    /// Bytes that had been read from the socket by then.
+    pinged_read: AtomicU64,
     began: Instant,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
@@ -117,6 +127,8 @@ impl Shared {
             suspect: AtomicBool::new(false),
             hurry: AtomicBool::new(false),
             probed_ms: AtomicU64::new(0),
+            pinged_ms: AtomicU64::new(0),
+            pinged_read: AtomicU64::new(0),
             began: Instant::now(),
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
@@ -124,6 +136,32 @@ impl Shared {
             leaving: close.child_token(),
             close,
         }
+    }
+
+    /// Notes that a PING was sent.
+    fn pinged(&self) {
+        self.pinged_read.store(self.traffic.read(), Relaxed);
+        let after = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.pinged_ms.store(after.max(1), Relaxed);
+    }
+
+    /// Notes that no PING is without an answer.
+    fn ponged(&self) {
+        self.pinged_ms.store(0, Relaxed);
+    }
+
+    /// Whether the tunnel makes no progress worth the name, although single bytes come.
+    fn is_stuck(&self) -> bool {
+        let pinged = self.pinged_ms.load(Relaxed);
+        let waits = self
+            .began
+            .elapsed()
+            .saturating_sub(Duration::from_millis(pinged));
+        let read = self
+            .traffic
+            .read()
+            .saturating_sub(self.pinged_read.load(Relaxed));
+        pinged > 0 && waits >= STUCK_AFTER && read < STUCK_BELOW
     }
 
     /// Notes since when a probe is without an answer.
@@ -235,14 +273,14 @@ impl Tunnel {
 
     /// Whether new streams may be opened: alive as far as is known, and not draining.
     pub fn is_open(&self) -> bool {
-        !self.shared.suspect.load(Relaxed)
+        !self.is_suspect()
             && !self.shared.draining.load(Relaxed)
             && !self.shared.close.is_cancelled()
     }
 
-    /// Whether a probe went unanswered.
+    /// Whether a probe went unanswered, or nothing worth the name has come since the last PING.
     pub fn is_suspect(&self) -> bool {
-        self.shared.suspect.load(Relaxed)
+        self.shared.suspect.load(Relaxed) || self.shared.is_stuck()
     }
 
     /// How long a probe has been without an answer; nothing while none is. Long before the tunnel is suspect, it may say that

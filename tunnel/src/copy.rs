@@ -105,6 +105,9 @@ where
     }
     // Down may be over, wait, or stand before a socket that takes nothing, and up idle: only this hears a reset then.
     let stuck = !down.chunk.is_empty();
+    if !down.done && down.receive.poll_evicted(cx).is_ready() {
+        return Poll::Ready(Outcome::Far(StreamError::Evicted));
+    }
     if (stuck || (!up.done && (waits || down.done)))
         && let Poll::Ready(error) = up.send.poll_reset(cx)
     {

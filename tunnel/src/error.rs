@@ -25,6 +25,9 @@ pub enum StreamError {
     /// The tunnel takes no further stream: it drains, or has as many as it may have.
     #[error("the tunnel takes no further stream")]
     Busy,
+    /// This end reset the stream: the bytes that waited in it were taken by nobody while memory ran short, or for too long.
+    #[error("the stream was reset, because the bytes that waited in it were not taken")]
+    Evicted,
     /// A head or trailers are larger than a tunnel carries ([`crate::wire::MAX_HEAD`]).
     #[error("a head or trailers are larger than a tunnel carries")]
     TooLarge,
@@ -42,6 +45,15 @@ impl StreamError {
     /// The other end has not taken the stream, which is as if it had never been opened (RFC 9113 §8.7).
     pub fn is_refused(&self) -> bool {
         matches!(self, Self::Reset { cause } if cause.reason() == Some(h2::Reason::REFUSED_STREAM))
+    }
+
+    /// This end or the other one reset the stream because nobody took the bytes that waited in it (see [`crate::eviction`]).
+    pub fn is_eviction(&self) -> bool {
+        match self {
+            Self::Evicted => true,
+            Self::Reset { cause } => cause.reason() == Some(h2::Reason::ENHANCE_YOUR_CALM),
+            _ => false,
+        }
     }
 
     /// A reset, as against a lost tunnel.

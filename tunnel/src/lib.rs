@@ -22,6 +22,7 @@ pub mod calm;
 pub mod copy;
 mod cork;
 pub mod duplex;
+pub mod eviction;
 pub mod frames;
 pub mod headers;
 pub mod heard;
@@ -39,6 +40,7 @@ pub mod places;
 pub mod socket;
 pub mod tap;
 pub mod task;
+mod tcp_memory;
 
 pub use client::Tunnel;
 pub use error::{Ended, Refusal, StreamError};

@@ -5,7 +5,7 @@
 
 use crate::{
     small::{Counted, Small},
-    unread::{Entry, Held, Pressure, Siblings, Unread},
+    unread::{Entry, Held, Pressure, SenderEntry, Siblings, Unread},
 };
 use futures_util::task::AtomicWaker;
 use h2::FlowControl;
@@ -68,10 +68,15 @@ impl Load {
             bulk_seen: Notify::new(),
             crowd: AtomicUsize::new(usize::MAX),
             crowded: AtomicWaker::new(),
-            unread: Arc::new(Unread::new(pressure, &siblings)),
+            unread: Unread::new(pressure, &siblings),
             siblings,
             small: Arc::default(),
         }
+    }
+
+    /// The load of a tunnel whose streams count for the process.
+    pub(crate) fn of_process(bulk: u64, pressure: Arc<Pressure>) -> Self {
+        Self::shared(bulk, Arc::default(), pressure)
     }
 
     /// The load of one of several tunnels of a node, whose unread bytes count for the process.
@@ -218,6 +223,16 @@ impl Moved {
     /// Enters the stream among those that can hold unread bytes.
     pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> Entry {
         Entry::new(&self.open.0.0.unread, stream, flow)
+    }
+
+    /// Streams of the tunnel that are open now.
+    pub(crate) fn streams(&self) -> usize {
+        self.open.0.0.streams()
+    }
+
+    /// Enters the stream among those whose senders may wait.
+    pub(crate) fn waits(&self) -> SenderEntry {
+        SenderEntry::new(&self.open.0.0.unread)
     }
 
     pub(crate) fn sent(&mut self, bytes: usize) {

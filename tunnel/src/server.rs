@@ -29,7 +29,7 @@ use tokio::{
 };
 
 /// What the edge's end of a tunnel needs to know.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Silence after which the tunnel is given up.
     pub silence: Duration,
@@ -41,6 +41,8 @@ pub struct Settings {
     pub round_trip: Duration,
     /// A stream is bulk once it has moved more than this many bytes within [`load::BULK_SPAN`].
     pub bulk: u64,
+    /// What all tunnels of this process leave unread.
+    pub pressure: Arc<unread::Pressure>,
 }
 
 impl Default for Settings {
@@ -51,6 +53,7 @@ impl Default for Settings {
             max_streams: 10_000,
             round_trip: Duration::ZERO,
             bulk: load::BULK_BYTES,
+            pressure: Arc::default(),
         }
     }
 }
@@ -140,7 +143,7 @@ where
         connection,
         cork,
         traffic,
-        load: Arc::new(Load::new(settings.bulk)),
+        load: Arc::new(Load::of_process(settings.bulk, settings.pressure.clone())),
         settings,
         window,
         weighed: Instant::now(),

@@ -4,7 +4,14 @@
 //! never a clean end (design trap 3). Credit goes back to the peer when the next chunk is asked for,
 //! that is when the far socket took the last one, and never before.
 
-use crate::{error::StreamError, headers, load::Moved, unread::Entry, wire};
+use crate::{
+    error::StreamError,
+    eviction::Eviction,
+    headers,
+    load::Moved,
+    unread::{Entry, SenderEntry},
+    wire,
+};
 use bytes::Bytes;
 use h2::Reason;
 use http::HeaderMap;
@@ -13,12 +20,19 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+/// Streams of a tunnel from which on each sends smaller frames: the engine lets them take turns by frames.
+const CROWD: usize = 64;
+/// Bytes of such a frame. With 64 KiB, a small answer waits behind 160 MB of 2,500 large ones.
+const SMALL: usize = 16 << 10;
+
 /// What this end sends on a stream.
 #[derive(Debug)]
 pub struct Send {
     inner: h2::SendStream<Bytes>,
     moved: Moved,
     ended: bool,
+    /// Entered when it had to wait for the first time.
+    waits: Option<SenderEntry>,
 }
 
 impl Send {
@@ -27,6 +41,7 @@ impl Send {
             inner,
             moved,
             ended,
+            waits: None,
         }
     }
 
@@ -84,9 +99,29 @@ impl Send {
         loop {
             let room = self.inner.capacity();
             if room > 0 {
+                let room = if self.moved.streams() > CROWD {
+                    room.min(SMALL)
+                } else {
+                    room
+                };
+                if let Some(waits) = &self.waits {
+                    waits.progress().set_blocked(false);
+                    waits.progress().moved();
+                }
                 return Poll::Ready(Ok(room));
             }
-            match ready!(self.inner.poll_capacity(cx)) {
+            let capacity = self.inner.poll_capacity(cx);
+            if capacity.is_pending() {
+                let waits = self.waits.get_or_insert_with(|| self.moved.waits());
+                waits.blocked();
+                if waits.progress().poll_evicted(cx).is_ready() {
+                    // The other end hears from the code that it was too slow.
+                    self.ended = true;
+                    self.inner.send_reset(Reason::ENHANCE_YOUR_CALM);
+                    return Poll::Ready(Err(StreamError::Evicted));
+                }
+            }
+            match ready!(capacity) {
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Poll::Ready(Err(error.into())),
                 None => return Poll::Ready(Err(StreamError::cancelled())),
@@ -187,7 +222,7 @@ impl Drop for Send {
 #[derive(Debug)]
 pub struct Receive {
     /// Leaves before `inner` does.
-    _holds: Option<Entry>,
+    holds: Option<Entry>,
     inner: h2::RecvStream,
     moved: Moved,
     /// Bytes handed out whose window has not been given back.
@@ -200,7 +235,7 @@ impl Receive {
         let id = inner.stream_id().as_u32();
         let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
-            _holds: flow.map(|flow| moved.holds(id, flow)),
+            holds: flow.map(|flow| moved.holds(id, flow)),
             inner,
             moved,
             held: 0,
@@ -226,8 +261,15 @@ impl Receive {
         if self.ended {
             return Poll::Ready(None);
         }
+        if (self.holds.as_ref()).is_some_and(|holds| holds.progress().is_evicted()) {
+            self.ended = true;
+            return Poll::Ready(Some(Err(StreamError::Evicted)));
+        }
         match ready!(self.poll_chunk(cx)) {
             Some(Ok(chunk)) => {
+                if let Some(holds) = &self.holds {
+                    holds.progress().moved();
+                }
                 self.held = chunk.len();
                 self.moved.received(chunk.len());
                 Poll::Ready(Some(Ok(chunk)))
@@ -266,6 +308,20 @@ impl Receive {
             trailers
         });
         Poll::Ready(Ok(trailers.filter(|trailers| !trailers.is_empty())))
+    }
+
+    /// Handle by which the holder of this half learns that the stream is evicted; none where nothing will come.
+    pub fn eviction(&self) -> Option<Eviction> {
+        let holds = self.holds.as_ref();
+        holds.map(|holds| Eviction::new(holds.progress()))
+    }
+
+    /// Ready once the stream is evicted, see [`crate::eviction`].
+    pub(crate) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        match &self.holds {
+            Some(holds) => holds.progress().poll_evicted(cx),
+            None => Poll::Pending,
+        }
     }
 
     /// Whether nothing more will come, not even trailers.

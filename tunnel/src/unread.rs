@@ -5,7 +5,10 @@
 //! then. What a tunnel holds counts into the [`Pressure`] of its process, which is for all tunnels together and for
 //! whatever else waits unread there.
 
-use crate::small::Small;
+use crate::{
+    eviction::{Mark, Progress, Stalled, Stalls},
+    small::Small,
+};
 use h2::FlowControl;
 use slab::Slab;
 use std::{
@@ -15,17 +18,23 @@ use std::{
     },
     time::Duration,
 };
+use tokio::time::Instant;
 
 /// Streams are asked what they hold not more often than this, while bytes move.
 pub const WEIGH_AFTER: Duration = Duration::from_millis(100);
 
 /// The streams of one tunnel that can hold unread bytes.
 #[derive(Debug)]
-pub(crate) struct Unread(Mutex<Streams>);
+pub(crate) struct Unread {
+    streams: Mutex<Streams>,
+    pressure: Arc<Pressure>,
+}
 
 #[derive(Debug)]
 struct Streams {
     open: Slab<Stream>,
+    /// Those that send, and had to wait for the other end's window.
+    senders: Slab<Sender>,
     /// What they add to the sums of process and node.
     all: Part,
     stalled: Part,
@@ -39,6 +48,14 @@ struct Stream {
     flow: FlowControl,
     /// What it held when it was last asked.
     held: usize,
+    progress: Arc<Progress>,
+    mark: Mark,
+}
+
+#[derive(Debug)]
+struct Sender {
+    progress: Arc<Progress>,
+    mark: Mark,
 }
 
 /// What the streams of a tunnel hold, in bytes, with what their small frames cost besides.
@@ -59,18 +76,51 @@ impl Unread {
     }
 
     /// Of a tunnel among `siblings`.
-    pub(crate) fn new(pressure: Arc<Pressure>, siblings: &Siblings) -> Self {
-        Self(Mutex::new(Streams {
-            open: Slab::new(),
-            all: Part::new(pressure),
-            stalled: siblings.part(),
-            ended: false,
-        }))
+    pub(crate) fn new(pressure: Arc<Pressure>, siblings: &Siblings) -> Arc<Self> {
+        let unread = Arc::new(Self {
+            streams: Mutex::new(Streams {
+                open: Slab::new(),
+                senders: Slab::new(),
+                all: Part::new(pressure.clone()),
+                stalled: siblings.part(),
+                ended: false,
+            }),
+            pressure,
+        });
+        unread.pressure.stalls.add(&unread);
+        unread
+    }
+
+    /// Adds the streams that stand still: bytes wait in them and did at the last look, and none has moved since.
+    pub(crate) fn stalled(&self, now: Instant, found: &mut Vec<Stalled>) {
+        let mut streams = self.streams();
+        for (_, stream) in &mut streams.open {
+            let held = stream.flow.used_capacity();
+            let since = stream.mark.look(held > 0, &stream.progress, now);
+            found.extend(since.map(|since| Stalled {
+                since,
+                held,
+                progress: stream.progress.clone(),
+            }));
+        }
+        for (_, sender) in &mut streams.senders {
+            let waits = sender.progress.is_blocked();
+            let since = sender.mark.look(waits, &sender.progress, now);
+            found.extend(since.map(|since| Stalled {
+                since,
+                held: 0,
+                progress: sender.progress.clone(),
+            }));
+        }
     }
 
     /// What all streams hold now. Asks each of them: not for every poll.
     pub(crate) fn weigh(&self, small: &Small) -> Held {
-        self.streams().weigh(small)
+        let held = self.streams().weigh(small);
+        if held.all > 0 {
+            self.pressure.stalls.may_begin();
+        }
+        held
     }
 
     /// The tunnel has ended: what arrived for a reader that stalls is in memory until he goes.
@@ -82,7 +132,7 @@ impl Unread {
     }
 
     fn streams(&self) -> MutexGuard<'_, Streams> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -123,17 +173,30 @@ impl Streams {
 pub(crate) struct Entry {
     unread: Arc<Unread>,
     key: usize,
+    progress: Arc<Progress>,
 }
 
 impl Entry {
     /// Enters a stream. It has to leave before its last other handle does, or it would never be given up.
     pub(crate) fn new(unread: &Arc<Unread>, id: u32, flow: FlowControl) -> Self {
-        let stream = Stream { id, flow, held: 0 };
+        let progress = Arc::<Progress>::default();
+        let stream = Stream {
+            id,
+            flow,
+            held: 0,
+            progress: progress.clone(),
+            mark: Mark::default(),
+        };
         let key = unread.streams().open.insert(stream);
         Self {
             unread: unread.clone(),
             key,
+            progress,
         }
+    }
+
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
     }
 }
 
@@ -145,11 +208,52 @@ impl Drop for Entry {
     }
 }
 
+/// A sender's place among those that may wait for the other end's window.
+#[derive(Debug)]
+pub(crate) struct SenderEntry {
+    unread: Arc<Unread>,
+    key: usize,
+    progress: Arc<Progress>,
+}
+
+impl SenderEntry {
+    pub(crate) fn new(unread: &Arc<Unread>) -> Self {
+        let progress = Arc::<Progress>::default();
+        let sender = Sender {
+            progress: progress.clone(),
+            mark: Mark::default(),
+        };
+        let key = unread.streams().senders.insert(sender);
+        Self {
+            unread: unread.clone(),
+            key,
+            progress,
+        }
+    }
+
+    /// Notes that the sender waits.
+    pub(crate) fn blocked(&self) {
+        self.progress.set_blocked(true);
+        self.unread.pressure.stalls.may_begin();
+    }
+
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+impl Drop for SenderEntry {
+    fn drop(&mut self) {
+        self.unread.streams().senders.try_remove(self.key);
+    }
+}
+
 /// Unread bytes of a process, and how many there may be.
 #[derive(Debug)]
 pub struct Pressure {
     bytes: AtomicUsize,
     bound: usize,
+    stalls: Stalls,
 }
 
 impl Pressure {
@@ -158,7 +262,13 @@ impl Pressure {
         Self {
             bytes: AtomicUsize::new(0),
             bound,
+            stalls: Stalls::default(),
         }
+    }
+
+    /// The streams that may stand still.
+    pub fn stalls(&self) -> &Stalls {
+        &self.stalls
     }
 
     /// Bytes that were unread when each part last looked.

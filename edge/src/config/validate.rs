@@ -138,6 +138,11 @@ impl Config {
             "tunnels",
             &[("max", tunnels.max), ("bulk_after", tunnels.bulk_after)],
         );
+        let limits = &self.limits;
+        faults.at_least_one(
+            "limits",
+            &[("streams", limits.streams), ("stalled", limits.stalled)],
+        );
         if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
             let detail =
                 format!("must be at most {MOST_TUNNELS}: a gateway takes no more of one edge");

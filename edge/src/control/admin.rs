@@ -22,6 +22,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use causeway_tunnel::unread::Pressure;
 use std::{sync::Arc, time::Duration};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -38,13 +39,14 @@ const CONNECTIONS: usize = 256;
 struct Tables {
     reader: Reader,
     metrics: Arc<Metrics>,
+    pressure: Arc<Pressure>,
     reloads: Reloads,
 }
 
 /// Serves until `stop`.
 pub(crate) async fn run(
     listener: TcpListener,
-    (reader, metrics, reloads): (Reader, Arc<Metrics>, Reloads),
+    (reader, (metrics, pressure), reloads): (Reader, (Arc<Metrics>, Arc<Pressure>), Reloads),
     stop: CancellationToken,
 ) {
     let limited = metrics.clone();
@@ -69,6 +71,7 @@ pub(crate) async fn run(
         .with_state(Tables {
             reader,
             metrics,
+            pressure,
             reloads,
         });
     let places = limited.connection_limit("admin_connections", CONNECTIONS);
@@ -110,6 +113,7 @@ async fn metrics_text(State(tables): State<Tables>) -> Response {
     if let Some(reading) = tables.reader.status().reader {
         tables.metrics.reads(&reading);
     }
+    tables.metrics.stalled(tables.pressure.stalls().count());
     match tables.metrics.text() {
         Ok(text) => {
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

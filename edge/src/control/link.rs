@@ -24,12 +24,12 @@ use crate::{
     state::Writer,
 };
 use arc_swap::ArcSwap;
-use causeway_tunnel::{backoff::Backoff, hello::Listed, server::Asked};
+use causeway_tunnel::{backoff::Backoff, hello::Listed, server::Asked, unread::Pressure};
 use futures_util::future::BoxFuture;
 pub(crate) use reached::Reached;
 use slots::Slots;
 use std::{net::IpAddr, sync::Arc, time::Duration};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 /// How much longer than its streams a tunnel may take to leave.
@@ -57,6 +57,10 @@ pub(crate) struct Links {
     /// What hears with whom this node reads, where it does.
     pub(crate) members: Option<Told>,
     pub(crate) metrics: Arc<Metrics>,
+    /// What streams leave unread here, of all tunnels.
+    pub(crate) pressure: Arc<Pressure>,
+    /// Places for streams, of all tunnels.
+    pub(crate) places: Arc<Semaphore>,
     pub(crate) state: Arc<Writer>,
     /// Changes whenever tunnels are to be dialled anew, since what they would be dialled with is another.
     pub(crate) anew: watch::Sender<()>,

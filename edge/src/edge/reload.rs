@@ -323,6 +323,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         ("pool", began.pool != now.pool),
         ("reader", lasting(began) != lasting(now)),
         ("tunnels", began.tunnels != now.tunnels),
+        ("limits", began.limits != now.limits),
         ("timeouts", began.timeouts != now.timeouts),
         ("backoff", began.backoff != now.backoff),
         ("log", began.log != now.log),

@@ -157,7 +157,12 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
         .iter()
         .map(|(_, edge)| edge.admitted.tunnel.round_trip());
     app.metrics.round_trips(round_trips.collect());
-    app.metrics.unread(app.pressure.bytes());
+    let suspect = edges
+        .iter()
+        .filter(|(_, edge)| edge.admitted.tunnel.is_suspect());
+    app.metrics.suspect(suspect.count());
+    app.metrics
+        .unread(app.pressure.bytes(), app.pressure.stalls().count());
     if let Some(reading) = &app.roll.reading {
         let stores = reading.pool().stores().iter();
         app.metrics.pool(stores.map(|store| store.status()));

@@ -42,8 +42,8 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
         .open(head, &Ask::Request, &way.route.target, end)
         .await
         .map_err(|error| failed(way, &error))?;
-    let (go, upload) = if end {
-        (None, None)
+    let (go, upload, request) = if end {
+        (None, None, Some(opened.send))
     } else {
         let given_up = CancellationToken::new();
         let go = upload::start(
@@ -52,14 +52,14 @@ pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Ou
             (opened.send, given_up.clone()),
             expects,
         );
-        (go, Some(given_up.drop_guard()))
+        (go, Some(given_up.drop_guard()), None)
     };
     let answer = match wait(opened.answer, go).await {
         Ok(answer) => answer,
         // The stream may have been given up because of what the caller sent, which is not the node's fault.
         Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
     };
-    Ok(respond(way, answer)?.map(|body| body.with_upload(upload)))
+    Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
 }
 
 /// Waits for the final answer; lets the body go at the app's 100, at its answer, or when it took too long.

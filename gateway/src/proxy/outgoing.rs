@@ -14,7 +14,7 @@ use crate::{
 };
 use bytes::Bytes;
 use causeway_certs::NodeName;
-use causeway_tunnel::{Receive, StreamError};
+use causeway_tunnel::{Receive, Send, StreamError, eviction::Eviction};
 use http_body::{Body, Frame, SizeHint};
 use std::{
     future::Future,
@@ -68,6 +68,7 @@ struct Streamed {
     yielded: bool,
     /// The request's body, which ends with an answer that is given up.
     upload: Option<DropGuard>,
+    eviction: Option<Eviction>,
 }
 
 impl Outgoing {
@@ -92,7 +93,12 @@ impl Outgoing {
     }
 
     fn streamed(source: Source, node: &NodeName, record: &Arc<Record>) -> Self {
+        let eviction = source.eviction();
+        if let Some(eviction) = &eviction {
+            eviction.answer();
+        }
         let streamed = Streamed {
+            eviction,
             source,
             node: node.clone(),
             record: record.clone(),
@@ -121,11 +127,28 @@ impl Outgoing {
         self
     }
 
+    /// Ties the request's half of the stream to this one: where the edge gives the stream up, a caller that reads nothing loses it.
+    #[must_use]
+    pub fn with_request(self, send: Option<Send>) -> Self {
+        if let (Some(eviction), Some(send)) = (self.eviction(), send) {
+            eviction.hear(send);
+        }
+        self
+    }
+
     /// Keeps the connection of a caller that speaks HTTP/2.
     #[must_use]
     pub fn keeping(mut self, busy: Busy) -> Self {
         self.busy = Some(busy);
         self
+    }
+
+    /// Handle by which the connection learns that the stream is evicted; none if no tunnel brings the body.
+    pub(super) fn eviction(&self) -> Option<Eviction> {
+        match &self.inner {
+            Inner::Stream(streamed) => streamed.eviction.clone(),
+            Inner::Empty | Inner::Text(_) => None,
+        }
     }
 
     /// Ties the body to the socket of a caller that speaks HTTP/1.1.
@@ -146,6 +169,13 @@ impl Drop for Outgoing {
 
 impl Drop for Streamed {
     fn drop(&mut self) {
+        if (self.eviction.as_ref()).is_some_and(Eviction::is_evicted) {
+            let evicted = Error::of_stream(self.node.as_str(), &StreamError::Evicted);
+            self.record.failed(&evicted);
+        }
+        if let Some(eviction) = &self.eviction {
+            eviction.release();
+        }
         if self.source.is_end()
             && let Some(upload) = self.upload.take()
         {
@@ -155,6 +185,13 @@ impl Drop for Streamed {
 }
 
 impl Source {
+    fn eviction(&self) -> Option<Eviction> {
+        match self {
+            Self::Tunnel(receive) => receive.eviction(),
+            Self::App(body) => body.eviction(),
+        }
+    }
+
     fn is_end(&self) -> bool {
         match self {
             Self::Tunnel(receive) => receive.is_end(),

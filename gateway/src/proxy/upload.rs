@@ -5,7 +5,7 @@
 //! never takes a part for the whole.
 
 use crate::{
-    error::Reason,
+    error::{Error, Reason},
     proxy::{
         Shared, Way,
         access::Record,
@@ -17,7 +17,7 @@ use crate::{
 use bytes::Bytes;
 use causeway_certs::NodeName;
 use causeway_tunnel::{
-    Send,
+    Send, StreamError,
     body::{PumpError, pump},
 };
 use futures_util::future::OptionFuture;
@@ -82,6 +82,9 @@ async fn run(
         }
         Err(PumpError::Body(error)) => {
             tracing::debug!(%error, "a caller broke its request's body off");
+        }
+        Err(PumpError::Stream(error @ StreamError::Evicted)) => {
+            record.failed(&Error::of_stream(node.as_str(), &error));
         }
         Err(PumpError::Stream(error)) => {
             tracing::debug!(%error, "a request's body was not taken to its end");

@@ -39,6 +39,8 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 const RECENT: usize = 8;
 /// What an edge may take for its answer to SETTINGS or a turn, while bytes come: everything that it had sent before comes first.
 const ANSWER: Duration = Duration::from_mins(1);
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
 /// A window is not raised more often than this: a crowd comes and goes.
 const RAISE_AFTER: Duration = Duration::from_secs(1);
 
@@ -98,6 +100,7 @@ where
         settings,
         window,
         raised: Instant::now(),
+        pinged: Instant::now(),
         scales: Scales::new(),
         again: Again::default(),
         air: Air::Clear,
@@ -134,6 +137,8 @@ pub struct Driver<S: AsyncRead + AsyncWrite + Unpin> {
     settings: Settings,
     window: u32,
     raised: Instant,
+    /// When the last PING was sent.
+    pinged: Instant,
     scales: Scales,
     again: Again,
     air: Air,
@@ -214,7 +219,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
             // Where a turn is in the air nothing else may be, and its answer will do.
-            let hurry = self.shared.hurry.swap(false, Relaxed) && self.air != Air::Turn;
+            let asked = self.shared.hurry.swap(false, Relaxed);
+            // A tunnel may stand still although single bytes come: only the answer to a PING tells.
+            let streams = self.shared.load.streams() > CONTROL;
+            let due = self.pinged + self.settings.liveness.probe_after;
+            let hurry = self.air != Air::Turn && (asked || (streams && due <= now));
             let verdict = self.liveness.check(now, (read, written), hurry);
             let suspect = matches!(verdict, Verdict::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);
@@ -256,6 +265,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
                 if sent {
                     self.air = Air::Ping(now);
+                    self.pinged = now;
+                    self.shared.pinged();
                 }
                 sent
             }
@@ -274,6 +285,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
         }
         self.air = Air::Clear;
+        self.shared.ponged();
     }
 
     /// The window that a single stream would have.

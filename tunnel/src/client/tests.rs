@@ -17,7 +17,7 @@ use crate::{
 use http::StatusCode;
 use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex},
     net::{TcpListener, TcpStream},
     sync::mpsc,
     time::Instant,
@@ -491,6 +491,82 @@ async fn a_silent_tunnel_is_suspect_after_ten_seconds_and_gone_after_fifteen() {
     assert_eq!(ended.recv().await, Some(Ended::Silent));
     assert!(started.elapsed() <= Duration::from_secs(15));
     assert!(!tunnel.is_open());
+}
+
+/// Copies, at 512 bytes a second while `slow`.
+async fn trickle(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    slow: Arc<AtomicBool>,
+) {
+    let mut part = vec![0; 4096];
+    loop {
+        let most = if slow.load(Relaxed) { 512 } else { 4096 };
+        let read = from.read(&mut part[..most]).await.unwrap();
+        if read == 0 || to.write_all(&part[..read]).await.is_err() {
+            return;
+        }
+        if most == 512 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_that_trickles_and_answers_no_probe_takes_no_new_streams() {
+    let second = Duration::from_secs(1);
+    let (near, from_near) = duplex(64 * 1024);
+    let (far, from_far) = duplex(64 * 1024);
+    let (near, far) = (Counted::new(near), Counted::new(far));
+    let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
+    let (mut from_near, to_near) = tokio::io::split(from_near);
+    let (from_far, mut to_far) = tokio::io::split(from_far);
+    tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
+    let trickles = Arc::new(AtomicBool::new(false));
+    tokio::spawn(trickle(from_far, to_near, trickles.clone()));
+    let accept = server::accept(far, far_traffic, server::Settings::default());
+    let connecting = connect(near, near_traffic, Settings::default());
+    let (connected, accepted) = tokio::join!(connecting, accept);
+    let ((tunnel, driver), mut edge) = (connected.unwrap(), accepted.unwrap());
+    tokio::spawn(driver.run());
+    let (finish, finished) = tokio::sync::oneshot::channel::<()>();
+    tokio::spawn(async move {
+        let Ok(Incoming::Stream(stream)) = edge.next().await else {
+            return;
+        };
+        tokio::spawn(async move {
+            let mut send = stream.reply.send(Response::new(()), false).unwrap();
+            let endless = async { while send.data(vec![0; 65536].into()).await.is_ok() {} };
+            tokio::select! {
+                () = endless => {}
+                _ = finished => {}
+            }
+        });
+        let _ = edge.next().await;
+    });
+    // As every tunnel's control stream.
+    let _control = Open::new(tunnel.load(), 9).unwrap();
+    let head = Request::new(());
+    let target = Target::new("edge-1", 80);
+    let opened = tunnel.open(head, &Ask::Request, &target, true).await;
+    let mut body = opened.unwrap().answer.await.unwrap().into_body();
+    tokio::spawn(async move { while body.data().await.is_some() {} });
+
+    trickles.store(true, Relaxed);
+    let until = async |suspect: bool| {
+        let look = async {
+            while tunnel.is_suspect() != suspect {
+                tokio::time::sleep(second / 10).await;
+            }
+        };
+        tokio::time::timeout(60 * second, look).await.unwrap();
+    };
+    until(true).await;
+    assert!(!tunnel.is_open());
+    trickles.store(false, Relaxed);
+    drop(finish);
+    until(false).await;
+    assert!(tunnel.is_open(), "it has not ended");
 }
 
 #[tokio::test(start_paused = true)]

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
-    Ended,
+    Ended, Refusal,
     hello::{Control, ControlError, ToEdge, ToGateway},
     load::Load,
     server::{self, Asked, Incoming, Server, Settings},
@@ -133,6 +133,7 @@ impl Session {
             silence: links.config.timeouts.silence,
             round_trip,
             bulk: u64::try_from(links.config.tunnels.bulk_after).unwrap_or(u64::MAX),
+            pressure: links.pressure.clone(),
             ..Settings::default()
         };
         let bound = links.config.timeouts.hello;
@@ -340,6 +341,18 @@ impl Session {
 }
 
 fn take(links: &Links, asked: Asked, streams: &Tasks) {
+    let Ok(place) = links.places.clone().try_acquire_owned() else {
+        let most = links.config.limits.streams;
+        let detail = format!(
+            "{} has {most} streams open, which is its limit (limits.streams)",
+            links.node
+        );
+        return asked.reply.refuse(&Refusal::Busy.because(detail));
+    };
     let span = info_span!("stream", target = %asked.target);
-    streams.spawn(span, (links.serve)(asked));
+    let serving = (links.serve)(asked);
+    streams.spawn(span, async move {
+        serving.await;
+        drop(place);
+    });
 }

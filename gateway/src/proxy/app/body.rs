@@ -18,7 +18,7 @@ use crate::{
     },
 };
 use bytes::{Bytes, BytesMut};
-use causeway_tunnel::{Receive, StreamError, places::Place};
+use causeway_tunnel::{Receive, StreamError, eviction::Eviction, places::Place};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{
@@ -233,6 +233,14 @@ impl AppBody {
             self.source.settle();
         }
         Poll::Ready(came)
+    }
+
+    /// Handle by which the holder learns that the stream that brings the body is evicted.
+    pub(crate) fn eviction(&self) -> Option<Eviction> {
+        match &self.source {
+            Source::Line { asking, .. } => asking.life()?.eviction.clone(),
+            Source::Stream { receive, .. } => receive.eviction(),
+        }
     }
 
     /// Whether nothing more will come.

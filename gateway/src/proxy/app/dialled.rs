@@ -44,6 +44,7 @@ impl Dialled {
         let name = tls::name(&way.route.node)
             .ok_or_else(|| failure::broken(way.route, "cannot be asked for by this node's name"))?;
         let connector = app.connector(offer);
+        let eviction = receive.eviction();
         let connecting = connector.connect(name, Duplex::new(send, receive));
         let tls = match timeout_at(deadline, connecting).await {
             Ok(Ok(tls)) => tls,
@@ -52,6 +53,7 @@ impl Dialled {
         };
         let life = Arc::new(Life {
             key: pin::believed(way, app, (&tls, deadline)).await?,
+            eviction,
             ..Life::default()
         });
         let guarded = Guarded {

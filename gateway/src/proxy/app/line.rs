@@ -19,7 +19,7 @@ use crate::{
     },
 };
 use causeway_certs::Fingerprint;
-use causeway_tunnel::wire;
+use causeway_tunnel::{eviction::Eviction, wire};
 use hyper::{
     Request, Response,
     body::Incoming,
@@ -58,6 +58,8 @@ pub(super) struct Line {
 pub(super) struct Life {
     /// By which the app was believed, where it is known by its key.
     pub(super) key: Option<Fingerprint>,
+    /// Of the stream below.
+    pub(super) eviction: Option<Eviction>,
     /// Ends it at once, by a reset.
     pub(super) end: CancellationToken,
     /// How many parts of requests' bodies it has taken.

@@ -6,14 +6,21 @@
 
 use super::{Connection, io::Io};
 use crate::proxy::{Proxy, outgoing::Outgoing};
-use causeway_tunnel::{calm::Calm, task::Tasks};
+use causeway_tunnel::{calm::Calm, eviction::Eviction, task::Tasks};
 use http::{Request, Response, Version};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
 };
-use std::{convert::Infallible, future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    future::{Future, poll_fn},
+    pin::pin,
+    sync::{Arc, OnceLock},
+    task::{Poll, ready},
+    time::Duration,
+};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
@@ -26,8 +33,31 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, task: F) {
-        self.0.spawn(tracing::Span::current(), task);
+        self.0.spawn(tracing::Span::current(), until_evicted(task));
     }
+}
+
+tokio::task_local! {
+    /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
+    static EVICTION: Arc<OnceLock<(Eviction, Arc<Connection>)>>;
+}
+
+/// Runs the task of one stream until it ends or the stream that brings its answer is evicted. Dropping the task resets the stream.
+async fn until_evicted(task: impl Future<Output = ()>) {
+    let slot = Arc::<OnceLock<(Eviction, Arc<Connection>)>>::default();
+    let mut task = pin!(EVICTION.scope(slot.clone(), task));
+    poll_fn(|cx| {
+        if task.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        let Some((eviction, connection)) = slot.get() else {
+            return Poll::Pending;
+        };
+        ready!(eviction.poll_evicted(cx));
+        connection.condition.lost_stream();
+        Poll::Ready(())
+    })
+    .await;
 }
 
 /// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
@@ -35,6 +65,8 @@ where
 const WINDOW: u32 = 256 << 10;
 /// The same while too much is unread: what RFC 9113 §6.9.2 begins with.
 const SMALL: u32 = (64 << 10) - 1;
+/// Bytes of an answer that wait for a caller's socket, where HTTP/2 is spoken. hyper's default is 400 KiB.
+const QUEUED: usize = 128 << 10;
 /// Streams on one HTTP/2 connection: what Go's server allows; its client opens a second connection beyond.
 const STREAMS: u32 = 250;
 /// A dead HTTP/2 caller is noticed within twice this.
@@ -63,6 +95,7 @@ pub(super) async fn serve(
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
+    let mut stuck = pin!(condition.stuck());
     let mut idle = pin!(connection.idle.idle(proxy.shared.timeouts.idle_keepalive));
     let mut going = false;
     let mut grown = pin!(sleep(YOUNG));
@@ -73,10 +106,16 @@ pub(super) async fn serve(
     let mut stopping = false;
     loop {
         tokio::select! {
+            biased;
             ended = served.as_mut() => {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a caller's connection ended");
                 }
+                return;
+            }
+            () = condition.evicted() => return,
+            () = stuck.as_mut() => {
+                tracing::debug!("a caller reads nothing, and lost a stream");
                 return;
             }
             () = slow.as_mut() => {
@@ -109,10 +148,16 @@ async fn answer(
     if request.version() == Version::HTTP_2 {
         let busy = connection.idle.busy();
         let response = proxy.handle(connection, request).await;
+        if let Some(eviction) = response.body().eviction() {
+            // Not within a task of the executor's, nobody waits for it.
+            let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
+        }
         return response.map(|body| body.keeping(busy));
     }
     connection.condition.asked();
+    connection.condition.evictable(None);
     let response = proxy.handle(connection, request).await;
+    connection.condition.evictable(response.body().eviction());
     response.map(|body| body.over(Some(connection.condition.clone())))
 }
 
@@ -144,6 +189,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         // All streams at once: one whose body is not taken holds up itself only.
         .initial_connection_window_size(window * STREAMS)
         .max_concurrent_streams(STREAMS)
+        .max_send_buf_size(QUEUED)
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
         .max_header_list_size(u32::try_from(bytes * 2).unwrap_or(u32::MAX))
         .keep_alive_interval(PING)

@@ -6,13 +6,17 @@
 //! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
 use super::blocks::Blocks;
-use causeway_tunnel::socket::{Abort, Socket};
+use causeway_tunnel::{
+    eviction::Eviction,
+    socket::{Abort, Socket},
+};
 use futures_util::task::AtomicWaker;
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     task::{Context, Poll},
@@ -20,9 +24,13 @@ use std::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
     time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_rustls::server::TlsStream;
+
+/// Time that a socket takes nothing after which a connection that lost a stream by eviction ends.
+const STUCK: Duration = Duration::from_secs(2);
 
 /// What a socket and the bodies above it know of each other.
 #[derive(Debug)]
@@ -37,6 +45,12 @@ pub struct Condition {
     expecting: AtomicBool,
     /// When the head on its way began, in milliseconds after `began`, plus one; 0 is none.
     head: AtomicU64,
+    /// Of the stream that brings the answer, where HTTP/1.1 is spoken.
+    eviction: Mutex<Option<Eviction>>,
+    /// Since when the socket takes nothing, in milliseconds after `began`, plus one; 0 is none.
+    blocked: AtomicU64,
+    /// A stream was evicted, where HTTP/2 is spoken.
+    lost: Notify,
 }
 
 impl Default for Condition {
@@ -49,6 +63,9 @@ impl Default for Condition {
             // The first head is due from the start, whether a byte of it has come or not.
             expecting: AtomicBool::new(false),
             head: AtomicU64::new(1),
+            eviction: Mutex::default(),
+            blocked: AtomicU64::new(0),
+            lost: Notify::new(),
         }
     }
 }
@@ -79,6 +96,60 @@ impl Condition {
     /// An answer is complete: the next bytes are of a new head.
     pub fn answered(&self) {
         self.expecting.store(true, Relaxed);
+    }
+
+    /// From now on the connection ends when the stream that brings its answer is evicted.
+    pub fn evictable(&self, eviction: Option<Eviction>) {
+        *self.eviction() = eviction;
+    }
+
+    /// Waits until the stream that brings the answer is evicted. Has to be polled after what the stream is read by.
+    pub async fn evicted(&self) {
+        poll_fn(|cx| match self.eviction().as_ref() {
+            Some(eviction) => eviction.poll_evicted(cx),
+            None => Poll::Pending,
+        })
+        .await;
+    }
+
+    /// Notes that a stream was evicted.
+    pub fn lost_stream(&self) {
+        self.lost.notify_one();
+    }
+
+    /// Waits until the socket takes nothing after a stream was evicted: what HTTP/2 has queued for the stream is freed with
+    /// the connection only.
+    pub async fn stuck(&self) {
+        loop {
+            self.lost.notified().await;
+            while self.blocked.load(Relaxed) > 0 {
+                if self.blocked_for() >= STUCK {
+                    return;
+                }
+                sleep(STUCK / 2).await;
+            }
+        }
+    }
+
+    fn blocked_for(&self) -> Duration {
+        let since = self.blocked.load(Relaxed).checked_sub(1);
+        let since = since.map(|since| self.began + Duration::from_millis(since));
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// What the socket says of a write.
+    fn wrote<T>(&self, polled: &Poll<T>) {
+        let blocked = self.blocked.load(Relaxed) > 0;
+        if polled.is_pending() == blocked {
+            return;
+        }
+        let age = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.blocked
+            .store(if blocked { 0 } else { age + 1 }, Relaxed);
+    }
+
+    fn eviction(&self) -> MutexGuard<'_, Option<Eviction>> {
+        self.eviction.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until a head has been on its way for longer than `bound`.
@@ -259,10 +330,13 @@ impl AsyncWrite for Io {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().transport {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
             Transport::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
-        }
+        };
+        this.condition.wrote(&polled);
+        polled
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -297,10 +371,13 @@ impl AsyncWrite for Io {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().transport {
+        let this = self.get_mut();
+        let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
-        }
+        };
+        this.condition.wrote(&polled);
+        polled
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -1,0 +1,36 @@
+//! Evicts streams whose reader takes nothing, while memory runs short or for too long.
+
+use crate::{config::Config, metrics::Metrics, seldom::Seldom};
+use causeway_tunnel::{
+    eviction::{self, Bounds},
+    unread::Pressure,
+};
+use std::sync::Arc;
+
+/// The bounds of a configuration.
+fn bounds(config: &Config) -> Bounds {
+    let limits = &config.limits;
+    Bounds {
+        memory: limits.stalled,
+        tcp_memory: Some(limits.tcp_memory).filter(|bytes| *bytes > 0),
+        patience: Some(config.timeouts.download),
+    }
+}
+
+/// Runs until it is dropped.
+pub(crate) async fn run(config: Config, pressure: Arc<Pressure>, metrics: Arc<Metrics>) {
+    let (said, mut streams) = (Seldom::default(), 0);
+    let evicted = |shortage: eviction::Shortage, count: usize| {
+        metrics.evicted(shortage.word(), count);
+        streams += count;
+        if said.happened().is_some() {
+            tracing::warn!(
+                reason = shortage.word(),
+                streams,
+                "streams were reset because their peers take none of the bytes that wait in them (limits.stalled, limits.tcp_memory, timeouts.download)"
+            );
+            streams = 0;
+        }
+    };
+    eviction::guard(pressure.stalls(), bounds(&config), evicted).await;
+}
