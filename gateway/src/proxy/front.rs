@@ -25,6 +25,7 @@ use crate::{
         route::Asked,
         told::Told,
     },
+    seldom::Seldom,
     state::{Nodes, nodes::Named},
 };
 use ::http::HeaderValue;
@@ -85,6 +86,8 @@ pub struct Front {
     pub proxy_protocol: Vec<IpNet>,
     /// What is counted of it.
     pub metrics: Arc<FrontMetrics>,
+    /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
+    pub(crate) tls_refusals: Seldom,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
 }
@@ -101,6 +104,12 @@ pub struct Tls {
 }
 
 impl Tls {
+    /// Returns whether no certificate that is made here bears this server name.
+    fn lacks(&self, server_name: &str) -> bool {
+        let leaves = self.leaves.as_ref();
+        leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
+    }
+
     /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
     /// that the caller says does.
     fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {

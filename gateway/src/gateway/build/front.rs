@@ -16,6 +16,7 @@ use crate::{
         front::{Front, Tls},
         told::Told,
     },
+    seldom::Seldom,
     state::{KeySet, Keys, Nodes},
 };
 use arc_swap::ArcSwap;
@@ -109,6 +110,7 @@ impl Material {
             direct: front.direct.clone(),
             proxy_protocol: front.proxy_protocol.clone(),
             metrics: shared.metrics.front(&front.name),
+            tls_refusals: Seldom::default(),
             retired: OnceLock::new(),
         })
     }
