@@ -48,4 +48,6 @@ pub use store::{
     Shared, Store, StoreError, TakenUp,
 };
 pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
-pub use verify::{FrontTrust, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider};
+pub use verify::{
+    FrontTrust, NotAGateway, PeerRefused, Purpose, Trust, WrongCa, check_peer, install_provider,
+};
