@@ -19,7 +19,7 @@ pub use reload::{Changed, Prepared, Reloader};
 use crate::{
     config::{Config, Reloads},
     control::{
-        admin,
+        address_conflicts, admin,
         admit::Admission,
         dns,
         drain::{self, Hold, Readiness},
@@ -311,6 +311,11 @@ impl Bound {
             info_span!("identity"),
             self.reloader.parts().identity.clone().renew(),
         );
+        let conflicts = address_conflicts::run(
+            self.reloader.parts().authority.roll.nodes.clone(),
+            self.shared.metrics.clone(),
+        );
+        beside.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

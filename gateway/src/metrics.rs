@@ -116,6 +116,8 @@ declare! {
     last_reload_successful: Gauge,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,
+    /// Confirmed addresses that several nodes have, so that none of them is reached by it.
+    node_address_conflicts: Gauge,
     /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
     cluster_lost_timestamp_seconds: Gauge,
     /// Whether this gateway is the one that writes the cluster's hosts file.
@@ -294,6 +296,12 @@ impl Metrics {
     pub fn cluster(&self) -> ClusterMetrics {
         let lost = &self.declared.cluster_lost_timestamp_seconds;
         ClusterMetrics::of(&self.declared.cluster_nodes, lost)
+    }
+
+    /// Sets the number of addresses that several nodes have.
+    pub fn address_conflicts(&self, addresses: usize) {
+        let addresses = i64::try_from(addresses).unwrap_or(i64::MAX);
+        self.declared.node_address_conflicts.set(addresses);
     }
 
     /// The hosts file is this gateway's to write, or another's.

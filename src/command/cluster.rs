@@ -126,6 +126,11 @@ impl Cluster {
             nodes: bound.nodes(),
             metrics: bound.metrics().cluster(),
         };
+        let conflicts = causeway_k8s::ConflictEvents {
+            client: informer.client.clone(),
+            nodes: bound.nodes(),
+            gateway: this_gateway(),
+        };
         let hold = bound.hold("the nodes of the cluster are not known yet");
         let hosts = async move {
             if let Some(hosts) = hosts {
@@ -142,6 +147,7 @@ impl Cluster {
                 endless(own.map(|own| own.run(|| reloader.names()))),
                 endless(read.map(causeway_k8s::Follower::run)),
                 endless(hubs.map(causeway_k8s::Hubs::run)),
+                conflicts.run(),
             );
             never
         })

@@ -3,6 +3,7 @@
 //! Shows what `/api/v1/edges` says and computes nothing but ages and units. A field that
 //! this build does not know, or that an older gateway does not say, does no harm.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
@@ -31,6 +32,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
     );
+    for remark in conflicts(&edges) {
+        println!("\n{remark}");
+    }
     if let Some(remark) = reading(&address).await {
         println!("\n{remark}");
     }
@@ -38,6 +42,32 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         println!("\n{remark}");
     }
     Ok(())
+}
+
+/// Returns a line for each address that several nodes have.
+fn conflicts(edges: &[Value]) -> Vec<String> {
+    let mut conflicts: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for edge in edges {
+        for (address, others) in edge["address_conflicts"].as_object().into_iter().flatten() {
+            let nodes = conflicts.entry(address).or_default();
+            nodes.extend(edge["node"].as_str());
+            nodes.extend(
+                others
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter_map(Value::as_str),
+            );
+        }
+    }
+    let line = |(address, nodes): (&str, BTreeSet<&str>)| {
+        let nodes: Vec<_> = nodes.into_iter().collect();
+        let nodes = nodes.join(", ");
+        format!(
+            "conflict: {address} is an address of {nodes}; none of them is reached by it, only by name"
+        )
+    };
+    conflicts.into_iter().map(line).collect()
 }
 
 /// What edges may read here, in one line, if they may read anything.
@@ -264,6 +294,18 @@ mod tests {
         let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
         let some = kept_in_words(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
         assert!(some.contains("v1/services not read yet"), "{some}");
+    }
+
+    #[test]
+    fn an_address_of_several_nodes_is_one_line_with_all_of_them() {
+        let edges = [
+            json!({ "node": "edge-2", "address_conflicts": { "10.0.0.5": ["cloud-1", "edge-1"] } }),
+            json!({ "node": "edge-1", "address_conflicts": { "10.0.0.5": ["cloud-1", "edge-2"] } }),
+            json!({ "node": "edge-3" }),
+        ];
+        let lines = conflicts(&edges);
+        let named = "conflict: 10.0.0.5 is an address of cloud-1, edge-1, edge-2;";
+        assert!(lines.len() == 1 && lines[0].starts_with(named), "{lines:?}");
     }
 
     #[test]

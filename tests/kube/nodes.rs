@@ -290,6 +290,23 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
         answer.starts_with("HTTP/1.1 421 "),
         "of cloud-1 too: {answer}"
     );
+    let named = format!("{address} is also an address of edge-1");
+    until("an event on the Node names the other", || {
+        let events = "get events.events.k8s.io -n default -o json";
+        let events = world.cluster.kubectl(events).run().ok().text();
+        let events: Value = serde_json::from_str(&events).unwrap();
+        let events = events["items"].as_array().unwrap().clone();
+        events.iter().any(|event| {
+            event["reason"] == "AddressConflict"
+                && event["regarding"]["name"] == "evil-1"
+                && event["note"].as_str().unwrap().contains(&named)
+        })
+    });
+    let said = gateway.process.said();
+    assert!(
+        said.contains("several nodes have this address") && said.contains("edge-1, evil-1"),
+        "{said}"
+    );
     for own in ["127.0.0.1:10265", "169.254.169.254:80"] {
         let answer = gateway.connect(own);
         assert!(answer.starts_with("HTTP/1.1 404 "), "{own}: {answer}");

@@ -113,14 +113,21 @@ impl Tls {
     /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
     /// that the caller says does.
     fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
-        if let (Some(leaves), Some(original)) = (&self.leaves, original)
-            && let Named::Node(node) = nodes.by_address(original.ip())
-        {
-            let mut config = ServerConfig::clone(&self.config);
-            config.cert_resolver = leaves.at(node, original.ip());
-            return Arc::new(config);
-        }
-        self.config.clone()
+        let (Some(leaves), Some(original)) = (&self.leaves, original) else {
+            return self.config.clone();
+        };
+        let node = match nodes.by_address(original.ip()) {
+            Named::Node(node) => Some(node),
+            // The client finds the address in the certificate, and reads in the answer which nodes have it.
+            Named::Several(nodes) => nodes.into_iter().next(),
+            Named::Pod(_) | Named::Nobody => None,
+        };
+        let Some(node) = node else {
+            return self.config.clone();
+        };
+        let mut config = ServerConfig::clone(&self.config);
+        config.cert_resolver = leaves.at(node, original.ip());
+        Arc::new(config)
     }
 }
 
