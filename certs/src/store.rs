@@ -414,6 +414,38 @@ impl Nodes {
             })
     }
 
+    /// Changes which nodes are not welcome, and returns these. Nothing is written if nothing changes.
+    pub fn change_revoked(
+        &self,
+        change: impl FnOnce(&mut BTreeMap<NodeName, Revocation>),
+    ) -> Result<BTreeMap<NodeName, Revocation>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let nodes = self
+            .dir
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        let mut nodes = nodes.unwrap_or_default();
+        let revoked =
+            |(name, node): (&NodeName, &NodeRecord)| Some((name.clone(), node.revoked.clone()?));
+        let before: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
+        let mut after = before.clone();
+        change(&mut after);
+        if after == before {
+            return Ok(after);
+        }
+        for (name, node) in &mut nodes {
+            node.revoked = after.get(name).cloned();
+        }
+        for (name, revoked) in &after {
+            if !nodes.contains_key(name) {
+                let mut node = NodeRecord::arrived(name, revoked.at);
+                node.revoked = Some(revoked.clone());
+                nodes.insert(name.clone(), node);
+            }
+        }
+        self.dir.write_json(NODES, &nodes)?;
+        Ok(after)
+    }
+
     /// Notes what is confirmed of a node, in place of what was; all else that is known of it stays.
     pub fn confirm(
         &self,

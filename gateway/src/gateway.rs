@@ -23,6 +23,7 @@ use crate::{
         admit::Admission,
         dns,
         drain::{self, Hold, Readiness},
+        expel::Roll,
         http,
         nat::Nat,
         pins::Keeper,
@@ -224,6 +225,11 @@ impl Bound {
     /// The table of nodes, for whoever knows more of them.
     pub fn nodes(&self) -> NodesWriter {
         self.reloader.parts().authority.roll.nodes.clone()
+    }
+
+    /// The nodes and pinned keys on the disk and in their tables, for whoever shares them with other gateways.
+    pub fn roll(&self) -> Roll {
+        self.reloader.parts().authority.roll.clone()
     }
 
     /// Who signs for edges of a cluster, for whoever knows what they ask it.

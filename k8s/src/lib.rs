@@ -7,7 +7,7 @@
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `hubs` tells `YurtHub`s where to read; `ports` has the gateway serve what another
 //! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
 //! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
-//! one object, and `pool` all objects that edges may read; `egress` writes what kube-apiserver has to be told.
+//! one object, `shared_state` keeps what gateways share in a Secret, and `pool` has all objects that edges may read; `egress` writes what kube-apiserver has to be told.
 
 pub mod address_conflicts;
 pub mod advertise;
@@ -29,6 +29,7 @@ pub mod pool;
 pub mod ports;
 mod replicas;
 pub mod reviews;
+pub mod shared_state;
 mod trouble;
 pub mod vouch;
 
@@ -45,4 +46,5 @@ pub use pods::Pods;
 pub use pool::Follower;
 pub use ports::Ports;
 pub use reviews::Reviews;
+pub use shared_state::SharedState;
 pub use vouch::Vouch;

@@ -119,6 +119,7 @@ impl Cluster {
         let listed = parts.listed(bound, listing);
         let certificates = parts.certificates(bound);
         let (read, hubs) = (parts.read(bound), parts.hubs(bound));
+        let state = parts.state(bound);
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
@@ -131,7 +132,18 @@ impl Cluster {
             nodes: bound.nodes(),
             gateway: this_gateway(),
         };
+        let unread = state
+            .is_some()
+            .then(|| bound.hold("revocations and pinned keys are not read yet"));
         let hold = bound.hold("the nodes of the cluster are not known yet");
+        // Nobody is let in by the cluster's word before it is known who is revoked.
+        let nodes = async move {
+            let Some((state, unread)) = state.zip(unread) else {
+                return informer.run(hold).await;
+            };
+            state.first(unread).await;
+            tokio::join!(informer.run(hold), state.run());
+        };
         let hosts = async move {
             if let Some(hosts) = hosts {
                 hosts.run(stop).await;
@@ -139,7 +151,7 @@ impl Cluster {
         };
         Box::pin(async move {
             let ((), (), never, ..) = tokio::join!(
-                informer.run(hold),
+                nodes,
                 hosts,
                 endless(listed.map(causeway_k8s::Ports::run)),
                 endless(certificates.map(causeway_k8s::Certificates::run)),
@@ -190,6 +202,17 @@ impl Parts {
             nodes: bound.nodes(),
             metrics: bound.metrics(),
             gateway: this_gateway(),
+        })
+    }
+
+    /// What keeps revocations and pinned keys in a Secret.
+    fn state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
+        let (namespace, name) = self.rules.state.as_deref()?.split_once('/')?;
+        Some(causeway_k8s::SharedState {
+            client: self.client.clone(),
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            roll: bound.roll(),
         })
     }
 

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use causeway_certs::{Access, Ca, NodeName, Pin, Store};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
@@ -45,6 +46,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "nodes::a_node_that_claims_anothers_address_gets_nothing_of_it",
             a_node_that_claims_anothers_address_gets_nothing_of_it,
+        ),
+        trial(
+            "nodes::revocations_and_pinned_keys_outlive_a_gateway_in_a_secret",
+            revocations_and_pinned_keys_outlive_a_gateway_in_a_secret,
         ),
         trial(
             "nodes::thousands_of_nodes_are_known_in_seconds",
@@ -318,6 +323,80 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
     soon("edge-1 has it back", || {
         gateway.connect(&target).contains("edge-1 is not connected")
     });
+}
+
+fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
+    let world = world();
+    let account = world.cluster.account("egress");
+    let rules = json!({ "kubeconfig": account, "state": "kube-system/causeway-state" });
+    let begin = |name: &str, number: u16| {
+        let folder = world.path(name);
+        fs::create_dir_all(&folder).unwrap();
+        (
+            watching(&folder, (11262, number), &rules),
+            folder.join("data"),
+        )
+    };
+    let ask = |number: u16, path: &str| {
+        let url = format!("http://127.0.0.1:{number}{path}");
+        Program::new("curl").words("-sS").args([url]).run().text()
+    };
+    let edge = |words: &str, data: &Path| {
+        let order = Program::new(BINARY).words("edge").words(words);
+        order.words("--data-dir").args([data]).run().ok().text()
+    };
+    let state = || {
+        let get = "get -n kube-system secret causeway-state -o jsonpath={.data.state\\.json}";
+        let text = world.cluster.kubectl(get).run().ok().text();
+        let text = data_encoding::BASE64.decode(text.as_bytes()).unwrap();
+        serde_json::from_slice(&text).unwrap_or(Value::Null)
+    };
+
+    // Without the right, or the Secret, nobody is let in before that is told.
+    let (first, data) = begin("state-1", 11265);
+    until("it says what it lacks", || {
+        let why = ask(11265, "/readyz");
+        why.contains("revocations and pinned keys are not read yet")
+            && why.contains("causeway-state")
+    });
+    world.cluster.apply_example("state/rbac.yaml");
+    until("the first is ready", || ask(11265, "/readyz") == "ready\n");
+    edge("revoke edge-1 --unseen --reason stolen", &data);
+    let pin = Pin {
+        key: Ca::create(&"pins.test".parse().unwrap())
+            .unwrap()
+            .fingerprint(),
+        since: 7,
+    };
+    let node = NodeName::parse("edge-2").unwrap();
+    let store = Store::open(&data, Access::Existing).unwrap();
+    store.pins().note(&[(node, 10250, pin)]).unwrap();
+    until("both are in the Secret", || {
+        let state = state();
+        state["revoked"]["edge-1"]["reason"] == "stolen"
+            && state["pins"]["edge-2:10250"]["since"] == 7
+    });
+    drop(first);
+
+    let (second, data) = begin("state-2", 11265);
+    until("the second is ready", || ask(11265, "/readyz") == "ready\n");
+    let known = ask(11265, "/api/v1/edges/edge-1");
+    assert!(known.contains(r#""state":"revoked""#), "{known}");
+    let pins = edge("pins -o json", &data);
+    assert!(pins.contains("edge-2") && pins.contains("10250"), "{pins}");
+
+    // Whoever is allowed again at one gateway is so at the others.
+    let folder = world.path("state-3");
+    fs::create_dir_all(&folder).unwrap();
+    let third = watching(&folder, (11263, 11266), &rules);
+    let is_revoked = || ask(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
+    until("the third knows", is_revoked);
+    edge("allow edge-1", &data);
+    until("the third hears", || !is_revoked());
+    assert_eq!(state()["revoked"], json!({}));
+    drop((second, third));
+    let delete = "delete -n kube-system secret causeway-state";
+    world.cluster.kubectl(delete).run().ok();
 }
 
 fn thousands_of_nodes_are_known_in_seconds() {

@@ -26,6 +26,7 @@ impl Validate for Config {
         self.validate_ports(&mut faults);
         self.validate_certificates(&mut faults);
         self.validate_advertise(&mut faults);
+        self.validate_state(&mut faults);
         self.validate_readers(&mut faults);
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
