@@ -8,6 +8,7 @@ mod build;
 mod error;
 mod fronts;
 mod identity;
+mod inventory;
 mod pulse;
 mod reload;
 
@@ -301,6 +302,7 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
+        let certificates = self.admin_app.certificates.clone();
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
@@ -322,6 +324,8 @@ impl Bound {
             self.shared.metrics.clone(),
         );
         beside.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
+        let expiry = certificates.watch();
+        beside.spawn_on(runtime, info_span!("certificates"), expiry);
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

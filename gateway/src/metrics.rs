@@ -140,8 +140,8 @@ declare! {
     pool_readers: Gauge,
     /// Pools with a leader among the edges that are connected here.
     pool_leaders: Gauge,
-    /// When the certificate of the tunnel port ends, in Unix time.
-    certificate_expiry_timestamp_seconds: Gauge,
+    /// When certificates in use end, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
+    certificate_expiry_timestamp_seconds: Family<[FrontLabel; 1], Gauge>,
 }
 
 /// The metrics of one gateway.
@@ -328,12 +328,14 @@ impl Metrics {
         certificates.get_or_create(&labels).inc();
     }
 
-    /// The certificate of the tunnel port ends then, in Unix time.
-    pub fn certificate_ends(&self, seconds: u64) {
-        let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
-        self.declared
-            .certificate_expiry_timestamp_seconds
-            .set(seconds);
+    /// Sets when certificates end, by use.
+    pub fn certificates_end(&self, ends: impl IntoIterator<Item = (String, u64)>) {
+        let family = &self.declared.certificate_expiry_timestamp_seconds;
+        family.clear();
+        for (used_for, seconds) in ends {
+            let gauge = family.get_or_create(&[("certificate", used_for)]);
+            gauge.set(i64::try_from(seconds).unwrap_or(i64::MAX));
+        }
     }
 
     /// The gateway drains.

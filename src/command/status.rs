@@ -35,6 +35,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
     for remark in conflicts(&edges) {
         println!("\n{remark}");
     }
+    if let Some(table) = certificates(&address).await {
+        println!("\n{table}");
+    }
     if let Some(remark) = reading(&address).await {
         println!("\n{remark}");
     }
@@ -68,6 +71,52 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
         )
     };
     conflicts.into_iter().map(line).collect()
+}
+
+/// Returns a table of the certificates that the gateway uses.
+async fn certificates(address: &str) -> Option<String> {
+    let (code, body) = admin::get(address, "/api/v1/certificates").await.ok()?;
+    // An older gateway does not say.
+    let all: Vec<Value> = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| code.is_success())?;
+    Some(certificate_table(&all, SystemTime::now()))
+}
+
+fn certificate_table(certificates: &[Value], now: SystemTime) -> String {
+    let mut table = Table::new();
+    let header = ["CERTIFICATE", "SUBJECT", "EXPIRES", "LEFT", "FROM"];
+    table.load_style(presets::NOTHING).set_header(header);
+    for one in certificates {
+        let from = match one["own"].as_bool() {
+            Some(true) => "renewed by the gateway".into(),
+            _ => text(&one["file"]),
+        };
+        table.add_row([
+            text(&one["used_for"]),
+            text(&one["subject"]),
+            text(&one["not_after"]),
+            left(&one["not_after"], now),
+            from,
+        ]);
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    table.trim_fmt()
+}
+
+/// The time until an RFC 3339 time, in whole days or hours.
+fn left(value: &Value, now: SystemTime) -> Cell {
+    let time = value
+        .as_str()
+        .and_then(|time| humantime::parse_rfc3339_weak(time).ok());
+    let Some(time) = time else { return text(value) };
+    match time.duration_since(now) {
+        Err(_) => "expired".into(),
+        Ok(left) if left.as_secs() < 2 * 86_400 => format!("{}h", left.as_secs() / 3_600).into(),
+        Ok(left) => format!("{}d", left.as_secs() / 86_400).into(),
+    }
 }
 
 /// What edges may read here, in one line, if they may read anything.

@@ -27,6 +27,7 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
     let table = status(&site, "").await.stdout;
     let lines: Vec<Vec<&str>> = table
         .lines()
+        .take_while(|line| !line.is_empty())
         .map(|line| line.split_whitespace().collect())
         .collect();
     let header = "NODE STATE SINCE RTT STREAMS BYTES UP BYTES DOWN VERSION ADDRESS";
@@ -50,6 +51,17 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
         !table.contains(" \n") && !table.contains('\u{1b}'),
         "{table:?}"
     );
+
+    let certificates = table.lines().skip_while(|line| !line.is_empty()).skip(1);
+    let certificates: Vec<&str> = certificates.collect();
+    assert!(
+        certificates[0].starts_with("CERTIFICATE") && certificates[0].contains("EXPIRES"),
+        "{table}"
+    );
+    for used_for in ["ca ", "tunnel ", "listener:"] {
+        let shown = |line: &&str| line.starts_with(used_for);
+        assert!(certificates.iter().any(shown), "{used_for}: {table}");
+    }
 
     let wide = status(&site, "-o wide").await.stdout;
     let header = wide.lines().next().unwrap();

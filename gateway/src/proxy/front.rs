@@ -41,6 +41,7 @@ use idle::Idle;
 use io::Condition;
 use ipnet::IpNet;
 use rustls::ServerConfig;
+use rustls_pki_types::CertificateDer;
 use std::{
     net::SocketAddr,
     sync::{Arc, Mutex, OnceLock},
@@ -132,6 +133,13 @@ impl Tls {
 }
 
 impl Front {
+    /// The certificate that the listener shows under its own names, if it makes that itself.
+    pub(crate) fn made_certificate(&self) -> Option<CertificateDer<'static>> {
+        let tls = self.tls.as_ref()?.load();
+        let shown = tls.leaves.as_ref()?.leaf(None)?;
+        shown.cert.first().cloned()
+    }
+
     /// Whether who came by this root is believed still.
     pub(crate) fn believes(&self, root: Option<Fingerprint>) -> bool {
         match (root, &self.tls) {
