@@ -25,7 +25,7 @@ pub use backup::Backup;
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
-pub use pending::Pending;
+pub use pending::{Pending, Requested};
 pub use pins::{Pin, PinTable, Pins};
 pub use shared::{Shared, TakenUp};
 
@@ -190,7 +190,7 @@ impl Store {
         let name = self.unused_name();
         let left = self.dir.rename(EDGE, &name)?;
         self.dir.remove(JOINED_BY)?;
-        self.forget_request()?;
+        self.forget_request(Requested::Identity)?;
         Ok(left.then(|| self.dir.path(&name)))
     }
 

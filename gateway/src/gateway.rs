@@ -15,6 +15,7 @@ mod reload;
 pub use error::BindError;
 pub use fronts::Turnover;
 pub use pulse::Pulse;
+use reload::Parts;
 pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
@@ -22,6 +23,7 @@ use crate::{
     control::{
         address_conflicts, admin,
         admit::Admission,
+        certificate_expiry::Inventory,
         dns,
         drain::{self, Hold, Readiness},
         expel::Roll,
@@ -302,7 +304,15 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
+        // Nobody waits for these at the end.
+        let beside = Tasks::default();
         let certificates = self.admin_app.certificates.clone();
+        watch(
+            (&beside, runtime),
+            self.reloader.parts(),
+            &self.shared.metrics,
+            certificates,
+        );
         let admin = http::run(self.admin, admin::router(self.admin_app), closing.clone());
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
@@ -310,22 +320,8 @@ impl Bound {
             let answering = dns::run(bound, names, closing.clone());
             control.spawn_on(runtime, info_span!("dns"), answering);
         }
-        // Nobody waits for these at the end.
-        let beside = Tasks::default();
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
-        beside.spawn_on(
-            runtime,
-            info_span!("identity"),
-            self.reloader.parts().identity.clone().renew(),
-        );
-        let conflicts = address_conflicts::run(
-            self.reloader.parts().authority.roll.nodes.clone(),
-            self.shared.metrics.clone(),
-        );
-        beside.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
-        let expiry = certificates.watch();
-        beside.spawn_on(runtime, info_span!("certificates"), expiry);
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }
@@ -355,4 +351,20 @@ impl Bound {
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");
     }
+}
+
+/// Starts the tasks that renew the tunnel port's certificate, and that report addresses of several nodes and certificates
+/// that expire.
+fn watch(
+    (tasks, runtime): (&Tasks, &Handle),
+    parts: &Parts,
+    metrics: &Arc<Metrics>,
+    certificates: Inventory,
+) {
+    let renewal = parts.identity.clone().renew();
+    tasks.spawn_on(runtime, info_span!("identity"), renewal);
+    let nodes = parts.authority.roll.nodes.clone();
+    let conflicts = address_conflicts::run(nodes, metrics.clone());
+    tasks.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
+    tasks.spawn_on(runtime, info_span!("certificates"), certificates.watch());
 }

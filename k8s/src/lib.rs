@@ -39,7 +39,7 @@ pub use certificates::Certificates;
 pub use client::{ClientError, client};
 pub use hosts::Hosts;
 pub use hubs::Hubs;
-pub use identity::OwnCertificate;
+pub use identity::{OwnCertificate, Purpose};
 pub use kube::Client;
 pub use nodes::Informer;
 pub use pods::Pods;

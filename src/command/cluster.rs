@@ -61,6 +61,8 @@ struct Parts {
     client: causeway_k8s::Client,
     /// Asks for this gateway's own certificate.
     own: Option<causeway_k8s::OwnCertificate>,
+    /// Ask for the client certificates of apps.
+    app_clients: Vec<causeway_k8s::OwnCertificate>,
     /// What the hosts file says of edges' nodes.
     addresses: Vec<std::net::IpAddr>,
     /// Nothing else says where edges reach the gateway.
@@ -77,6 +79,7 @@ impl Cluster {
         let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
         Ok(Self(Some(Parts {
             own: own(&client, config)?,
+            app_clients: app_clients(&client, config)?,
             rules,
             client,
             addresses: config.hosted_addresses(),
@@ -120,6 +123,11 @@ impl Cluster {
         let certificates = parts.certificates(bound);
         let (read, hubs) = (parts.read(bound), parts.hubs(bound));
         let state = parts.state(bound);
+        let app_clients = parts.app_clients.into_iter().map(|client| {
+            let why = "the client certificate for apps (apps.*.signer) is not there yet";
+            client.run_holding(bound.hold(why))
+        });
+        let app_clients = futures_util::future::join_all(app_clients);
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
@@ -160,6 +168,7 @@ impl Cluster {
                 endless(read.map(causeway_k8s::Follower::run)),
                 endless(hubs.map(causeway_k8s::Hubs::run)),
                 conflicts.run(),
+                app_clients,
             );
             never
         })
@@ -270,10 +279,33 @@ fn own(
     Ok(Some(causeway_k8s::OwnCertificate {
         client: client.clone(),
         signer: signer.to_owned(),
-        domain,
+        purpose: causeway_k8s::Purpose::TunnelPort(domain),
+        approve: false,
         store: Store::open(&config.data_dir, Access::Create)?,
         gateway: this_gateway(),
     }))
+}
+
+/// What asks for the client certificates of apps, where the cluster is to be asked for them.
+#[cfg(feature = "k8s")]
+fn app_clients(
+    client: &causeway_k8s::Client,
+    config: &Config,
+) -> anyhow::Result<Vec<causeway_k8s::OwnCertificate>> {
+    let apps = config.apps.iter();
+    let asked = apps.filter_map(|(port, app)| Some((*port, app, app.signer.clone()?)));
+    asked
+        .map(|(port, app, signer)| {
+            Ok(causeway_k8s::OwnCertificate {
+                client: client.clone(),
+                signer,
+                purpose: causeway_k8s::Purpose::AppClient(port, app.user.clone()),
+                approve: app.approve,
+                store: Store::open(&config.data_dir, Access::Create)?,
+                gateway: this_gateway(),
+            })
+        })
+        .collect()
 }
 
 /// Its name to others: the host's.

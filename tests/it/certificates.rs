@@ -340,14 +340,14 @@ async fn each_certificate_in_use_is_measured_and_warned_of_before_it_ends() {
     }
     until("those that end are named in the log", async || {
         let log = world.log().text();
-        let named = |used_for: &str| {
-            let said = format!("\"used_for\":\"{used_for}\"");
-            log.lines().any(|line| {
-                line.contains(&said)
-                    && (line.contains("expires soon") || line.contains("has expired"))
-            })
-        };
+        let named = |used_for| is_warned_of(&log, used_for);
         named("listener:given") && named("app:10250") && !named("tunnel") && !named("ca")
     })
     .await;
+}
+
+fn is_warned_of(log: &str, used_for: &str) -> bool {
+    let said = format!("\"used_for\":\"{used_for}\"");
+    let mut lines = log.lines().filter(|line| line.contains(&said));
+    lines.any(|line| line.contains("expires soon") || line.contains("has expired"))
 }

@@ -79,8 +79,18 @@ const WAYS: [(&str, &[&str]); 5] = [
             "advertise/rbac.yaml",
         ],
     ),
-    ("dns", &["dns/rbac.yaml", "advertise/rbac.yaml"]),
-    ("addresses", &["addresses/rbac.yaml"]),
+    (
+        "dns",
+        &[
+            "dns/rbac.yaml",
+            "advertise/rbac.yaml",
+            "kubelet-client/rbac.yaml",
+        ],
+    ),
+    (
+        "addresses",
+        &["addresses/rbac.yaml", "kubelet-client/rbac.yaml"],
+    ),
     ("egress", &["egress/rbac.yaml"]),
     (
         "ports",
@@ -258,8 +268,6 @@ fn sound(world: &World, way: &str, objects: &[Value]) {
     let pki = |name: &str| world.cluster.pki.path(name);
     let here = [
         ("/etc/causeway/", place("")),
-        ("/etc/causeway-kubelets/tls.crt", pki("kubelet-client.pem")),
-        ("/etc/causeway-kubelets/tls.key", pki("kubelet-client.key")),
         (
             "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt",
             pki("ca.pem"),

@@ -325,75 +325,75 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
     });
 }
 
+/// What the admin listener at this port answers.
+fn asked(port: u16, path: &str) -> String {
+    let url = format!("http://127.0.0.1:{port}{path}");
+    Program::new("curl").words("-sS").args([url]).run().text()
+}
+
+/// An order of `causeway edge` for this data directory.
+fn edge(words: &str, data: &Path) -> String {
+    let order = Program::new(BINARY).words("edge").words(words);
+    order.words("--data-dir").args([data]).run().ok().text()
+}
+
+/// The state that gateways share.
+fn shared_state(world: &World) -> Value {
+    let get = "get -n kube-system secret causeway-state -o jsonpath={.data.state\\.json}";
+    let text = world.cluster.kubectl(get).run().ok().text();
+    let text = data_encoding::BASE64.decode(text.as_bytes()).unwrap();
+    serde_json::from_slice(&text).unwrap_or(Value::Null)
+}
+
 fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
     let world = world();
     let account = world.cluster.account("egress");
     let rules = json!({ "kubeconfig": account, "state": "kube-system/causeway-state" });
-    let begin = |name: &str, number: u16| {
+    let begin = |name: &str, ports: (u16, u16)| {
         let folder = world.path(name);
         fs::create_dir_all(&folder).unwrap();
-        (
-            watching(&folder, (11262, number), &rules),
-            folder.join("data"),
-        )
+        (watching(&folder, ports, &rules), folder.join("data"))
     };
-    let ask = |number: u16, path: &str| {
-        let url = format!("http://127.0.0.1:{number}{path}");
-        Program::new("curl").words("-sS").args([url]).run().text()
-    };
-    let edge = |words: &str, data: &Path| {
-        let order = Program::new(BINARY).words("edge").words(words);
-        order.words("--data-dir").args([data]).run().ok().text()
-    };
-    let state = || {
-        let get = "get -n kube-system secret causeway-state -o jsonpath={.data.state\\.json}";
-        let text = world.cluster.kubectl(get).run().ok().text();
-        let text = data_encoding::BASE64.decode(text.as_bytes()).unwrap();
-        serde_json::from_slice(&text).unwrap_or(Value::Null)
-    };
-
-    // Without the right, or the Secret, nobody is let in before that is told.
-    let (first, data) = begin("state-1", 11265);
+    let (first, data) = begin("state-1", (11262, 11265));
     until("it says what it lacks", || {
-        let why = ask(11265, "/readyz");
+        let why = asked(11265, "/readyz");
         why.contains("revocations and pinned keys are not read yet")
             && why.contains("causeway-state")
     });
     world.cluster.apply_example("state/rbac.yaml");
-    until("the first is ready", || ask(11265, "/readyz") == "ready\n");
+    until("the first is ready", || {
+        asked(11265, "/readyz") == "ready\n"
+    });
     edge("revoke edge-1 --unseen --reason stolen", &data);
-    let pin = Pin {
-        key: Ca::create(&"pins.test".parse().unwrap())
-            .unwrap()
-            .fingerprint(),
-        since: 7,
-    };
+    let other = Ca::create(&"pins.test".parse().unwrap()).unwrap();
+    let (key, since) = (other.fingerprint(), 7);
     let node = NodeName::parse("edge-2").unwrap();
     let store = Store::open(&data, Access::Existing).unwrap();
-    store.pins().note(&[(node, 10250, pin)]).unwrap();
+    let pins = [(node, 10250, Pin { key, since })];
+    store.pins().note(&pins).unwrap();
     until("both are in the Secret", || {
-        let state = state();
+        let state = shared_state(&world);
         state["revoked"]["edge-1"]["reason"] == "stolen"
             && state["pins"]["edge-2:10250"]["since"] == 7
     });
     drop(first);
 
-    let (second, data) = begin("state-2", 11265);
-    until("the second is ready", || ask(11265, "/readyz") == "ready\n");
-    let known = ask(11265, "/api/v1/edges/edge-1");
+    let (second, data) = begin("state-2", (11262, 11265));
+    until("the second is ready", || {
+        asked(11265, "/readyz") == "ready\n"
+    });
+    let known = asked(11265, "/api/v1/edges/edge-1");
     assert!(known.contains(r#""state":"revoked""#), "{known}");
     let pins = edge("pins -o json", &data);
     assert!(pins.contains("edge-2") && pins.contains("10250"), "{pins}");
 
-    // Whoever is allowed again at one gateway is so at the others.
-    let folder = world.path("state-3");
-    fs::create_dir_all(&folder).unwrap();
-    let third = watching(&folder, (11263, 11266), &rules);
-    let is_revoked = || ask(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
+    // A node that is allowed again at one gateway is so at the others.
+    let (third, _) = begin("state-3", (11263, 11266));
+    let is_revoked = || asked(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
     until("the third knows", is_revoked);
     edge("allow edge-1", &data);
     until("the third hears", || !is_revoked());
-    assert_eq!(state()["revoked"], json!({}));
+    assert_eq!(shared_state(&world)["revoked"], json!({}));
     drop((second, third));
     let delete = "delete -n kube-system secret causeway-state";
     world.cluster.kubectl(delete).run().ok();

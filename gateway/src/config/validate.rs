@@ -52,7 +52,7 @@ impl Validate for Config {
         }
         self.reviews(&mut faults);
         for (port, app) in &self.apps {
-            app.validate(*port, &mut faults);
+            app.validate(*port, self.kubernetes.is_some(), &mut faults);
         }
         faults.into_vec()
     }

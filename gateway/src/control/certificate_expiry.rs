@@ -43,6 +43,10 @@ pub struct CertificateInUse {
     pub own: bool,
 }
 
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes the field by reference"
+)]
 fn rfc3339<S: Serializer>(seconds: &u64, to: S) -> Result<S::Ok, S::Error> {
     to.collect_str(&date(*seconds))
 }
