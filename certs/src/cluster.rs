@@ -122,6 +122,11 @@ impl PartialEq for ClusterTrust {
 }
 
 impl ClusterTrust {
+    /// The CA certificates of the signers.
+    pub fn roots(&self) -> &[CertificateDer<'static>] {
+        &self.roots
+    }
+
     /// Below these roots.
     pub fn new(
         roots: Vec<CertificateDer<'static>>,

@@ -228,6 +228,16 @@ impl EdgeKey {
         request.pem().map_err(CsrError::Local)
     }
 
+    /// A request for this key whose subject is a user of a cluster, by the common name alone, in PEM.
+    pub fn request_of_user(&self, user: &str) -> Result<String, CsrError> {
+        let mut params = CertificateParams::default();
+        let mut name = rcgen::DistinguishedName::new();
+        name.push(rcgen::DnType::CommonName, user);
+        params.distinguished_name = name;
+        let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;
+        request.pem().map_err(CsrError::Local)
+    }
+
     /// A request for this key that names a gateway as another system's signer is asked for it, in PEM.
     pub fn request_of_gateway(
         &self,

@@ -192,6 +192,14 @@ fn one_identity(certificate: &Certificate) -> Result<&str, NameError> {
     }
 }
 
+/// Returns whether a certificate names a gateway, in any trust domain and whoever has signed it.
+pub(crate) fn names_gateway(leaf: &Certificate) -> bool {
+    one_identity(leaf).is_ok_and(|uri| {
+        let path = uri.get(9..).and_then(|rest| rest.split_once('/'));
+        path.is_some_and(|(_, path)| path == "gateway")
+    })
+}
+
 /// The trust domain in which a leaf has its one identity.
 pub(crate) fn domain_of(leaf: &Certificate) -> Result<TrustDomain, NameError> {
     let uri = one_identity(leaf)?.get(9..).unwrap_or_default();

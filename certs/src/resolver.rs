@@ -82,6 +82,15 @@ impl FrontResolver {
         self.shown(&self.asked(server_name).unwrap_or(Shown::Front))
     }
 
+    /// Returns whether a certificate bears this server name: that of a known node, or one of the listener's own.
+    pub fn recognizes(&self, server_name: &str) -> bool {
+        let own = |name: &FrontName| match name {
+            HostName::Dns(name) => name.eq_ignore_ascii_case(server_name),
+            HostName::Ip(_) => false,
+        };
+        self.asked(Some(server_name)).is_some() || self.names.iter().any(own)
+    }
+
     /// The same leaves for a caller that has dialled this address, which is the node's: it stands in the leaf of
     /// whoever asks for no known node.
     pub fn at(self: &Arc<Self>, node: NodeName, address: IpAddr) -> Arc<dyn ResolvesServerCert> {
@@ -199,6 +208,25 @@ mod tests {
         }
         resolver.leaves.run_pending_tasks();
         assert_eq!(resolver.leaves.entry_count(), 1);
+    }
+
+    #[test]
+    fn names_of_nodes_and_of_the_listener_are_recognized() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let names = ["gw.example", "127.0.0.1"].map(|name| FrontName::parse(name).unwrap());
+        let known = Arc::new(|name: &str| name == "edge-1");
+        let resolver = FrontResolver::new(LiveCa::new(ca), names.into(), known).unwrap();
+        for (name, recognized) in [
+            ("edge-1", true),
+            ("EDGE-1", true),
+            ("GW.example", true),
+            ("edge-2", false),
+            ("127.0.0.1", false),
+            ("gw.example.com", false),
+            ("", false),
+        ] {
+            assert_eq!(resolver.recognizes(name), recognized, "{name}");
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub use backup::Backup;
 pub use dir::StoreError;
 pub(crate) use dir::{Dir, Lock};
 pub use owner::open_private;
-pub use pending::Pending;
+pub use pending::{Pending, Requested};
 pub use pins::{Pin, PinTable, Pins};
 pub use shared::{Shared, TakenUp};
 
@@ -190,7 +190,7 @@ impl Store {
         let name = self.unused_name();
         let left = self.dir.rename(EDGE, &name)?;
         self.dir.remove(JOINED_BY)?;
-        self.forget_request()?;
+        self.forget_request(Requested::Identity)?;
         Ok(left.then(|| self.dir.path(&name)))
     }
 
@@ -412,6 +412,38 @@ impl Nodes {
                 let known = nodes.get_mut(node);
                 Ok(known.map(|record| record.revoked = revoked).is_some())
             })
+    }
+
+    /// Changes which nodes are not welcome, and returns these. Nothing is written if nothing changes.
+    pub fn change_revoked(
+        &self,
+        change: impl FnOnce(&mut BTreeMap<NodeName, Revocation>),
+    ) -> Result<BTreeMap<NodeName, Revocation>, StoreError> {
+        let _lock = self.dir.lock()?;
+        let nodes = self
+            .dir
+            .read_json::<BTreeMap<NodeName, NodeRecord>>(NODES)?;
+        let mut nodes = nodes.unwrap_or_default();
+        let revoked =
+            |(name, node): (&NodeName, &NodeRecord)| Some((name.clone(), node.revoked.clone()?));
+        let before: BTreeMap<_, _> = nodes.iter().filter_map(revoked).collect();
+        let mut after = before.clone();
+        change(&mut after);
+        if after == before {
+            return Ok(after);
+        }
+        for (name, node) in &mut nodes {
+            node.revoked = after.get(name).cloned();
+        }
+        for (name, revoked) in &after {
+            if !nodes.contains_key(name) {
+                let mut node = NodeRecord::arrived(name, revoked.at);
+                node.revoked = Some(revoked.clone());
+                nodes.insert(name.clone(), node);
+            }
+        }
+        self.dir.write_json(NODES, &nodes)?;
+        Ok(after)
     }
 
     /// Notes what is confirmed of a node, in place of what was; all else that is known of it stays.

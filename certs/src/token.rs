@@ -179,6 +179,9 @@ pub struct TokenRecord {
     /// When it was revoked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<u64>,
+    /// The root that the token carries.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<Fingerprint>,
 }
 
 /// One node that joined with a token.

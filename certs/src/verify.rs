@@ -29,7 +29,7 @@ use thiserror::Error;
 
 pub use any::AcceptAny;
 pub use client::{
-    WrongCa, control_client, join_client, pinned_root, tunnel_client, vouched_client,
+    NotAGateway, WrongCa, control_client, join_client, pinned_root, tunnel_client, vouched_client,
 };
 pub use hubs::Hubs;
 pub use peer::{PeerRefused, Proven, Purpose, Revoked, check_peer, none_revoked, prove_peer};

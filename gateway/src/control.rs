@@ -4,7 +4,8 @@
 //! Reading order is an edge's life: it enrols (or its cluster asks the `signer` for it), is admitted, is shown, and is asked to go
 //! elsewhere. Beside it, `pool` serves what edges read of their cluster, `jwks`
 //! fetches the keys by which callers prove who they are, `dns` tells callers where nodes are to be had, and `nat` leads
-//! callers of nodes' own addresses here.
+//! callers of nodes' own addresses here; `address_conflicts` reports those that several nodes have, and
+//! `certificate_expiry` the certificates that end.
 
 pub(crate) mod announce;
 pub mod enrol;
@@ -19,6 +20,8 @@ pub mod signer;
 
 pub mod jwks;
 
+pub(crate) mod address_conflicts;
+pub mod certificate_expiry;
 pub mod dns;
 pub mod nat;
 

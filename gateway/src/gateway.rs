@@ -8,22 +8,27 @@ mod build;
 mod error;
 mod fronts;
 mod identity;
+mod inventory;
 mod pulse;
 mod reload;
 
 pub use error::BindError;
 pub use fronts::Turnover;
 pub use pulse::Pulse;
+use reload::Parts;
 pub use reload::{Changed, Prepared, Reloader};
 
 use crate::{
     config::{Config, Reloads},
     control::{
-        admin,
+        address_conflicts, admin,
         admit::Admission,
+        certificate_expiry::Inventory,
         dns,
         drain::{self, Hold, Readiness},
-        evict, http,
+        evict,
+        expel::Roll,
+        http,
         nat::Nat,
         pins::Keeper,
         pool::leaders::Leaders,
@@ -232,6 +237,11 @@ impl Bound {
         self.reloader.parts().authority.roll.nodes.clone()
     }
 
+    /// The nodes and pinned keys on the disk and in their tables, for whoever shares them with other gateways.
+    pub fn roll(&self) -> Roll {
+        self.reloader.parts().authority.roll.clone()
+    }
+
     /// Who signs for edges of a cluster, for whoever knows what they ask it.
     pub fn signer(&self) -> Signer {
         let authority = &self.reloader.parts().authority;
@@ -301,6 +311,15 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
+        // Nobody waits for these at the end.
+        let beside = Tasks::default();
+        let certificates = self.admin_app.certificates.clone();
+        watch(
+            (&beside, runtime),
+            self.reloader.parts(),
+            &self.shared.metrics,
+            certificates,
+        );
         let metrics = &self.shared.metrics;
         let limit = metrics.connection_limit("admin_connections", http::CONNECTIONS);
         let router = admin::router(self.admin_app);
@@ -311,12 +330,8 @@ impl Bound {
             let answering = dns::run(bound, names, closing.clone());
             control.spawn_on(runtime, info_span!("dns"), answering);
         }
-        // Nobody waits for these at the end.
-        let beside = Tasks::default();
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
-        let identity = self.reloader.parts().identity.clone();
-        beside.spawn_on(runtime, info_span!("identity"), identity.renew());
         let evicting = evicting(self.config, &self.shared);
         beside.spawn_on(runtime, info_span!("evict"), evicting);
         if let Some(nat) = self.nat {
@@ -348,4 +363,20 @@ impl Bound {
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");
     }
+}
+
+/// Starts the tasks that renew the tunnel port's certificate, and that report addresses of several nodes and certificates
+/// that expire.
+fn watch(
+    (tasks, runtime): (&Tasks, &Handle),
+    parts: &Parts,
+    metrics: &Arc<Metrics>,
+    certificates: Inventory,
+) {
+    let renewal = parts.identity.clone().renew();
+    tasks.spawn_on(runtime, info_span!("identity"), renewal);
+    let nodes = parts.authority.roll.nodes.clone();
+    let conflicts = address_conflicts::run(nodes, metrics.clone());
+    tasks.spawn_on(runtime, info_span!("address_conflicts"), conflicts);
+    tasks.spawn_on(runtime, info_span!("certificates"), certificates.watch());
 }

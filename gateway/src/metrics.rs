@@ -125,6 +125,8 @@ declare! {
     last_reload_successful: Gauge,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,
+    /// Confirmed addresses that several nodes have, so that none of them is reached by it.
+    node_address_conflicts: Gauge,
     /// Since when the cluster's API does not answer, in Unix time; 0 while it does.
     cluster_lost_timestamp_seconds: Gauge,
     /// Whether this gateway is the one that writes the cluster's hosts file.
@@ -147,8 +149,8 @@ declare! {
     pool_readers: Gauge,
     /// Pools with a leader among the edges that are connected here.
     pool_leaders: Gauge,
-    /// When the certificate of the tunnel port ends, in Unix time.
-    certificate_expiry_timestamp_seconds: Gauge,
+    /// When certificates in use end, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
+    certificate_expiry_timestamp_seconds: Family<[FrontLabel; 1], Gauge>,
 }
 
 /// The metrics of one gateway.
@@ -337,6 +339,12 @@ impl Metrics {
         ClusterMetrics::of(&self.declared.cluster_nodes, lost)
     }
 
+    /// Sets the number of addresses that several nodes have.
+    pub fn address_conflicts(&self, addresses: usize) {
+        let addresses = i64::try_from(addresses).unwrap_or(i64::MAX);
+        self.declared.node_address_conflicts.set(addresses);
+    }
+
     /// The hosts file is this gateway's to write, or another's.
     pub fn hosts_leading(&self, leads: bool) {
         self.declared.cluster_hosts_leading.set(leads.into());
@@ -361,12 +369,14 @@ impl Metrics {
         certificates.get_or_create(&labels).inc();
     }
 
-    /// The certificate of the tunnel port ends then, in Unix time.
-    pub fn certificate_ends(&self, seconds: u64) {
-        let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
-        self.declared
-            .certificate_expiry_timestamp_seconds
-            .set(seconds);
+    /// Sets when certificates end, by use.
+    pub fn certificates_end(&self, ends: impl IntoIterator<Item = (String, u64)>) {
+        let family = &self.declared.certificate_expiry_timestamp_seconds;
+        family.clear();
+        for (used_for, seconds) in ends {
+            let gauge = family.get_or_create(&[("certificate", used_for)]);
+            gauge.set(i64::try_from(seconds).unwrap_or(i64::MAX));
+        }
     }
 
     /// The gateway drains.

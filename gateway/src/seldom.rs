@@ -22,9 +22,14 @@ struct State {
 impl Seldom {
     /// Notes that it happened. Where it is time to say so: how often it has since it was said last.
     pub(crate) fn happened(&self) -> Option<usize> {
+        self.happened_within(SAY)
+    }
+
+    /// Notes an event. Returns the number of events since the last report, if that is at least `pause` ago.
+    pub(crate) fn happened_within(&self, pause: Duration) -> Option<usize> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.since += 1;
-        if state.said.is_some_and(|said| said.elapsed() < SAY) {
+        if state.said.is_some_and(|said| said.elapsed() < pause) {
             return None;
         }
         state.said = Some(Instant::now());

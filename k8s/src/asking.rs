@@ -8,9 +8,14 @@ use k8s_openapi::{
         CertificateSigningRequest, CertificateSigningRequestCondition,
         CertificateSigningRequestSpec,
     },
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+    jiff::Timestamp,
 };
-use kube::{Api, Client, api::PostParams};
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::json;
 use std::{future::Future, time::Duration};
 use tokio::time::timeout;
 
@@ -58,6 +63,47 @@ pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnsw
         tracing::info!(request, signer, "asked the cluster for a certificate");
     }
     Ok(())
+}
+
+/// Approves the request of this name, unless it is approved or denied already.
+pub(crate) async fn approve(client: Client, name: &str, signer: &str) -> Result<(), NoAnswer> {
+    let api = Api::<CertificateSigningRequest>::all(client);
+    let Some(request) = bounded(api.get_opt(name)).await? else {
+        return Ok(());
+    };
+    if ["Approved", "Denied"]
+        .iter()
+        .any(|kind| condition(&request, kind).is_some())
+    {
+        return Ok(());
+    }
+    let status = json!({ "conditions": [{
+        "type": "Approved", "status": "True", "reason": "CausewayGateway",
+        "message": "the gateway asks for its own client certificate",
+        "lastUpdateTime": Time(Timestamp::now()),
+    }] });
+    let patch = json!({
+        "metadata": { "resourceVersion": request.metadata.resource_version }, "status": status,
+    });
+    let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
+    let patched = api.patch_subresource("approval", name, &parameters, &patch);
+    match bounded(patched).await {
+        Ok(_) => {
+            tracing::info!(
+                request = name,
+                signer,
+                "approved the own request for a certificate"
+            );
+            Ok(())
+        }
+        // The API server does not say which right is missing.
+        Err(NoAnswer::Refused(why)) if why.contains("not permitted") => {
+            Err(NoAnswer::Refused(format!(
+                "{why} (it needs the verb \"approve\" on resource \"signers\" named {signer} in API group \"certificates.k8s.io\")"
+            )))
+        }
+        Err(why) => Err(why),
+    }
 }
 
 /// Returns the condition of this type (`Approved`, `Denied` or `Failed`).

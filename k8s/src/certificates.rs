@@ -3,7 +3,7 @@
 //! 1. `right` says whether a request is exactly what that node may ask for: who asks is the node, by the API server's word,
 //!    and what it asks for names it and nothing else. A request never changes, so that is judged once.
 //! 2. What is right, and of a Node at the edge, is approved and then signed by the gateway (`Signer`), whoever approved it.
-//!    Anything else is left as it is, for people to decide, with one event that says why (`told`). Where the Node may yet come,
+//!    Anything else is left as it is, for people to decide, with one event that says why. Where the Node may yet come,
 //!    it is looked at again. Where a signer of the cluster's own is asked, it is approved alone, or not even that.
 //! 3. Of several gateways one is first; a conflict says that it was another.
 //! 4. `bundle` publishes the CA that edges are to believe.
@@ -13,10 +13,10 @@
 mod bundle;
 mod requests;
 mod right;
-mod told;
 
 use crate::{
     client::{said, watch_said, watch_timeout},
+    event_writer::{EventWriter, Warning},
     trouble::Trouble,
 };
 use bundle::Bundle;
@@ -46,7 +46,6 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout},
 };
-use told::Teller;
 
 /// How long one request may take.
 const BOUND: Duration = Duration::from_secs(10);
@@ -115,7 +114,7 @@ struct Work<'a> {
     backoff: Backoff,
     /// Nothing is tried before.
     not_before: Option<Instant>,
-    teller: Teller,
+    events: EventWriter,
     watching: Trouble,
     settling: Trouble,
 }
@@ -128,7 +127,11 @@ impl<'a> Work<'a> {
             requests: Requests::default(),
             backoff: Backoff::new(PAUSES.0, PAUSES.1),
             not_before: None,
-            teller: Teller::new(of.client.clone(), of.gateway.clone()),
+            events: EventWriter::new(
+                of.client.clone(),
+                of.gateway.clone(),
+                "writing an event on a request for a certificate",
+            ),
             watching: Trouble::new("watching requests for certificates"),
             settling: Trouble::new("signing what edges ask the cluster for"),
         }
@@ -235,7 +238,13 @@ impl<'a> Work<'a> {
             "a request for a certificate is left as it is"
         );
         self.of.metrics.cluster_certificate("left");
-        self.teller.tell(request, &why).await;
+        let warning = Warning {
+            about: &request.about,
+            reason: "NotSigned",
+            action: "Signing",
+            note: &why,
+        };
+        self.events.warn(&warning).await;
     }
 
     /// Its version once it is approved; nothing where somebody was faster.

@@ -1,7 +1,9 @@
-//! A gateway's own certificate by `certificates.k8s.io`, from a signer that is somebody else's (`tunnel.identity.signer`).
+//! A gateway's own certificates by `certificates.k8s.io`, from signers that are somebody else's: that of its tunnel port
+//! (`tunnel.identity.signer`), and those that it shows to apps (`apps.*.signer`).
 //!
-//! What is asked for is a server's certificate with the URI of a gateway and the names under which edges reach this one.
-//! It is kept in the data directory, key and chain in one file, from where the gateway takes it up as it takes up any file.
+//! For the tunnel port a server's certificate is asked for with the URI of a gateway and the names under which edges reach
+//! this one; for apps a client's that names a user. Each is kept in the data directory, key and chain in one file, from
+//! where the gateway takes it up as it takes up any file.
 //! Another is asked for when two thirds of its life are over, or when the names are others; the old one serves meanwhile.
 
 use crate::{
@@ -9,9 +11,11 @@ use crate::{
     trouble::Trouble,
 };
 use causeway_certs::{
-    Certificate, EdgeKey, HostName, Leaf, Pending, Store, StoreError, TrustDomain, given,
+    Certificate, CsrError, EdgeKey, HostName, Leaf, Pending, Requested, Store, StoreError,
+    TrustDomain, given,
 };
 use causeway_edge::{Answer, NoAnswer};
+use causeway_gateway::control::drain::Hold;
 use causeway_tunnel::backoff::Backoff;
 use kube::Client;
 use rustls_pki_types::UnixTime;
@@ -25,8 +29,9 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// A server's, which signs its handshakes.
-const USAGES: [&str; 2] = ["server auth", "digital signature"];
+/// A server's and a client's, which sign their handshakes.
+const SERVER: [&str; 2] = ["server auth", "digital signature"];
+const CLIENT: [&str; 2] = ["client auth", "digital signature"];
 /// How often it is looked at whether it is time, and what has become of a request.
 const LOOK: Duration = Duration::from_secs(5);
 /// So long is one request waited for.
@@ -47,12 +52,78 @@ pub struct OwnCertificate {
     pub client: Client,
     /// Who is asked.
     pub signer: String,
-    /// What the certificate has to name.
-    pub domain: TrustDomain,
+    /// What the certificate is for.
+    pub purpose: Purpose,
+    /// Whether the request is approved here, and not by somebody else.
+    pub approve: bool,
     /// Where it is kept.
     pub store: Store,
     /// Who this gateway is, in the request's name.
     pub gateway: String,
+}
+
+/// Purpose of a certificate.
+#[derive(Clone, Debug)]
+pub enum Purpose {
+    /// The tunnel port of a gateway of this trust domain.
+    TunnelPort(TrustDomain),
+    /// A client of the apps of a port, as this user.
+    AppClient(u16, String),
+}
+
+impl Purpose {
+    fn stored(&self) -> Requested {
+        match self {
+            Self::TunnelPort(_) => Requested::Identity,
+            Self::AppClient(port, _) => Requested::AppClient(*port),
+        }
+    }
+
+    fn usages(&self) -> [&'static str; 2] {
+        match self {
+            Self::TunnelPort(_) => SERVER,
+            Self::AppClient(..) => CLIENT,
+        }
+    }
+
+    /// What a request asks for, in the words of the data directory.
+    fn subject(&self, names: &[HostName]) -> String {
+        match self {
+            Self::TunnelPort(domain) => format!("{} of {domain}", listed(names)),
+            Self::AppClient(_, user) => format!("user {user}"),
+        }
+    }
+
+    fn request(&self, key: &EdgeKey, names: &[HostName]) -> Result<String, CsrError> {
+        match self {
+            Self::TunnelPort(domain) => key.request_of_gateway(domain, names),
+            Self::AppClient(_, user) => key.request_of_user(user),
+        }
+    }
+
+    /// Reads a certificate with its key, if it is one for this purpose.
+    fn read(&self, text: &str) -> Result<Leaf, String> {
+        match self {
+            Self::TunnelPort(domain) => {
+                let (leaf, found) = given::gateway(text, text).map_err(said)?;
+                if found != *domain {
+                    return Err(format!(
+                        "it is of trust domain {found}, and not of {domain}"
+                    ));
+                }
+                Ok(leaf)
+            }
+            Self::AppClient(_, user) => {
+                let leaf = Leaf::load(text, text).map_err(said)?;
+                let facts = leaf.chain().first().map(Certificate::read);
+                let facts = facts.and_then(Result::ok).unwrap_or_default();
+                if facts.common_name.as_deref() != Some(user) || !facts.client_auth {
+                    return Err(format!("it is not a client certificate of user {user}"));
+                }
+                Ok(leaf)
+            }
+        }
+    }
 }
 
 /// Why there is no other certificate now.
@@ -76,6 +147,13 @@ impl OwnCertificate {
         std::future::pending().await
     }
 
+    /// The same for an app's client. Clients of the gateway wait until there is one.
+    pub async fn run_holding(self, hold: Hold) -> Infallible {
+        self.first(&[], &|why| hold.says(why)).await;
+        drop(hold);
+        self.run(Vec::new).await
+    }
+
     /// Asks for another whenever that is due; until there is one that is `enough`, if that is said.
     async fn keep(
         &self,
@@ -83,7 +161,10 @@ impl OwnCertificate {
         tell: &(dyn Fn(&str) + Sync),
         enough: Option<&(dyn Fn(&Kept) -> bool + Sync)>,
     ) {
-        let mut trouble = Trouble::new("getting this gateway's certificate from the cluster");
+        let mut trouble = Trouble::new(match self.purpose {
+            Purpose::TunnelPort(_) => "getting this gateway's certificate from the cluster",
+            Purpose::AppClient(..) => "getting the client certificate for apps from the cluster",
+        });
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut kept = self.kept().await;
         loop {
@@ -120,24 +201,29 @@ impl OwnCertificate {
 
     /// What is kept, if it can be used.
     async fn kept(&self) -> Option<Kept> {
-        let text = self.on_disk(Store::made).await.ok().flatten()?;
-        Kept::read(&text, &self.domain).ok()
+        let what = self.purpose.stored();
+        let text = self.on_disk(move |store| store.made(what)).await;
+        Kept::read(&text.ok().flatten()?, &self.purpose).ok()
     }
 
     /// Asks, if nothing was asked for these names yet, and looks at what has come of it.
     async fn attempt(&self, names: &[HostName]) -> Result<Kept, Not> {
         let pending = self.pending(names).await.map_err(Not::Made)?;
         let key = pending.key().map_err(made)?;
-        let request = key.request_of_gateway(&self.domain, names).map_err(made)?;
+        let request = self.purpose.request(&key, names).map_err(made)?;
         let wanted = Wanted {
             name: &pending.name,
             signer: &self.signer,
-            usages: USAGES,
+            usages: self.purpose.usages(),
             seconds: None,
             request: &request,
         };
         let asked = asking::ask(self.client.clone(), wanted).await;
         asked.map_err(|why| Not::Yet(words(why)))?;
+        if self.approve {
+            let approved = asking::approve(self.client.clone(), &pending.name, &self.signer);
+            approved.await.map_err(|why| Not::Yet(words(why)))?;
+        }
         let chain = match asking::answer(self.client.clone(), &pending.name).await {
             Ok(Answer::Signed(chain)) => chain,
             Ok(Answer::Waiting(_)) if pending.since + PATIENCE.as_secs() > now() => {
@@ -153,7 +239,7 @@ impl OwnCertificate {
             Err(why) => return Err(Not::Yet(words(why))),
         };
         let text = Kept::text(names, &chain, key.key_pem().expose());
-        let kept = Kept::read(&text, &self.domain);
+        let kept = Kept::read(&text, &self.purpose);
         let kept = kept.and_then(|kept| {
             let holds = kept.not_after > SystemTime::now();
             holds
@@ -161,7 +247,10 @@ impl OwnCertificate {
                 .ok_or_else(|| "it has ended already".to_owned())
         });
         if kept.is_ok() {
-            let saved = self.on_disk(move |store| store.save_made(&text)).await;
+            let what = self.purpose.stored();
+            let saved = self
+                .on_disk(move |store| store.save_made(what, &text))
+                .await;
             // It is there to be taken when the disk is well again.
             saved.map_err(Not::Yet)?;
         }
@@ -173,28 +262,32 @@ impl OwnCertificate {
             ))
         })?;
         let ends = humantime::format_rfc3339_seconds(kept.not_after);
-        tracing::info!(request = name, %ends, "this gateway has another certificate by its cluster");
+        tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has another certificate by its cluster");
         Ok(kept)
     }
 
     async fn forget(&self) -> Result<(), Not> {
-        self.on_disk(Store::forget_pending).await.map_err(Not::Yet)
+        let what = self.purpose.stored();
+        let forgotten = self.on_disk(move |store| store.forget_pending(what));
+        forgotten.await.map_err(Not::Yet)
     }
 
     /// The request that waits, or a new one, kept before anybody is asked.
     async fn pending(&self, names: &[HostName]) -> Result<Pending, String> {
-        let asks = format!("{}: {} of {}", self.signer, listed(names), self.domain);
-        let kept = self.on_disk(Store::pending).await?;
+        let asks = format!("{}: {}", self.signer, self.purpose.subject(names));
+        let what = self.purpose.stored();
+        let kept = self.on_disk(move |store| store.pending(what)).await?;
         if let Some(kept) = kept.filter(|kept| kept.asks == asks) {
             return Ok(kept);
         }
-        self.on_disk(Store::prepare_made).await?;
+        self.on_disk(move |store| store.prepare_made(what)).await?;
         let key = EdgeKey::generate().map_err(said)?;
         let host = object_name(&self.gateway);
         let name = format!("causeway-gateway-{host}-{:08x}", rand::random::<u32>());
         let pending = Pending::new(name, asks, now(), &key);
         let kept = pending.clone();
-        self.on_disk(move |store| store.save_pending(&kept)).await?;
+        self.on_disk(move |store| store.save_pending(what, &kept))
+            .await?;
         Ok(pending)
     }
 
@@ -226,13 +319,8 @@ impl Kept {
         format!("{NAMES}{}\n{MADE}{}\n{chain}\n{key}", listed(names), now())
     }
 
-    fn read(text: &str, domain: &TrustDomain) -> Result<Self, String> {
-        let (leaf, found) = given::gateway(text, text).map_err(said)?;
-        if found != *domain {
-            return Err(format!(
-                "it is of trust domain {found}, and not of {domain}"
-            ));
-        }
+    fn read(text: &str, purpose: &Purpose) -> Result<Self, String> {
+        let leaf = purpose.read(text)?;
         let (begins, not_after) = dates(&leaf);
         let line = |key| text.lines().find_map(|line| line.strip_prefix(key));
         let since = line(MADE).and_then(|made| made.parse().ok());
@@ -296,13 +384,13 @@ mod tests {
     use causeway_certs::Ca;
 
     fn kept(names: &[HostName]) -> String {
-        let ca = Ca::create(&domain("td")).unwrap();
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
         let leaf = ca.issue_gateway(names, Duration::from_hours(3)).unwrap();
         Kept::text(names, &leaf.chain_pem(), leaf.key_pem().expose())
     }
 
-    fn domain(name: &str) -> TrustDomain {
-        TrustDomain::parse(name).unwrap()
+    fn domain(name: &str) -> Purpose {
+        Purpose::TunnelPort(TrustDomain::parse(name).unwrap())
     }
 
     #[test]
@@ -328,5 +416,24 @@ mod tests {
         assert!(backdated.is_due(&names, later + hour / 6));
         assert!(Kept::read(&text, &domain("other")).is_err());
         assert!(Kept::read("names: gw.example", &domain("td")).is_err());
+    }
+
+    #[test]
+    fn a_client_certificate_counts_for_its_user_alone() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let leaf = ca
+            .issue_caller("ann", &[], Duration::from_hours(3))
+            .unwrap();
+        let text = Kept::text(&[], &leaf.chain_pem(), leaf.key_pem().expose());
+        let read = |user: &str| {
+            let purpose = Purpose::AppClient(10250, user.to_owned());
+            Kept::read(&text, &purpose)
+        };
+        assert!(!read("ann").unwrap().is_due(&[], SystemTime::now() + APART));
+        assert!(read("bob").is_err());
+        let server = ca.issue_gateway(&[], Duration::from_hours(3)).unwrap();
+        let text = Kept::text(&[], &server.chain_pem(), server.key_pem().expose());
+        let purpose = Purpose::AppClient(10250, "causeway gateway".to_owned());
+        assert!(Kept::read(&text, &purpose).is_err());
     }
 }

@@ -61,6 +61,8 @@ struct Parts {
     client: causeway_k8s::Client,
     /// Asks for this gateway's own certificate.
     own: Option<causeway_k8s::OwnCertificate>,
+    /// Ask for the client certificates of apps.
+    app_clients: Vec<causeway_k8s::OwnCertificate>,
     /// What the hosts file says of edges' nodes.
     addresses: Vec<std::net::IpAddr>,
     /// Nothing else says where edges reach the gateway.
@@ -77,6 +79,7 @@ impl Cluster {
         let client = causeway_k8s::client(rules.kubeconfig.as_deref()).await?;
         Ok(Self(Some(Parts {
             own: own(&client, config)?,
+            app_clients: app_clients(&client, config)?,
             rules,
             client,
             addresses: config.hosted_addresses(),
@@ -119,6 +122,12 @@ impl Cluster {
         let listed = parts.listed(bound, listing);
         let certificates = parts.certificates(bound);
         let (read, hubs) = (parts.read(bound), parts.hubs(bound));
+        let state = parts.state(bound);
+        let app_clients = parts.app_clients.into_iter().map(|client| {
+            let why = "the client certificate for apps (apps.*.signer) is not there yet";
+            client.run_holding(bound.hold(why))
+        });
+        let app_clients = futures_util::future::join_all(app_clients);
         let (own, reloader) = (parts.own, bound.reloader());
         let informer = causeway_k8s::Informer {
             client: parts.client,
@@ -126,7 +135,23 @@ impl Cluster {
             nodes: bound.nodes(),
             metrics: bound.metrics().cluster(),
         };
+        let conflicts = causeway_k8s::ConflictEvents {
+            client: informer.client.clone(),
+            nodes: bound.nodes(),
+            gateway: this_gateway(),
+        };
+        let unread = state
+            .is_some()
+            .then(|| bound.hold("revocations and pinned keys are not read yet"));
         let hold = bound.hold("the nodes of the cluster are not known yet");
+        // Nobody is let in by the cluster's word before it is known who is revoked.
+        let nodes = async move {
+            let Some((state, unread)) = state.zip(unread) else {
+                return informer.run(hold).await;
+            };
+            state.first(unread).await;
+            tokio::join!(informer.run(hold), state.run());
+        };
         let hosts = async move {
             if let Some(hosts) = hosts {
                 hosts.run(stop).await;
@@ -134,7 +159,7 @@ impl Cluster {
         };
         Box::pin(async move {
             let ((), (), never, ..) = tokio::join!(
-                informer.run(hold),
+                nodes,
                 hosts,
                 endless(listed.map(causeway_k8s::Ports::run)),
                 endless(certificates.map(causeway_k8s::Certificates::run)),
@@ -142,6 +167,8 @@ impl Cluster {
                 endless(own.map(|own| own.run(|| reloader.names()))),
                 endless(read.map(causeway_k8s::Follower::run)),
                 endless(hubs.map(causeway_k8s::Hubs::run)),
+                conflicts.run(),
+                app_clients,
             );
             never
         })
@@ -184,6 +211,17 @@ impl Parts {
             nodes: bound.nodes(),
             metrics: bound.metrics(),
             gateway: this_gateway(),
+        })
+    }
+
+    /// What keeps revocations and pinned keys in a Secret.
+    fn state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
+        let (namespace, name) = self.rules.state.as_deref()?.split_once('/')?;
+        Some(causeway_k8s::SharedState {
+            client: self.client.clone(),
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            roll: bound.roll(),
         })
     }
 
@@ -241,10 +279,33 @@ fn own(
     Ok(Some(causeway_k8s::OwnCertificate {
         client: client.clone(),
         signer: signer.to_owned(),
-        domain,
+        purpose: causeway_k8s::Purpose::TunnelPort(domain),
+        approve: false,
         store: Store::open(&config.data_dir, Access::Create)?,
         gateway: this_gateway(),
     }))
+}
+
+/// What asks for the client certificates of apps, where the cluster is to be asked for them.
+#[cfg(feature = "k8s")]
+fn app_clients(
+    client: &causeway_k8s::Client,
+    config: &Config,
+) -> anyhow::Result<Vec<causeway_k8s::OwnCertificate>> {
+    let apps = config.apps.iter();
+    let asked = apps.filter_map(|(port, app)| Some((*port, app, app.signer.clone()?)));
+    asked
+        .map(|(port, app, signer)| {
+            Ok(causeway_k8s::OwnCertificate {
+                client: client.clone(),
+                signer,
+                purpose: causeway_k8s::Purpose::AppClient(port, app.user.clone()),
+                approve: app.approve,
+                store: Store::open(&config.data_dir, Access::Create)?,
+                gateway: this_gateway(),
+            })
+        })
+        .collect()
 }
 
 /// Its name to others: the host's.

@@ -3,6 +3,7 @@
 //! Shows what `/api/v1/edges` says and computes nothing but ages and units. A field that
 //! this build does not know, or that an older gateway does not say, does no harm.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
@@ -31,6 +32,12 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
     );
+    for remark in conflicts(&edges) {
+        println!("\n{remark}");
+    }
+    if let Some(table) = certificates(&address).await {
+        println!("\n{table}");
+    }
     if let Some(remark) = reading(&address).await {
         println!("\n{remark}");
     }
@@ -38,6 +45,78 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         println!("\n{remark}");
     }
     Ok(())
+}
+
+/// Returns a line for each address that several nodes have.
+fn conflicts(edges: &[Value]) -> Vec<String> {
+    let mut conflicts: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for edge in edges {
+        for (address, others) in edge["address_conflicts"].as_object().into_iter().flatten() {
+            let nodes = conflicts.entry(address).or_default();
+            nodes.extend(edge["node"].as_str());
+            nodes.extend(
+                others
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter_map(Value::as_str),
+            );
+        }
+    }
+    let line = |(address, nodes): (&str, BTreeSet<&str>)| {
+        let nodes: Vec<_> = nodes.into_iter().collect();
+        let nodes = nodes.join(", ");
+        format!(
+            "conflict: {address} is an address of {nodes}; none of them is reached by it, only by name"
+        )
+    };
+    conflicts.into_iter().map(line).collect()
+}
+
+/// Returns a table of the certificates that the gateway uses.
+async fn certificates(address: &str) -> Option<String> {
+    let (code, body) = admin::get(address, "/api/v1/certificates").await.ok()?;
+    // An older gateway does not say.
+    let all: Vec<Value> = serde_json::from_slice(&body)
+        .ok()
+        .filter(|_| code.is_success())?;
+    Some(certificate_table(&all, SystemTime::now()))
+}
+
+fn certificate_table(certificates: &[Value], now: SystemTime) -> String {
+    let mut table = Table::new();
+    let header = ["CERTIFICATE", "SUBJECT", "EXPIRES", "LEFT", "FROM"];
+    table.load_style(presets::NOTHING).set_header(header);
+    for one in certificates {
+        let from = match one["own"].as_bool() {
+            Some(true) => "renewed by the gateway".into(),
+            _ => text(&one["file"]),
+        };
+        table.add_row([
+            text(&one["used_for"]),
+            text(&one["subject"]),
+            text(&one["not_after"]),
+            left(&one["not_after"], now),
+            from,
+        ]);
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    table.trim_fmt()
+}
+
+/// The time until an RFC 3339 time, in whole days or hours.
+fn left(value: &Value, now: SystemTime) -> Cell {
+    let time = value
+        .as_str()
+        .and_then(|time| humantime::parse_rfc3339_weak(time).ok());
+    let Some(time) = time else { return text(value) };
+    match time.duration_since(now) {
+        Err(_) => "expired".into(),
+        Ok(left) if left.as_secs() < 2 * 86_400 => format!("{}h", left.as_secs() / 3_600).into(),
+        Ok(left) => format!("{}d", left.as_secs() / 86_400).into(),
+    }
 }
 
 /// What edges may read here, in one line, if they may read anything.
@@ -264,6 +343,18 @@ mod tests {
         let one = json!({ "resource": "v1/services", "objects": 0, "lost": 0 });
         let some = kept_in_words(&json!({ "resources": [one, { "resource": "v1/nodes" }] }));
         assert!(some.contains("v1/services not read yet"), "{some}");
+    }
+
+    #[test]
+    fn an_address_of_several_nodes_is_one_line_with_all_of_them() {
+        let edges = [
+            json!({ "node": "edge-2", "address_conflicts": { "10.0.0.5": ["cloud-1", "edge-1"] } }),
+            json!({ "node": "edge-1", "address_conflicts": { "10.0.0.5": ["cloud-1", "edge-2"] } }),
+            json!({ "node": "edge-3" }),
+        ];
+        let lines = conflicts(&edges);
+        let named = "conflict: 10.0.0.5 is an address of cloud-1, edge-1, edge-2;";
+        assert!(lines.len() == 1 && lines[0].starts_with(named), "{lines:?}");
     }
 
     #[test]

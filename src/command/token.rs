@@ -4,7 +4,7 @@
 //! None is ever shown again: the gateway keeps a hash.
 
 use anyhow::{Context, bail, ensure};
-use causeway_certs::{Confirmed, NodePattern, NodeRecord, TokenRecord};
+use causeway_certs::{Confirmed, NodePattern, NodeRecord, TokenBook, TokenRecord};
 use comfy_table::{Table, presets};
 use rustls::pki_types::UnixTime;
 use serde_json::json;
@@ -90,32 +90,47 @@ pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed, what: &s
 
 fn list(ask: &TokenList) -> anyhow::Result<()> {
     let (store, _) = data::with_ca(&ask.data.data_dir)?;
-    let (records, now) = (store.tokens()?.all()?, UnixTime::now().as_secs());
+    let tokens = store.tokens()?;
+    let records = tokens.all()?;
+    let at = (&tokens, UnixTime::now().as_secs());
     match ask.output {
-        Listing::Table => println!("{}", table(&records, now)),
+        Listing::Table => println!("{}", table(&records, at)),
         Listing::Json => {
-            let all: Vec<_> = records.iter().map(|record| row(record, now)).collect();
+            let all: Vec<_> = records.iter().map(|record| row(record, at)).collect();
             println!("{}", serde_json::to_string_pretty(&all)?);
         }
+    }
+    let lost = records.iter().filter(|one| state(one, at) == ROOT_RETIRED);
+    let lost = lost.count();
+    if lost > 0 {
+        eprintln!(
+            "note: {lost} of these tokens carry a CA root that is trusted no more, so no edge can join by them; make new \
+             ones: causeway token create --node NODE"
+        );
     }
     Ok(())
 }
 
+/// State of a token that carries a root which is not trusted, or not any more.
+const ROOT_RETIRED: &str = "root_retired";
+
 /// What it is good for now.
-fn state(record: &TokenRecord, now: u64) -> &'static str {
+fn state(record: &TokenRecord, (tokens, now): (&TokenBook, u64)) -> &'static str {
     if record.revoked.is_some() {
         "revoked"
     } else if record.used.len() >= record.uses as usize {
         "used"
     } else if now >= record.expires {
         "expired"
+    } else if !tokens.trusts(record) {
+        ROOT_RETIRED
     } else {
         "good"
     }
 }
 
 /// All but the hash.
-fn row(record: &TokenRecord, now: u64) -> serde_json::Value {
+fn row(record: &TokenRecord, at: (&TokenBook, u64)) -> serde_json::Value {
     let used = record
         .used
         .iter()
@@ -123,7 +138,7 @@ fn row(record: &TokenRecord, now: u64) -> serde_json::Value {
     json!({
         "id": record.id,
         "nodes": record.nodes,
-        "state": state(record, now),
+        "state": state(record, at),
         "uses": record.uses,
         "used": used.collect::<Vec<_>>(),
         "addresses": record.addresses,
@@ -135,7 +150,7 @@ fn row(record: &TokenRecord, now: u64) -> serde_json::Value {
     })
 }
 
-fn table(records: &[TokenRecord], now: u64) -> String {
+fn table(records: &[TokenRecord], at: (&TokenBook, u64)) -> String {
     if records.is_empty() {
         return "no tokens; make one with: causeway token create --node NAME".into();
     }
@@ -152,7 +167,7 @@ fn table(records: &[TokenRecord], now: u64) -> String {
         table.add_row([
             record.id.clone(),
             record.nodes.to_string(),
-            state(record, now).to_owned(),
+            state(record, at).to_owned(),
             format!("{}/{}", record.used.len(), record.uses),
             date(record.expires),
             record.pool.clone().unwrap_or_else(|| "-".into()),
@@ -254,19 +269,42 @@ mod tests {
         let mut many = ask(folder.path(), "edge-*");
         (many.uses, many.confirmed.addresses) = (3, Vec::new());
         create(&many).unwrap();
-        let records = store.tokens().unwrap().all().unwrap();
-        let shown = table(&records, records[0].created);
+        let tokens = store.tokens().unwrap();
+        let records = tokens.all().unwrap();
+        let shown = table(&records, (&tokens, records[0].created));
         let line = shown.lines().nth(1).unwrap();
         for part in ["edge-*", "good", "0/3", "north", "tier=gold"] {
             assert!(line.contains(part), "{part}: {shown}");
         }
-        assert!(table(&records, records[0].expires).contains("expired"));
+        assert!(table(&records, (&tokens, records[0].expires)).contains("expired"));
         let hash = serde_json::to_string(&records[0].hash).unwrap();
         assert!(
-            !row(&records[0], 0)
+            !row(&records[0], (&tokens, 0))
                 .to_string()
                 .contains(hash.trim_matches('"'))
         );
+    }
+
+    #[test]
+    fn a_token_of_a_retired_root_is_not_listed_as_good() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), Access::Create).unwrap();
+        store
+            .save_ca(&Ca::create(&"causeway.test".parse().unwrap()).unwrap())
+            .unwrap();
+        create(&ask(folder.path(), "edge-1")).unwrap();
+        let listed = || {
+            let tokens = store.tokens().unwrap();
+            let records = tokens.all().unwrap();
+            state(&records[0], (&tokens, records[0].created))
+        };
+        let step = |step: fn(Ca) -> Result<(Ca, causeway_certs::Step), causeway_certs::CaError>| {
+            store.change_ca(|ca| anyhow::Ok(step(ca)?)).unwrap();
+            listed()
+        };
+        assert_eq!(step(Ca::prepare), "good");
+        assert_eq!(step(Ca::activate), "good");
+        assert_eq!(step(Ca::retire), ROOT_RETIRED);
     }
 
     #[test]

@@ -5,15 +5,18 @@
 use crate::{
     road::{Road, URL},
     world::{
+        World,
         app::{App, Script, answer, answer::pattern},
         caller::{Caller, Place, exchange, read, whole},
+        gateway::front,
         process::{Site, causeway},
         tool::{full, need},
         until,
     },
 };
-use causeway_certs::{Leaf, Store};
+use causeway_certs::{Ca, Certificate, Leaf, Store};
 use causeway_edge::config::Scheme;
+use causeway_gateway::config::{self, Callers, Front, Kind};
 use http_body_util::BodyExt;
 use hyper::Request;
 use serde_json::Value;
@@ -277,4 +280,74 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
         .args(["--cert".into(), site.path("was.pem")])
         .args(["--key".into(), site.path("was-key.pem")]);
     assert!(!by_the_old.run().await.text().contains("it"));
+}
+
+#[tokio::test]
+async fn each_certificate_in_use_is_measured_and_warned_of_before_it_ends() {
+    let build = World::build();
+    let other = Ca::create(&"others.test".parse().unwrap()).unwrap();
+    let minute = Duration::from_mins(1);
+    let file = |name: &str, text: &str| {
+        let path = build.folder().join(name);
+        fs::write(&path, text).unwrap();
+        path
+    };
+    let shown = other.mint_front(&["it.test".parse().unwrap()], minute);
+    let shown = shown.unwrap();
+    let client = other.issue_caller("causeway", &[], minute).unwrap();
+    let ca = file("other.pem", &other.root_pem());
+    let listener = Front {
+        certificate: Some(config::Certificate {
+            chain: file("shown.pem", &shown.chain_pem()),
+            key: file("shown.key", shown.key_pem().expose()),
+        }),
+        callers: Callers {
+            client_ca: vec![ca.clone()],
+            ..Callers::default()
+        },
+        ..front("given", Kind::Https)
+    };
+    let app = config::App {
+        ca: Some(ca),
+        certificate: Some(file("client.pem", &client.chain_pem())),
+        key: Some(file("client.key", client.key_pem().expose())),
+        ..config::App::default()
+    };
+    let build = build.front(listener);
+    let build = build.config(|config| drop(config.apps.insert(10250, app)));
+    let world = build.start().await;
+
+    let metrics = world.metrics().await;
+    let ends = |used_for: &str| {
+        let labels = [("certificate", used_for)];
+        metrics.sum("certificate_expiry_timestamp_seconds", &labels)
+    };
+    let root = Certificate::read(other.root()).unwrap().not_after;
+    for (used_for, expected) in [
+        ("listener:given", shown.not_after().as_secs()),
+        ("listener_client_ca:given", root),
+        ("app:10250", client.not_after().as_secs()),
+        ("app_ca:10250", root),
+        (
+            "ca",
+            Certificate::read(world.ca().root()).unwrap().not_after,
+        ),
+    ] {
+        assert_eq!(ends(used_for), expected, "{used_for}");
+    }
+    for made in ["tunnel", "listener:https"] {
+        assert!(ends(made) > shown.not_after().as_secs(), "{made}");
+    }
+    until("those that end are named in the log", async || {
+        let log = world.log().text();
+        let named = |used_for| is_warned_of(&log, used_for);
+        named("listener:given") && named("app:10250") && !named("tunnel") && !named("ca")
+    })
+    .await;
+}
+
+fn is_warned_of(log: &str, used_for: &str) -> bool {
+    let said = format!("\"used_for\":\"{used_for}\"");
+    let mut lines = log.lines().filter(|line| line.contains(&said));
+    lines.any(|line| line.contains("expires soon") || line.contains("has expired"))
 }

@@ -88,6 +88,55 @@ async fn an_unknown_node_is_404() {
 }
 
 #[tokio::test]
+async fn a_server_name_of_no_node_is_a_tls_alert_and_is_logged_and_counted() {
+    let world = World::start().await;
+    for name in ["edge-9", "edge-9", "nobody.example"] {
+        let refused = world.caller().tls_stream(name, &["h2"]).await.unwrap_err();
+        let alert = refused.get_ref().and_then(|inner| inner.downcast_ref());
+        assert!(
+            matches!(
+                alert,
+                Some(rustls::Error::AlertReceived(
+                    rustls::AlertDescription::UnrecognisedName
+                ))
+            ),
+            "{refused:?}"
+        );
+    }
+    let log = world.log().text();
+    let lines: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains("no node has this name"))
+        .collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(lines[0].contains("edge-9"), "{log}");
+    let labels = [("listener", "https"), ("why", "unrecognized_name")];
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.sum("handshakes_failed_total", &labels), 3);
+    // The name of the listener, and none at all, leave it to the Host.
+    for name in [GATEWAY_NAME, "127.0.0.1"] {
+        world.caller().tls_stream(name, &["h2"]).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_refuses_a_listeners_certificate_is_logged_with_its_server_name() {
+    let front = fixed("one", Kind::Https, "edge-1", 9100);
+    let world = World::build().front(front).start().await;
+    let caller = world.caller_at("one");
+    let refused = caller.tls_stream("other.example", &["h2"]).await;
+    assert!(refused.is_err());
+    until("the refusal is logged", async || {
+        let log = world.log().text();
+        let mut lines = log.lines();
+        lines.any(|line| {
+            line.contains("a client refuses the certificate") && line.contains("other.example")
+        })
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_node_that_is_away_is_503_and_says_since_when_and_from_where() {
     let mut world = World::start().await;
     let app = App::saying("it").await;

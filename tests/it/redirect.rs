@@ -195,7 +195,31 @@ async fn what_is_no_edge_nodes_or_has_no_front_is_left_alone() {
     scene
         .joins("edge-4", &format!("--address 10.0.0.50 --address {HUB}"))
         .await;
-    scene.listed("10.0.0.50", false).await;
+    // Of two nodes at the edge, both are named at once.
+    let conflict = "10.0.0.50 is an address of several nodes (edge-3, edge-4)";
+    until("both nodes are named", async || {
+        let both = scene.curl("https://10.0.0.50:9100/", None).await;
+        both.ok().text().contains(conflict)
+    })
+    .await;
+    let status = causeway("status").flag("--admin", &scene.site.admin);
+    let status = status.run().await.ok().stdout;
+    assert!(
+        status.contains("conflict: 10.0.0.50 is an address of edge-3, edge-4;"),
+        "{status}"
+    );
+    let said = scene.site.gateway.said("several nodes have this address");
+    let said = said.await;
+    assert!(
+        said.contains("10.0.0.50") && said.contains("edge-3, edge-4"),
+        "{said}"
+    );
+    let metrics = format!("http://{}/metrics", scene.site.admin);
+    let metrics = scene.curl(&metrics, None).await.ok().text();
+    assert!(
+        metrics.contains("causeway_gateway_node_address_conflicts 1\n"),
+        "{metrics}"
+    );
     assert!(!scene.set("edges4").contains("127.0.0.9"));
     // What is this host's own is so whatever a node says.
     scene.listed(&HUB.to_string(), true).await;

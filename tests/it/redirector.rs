@@ -356,11 +356,16 @@ async fn the_rules_follow_the_nodes_and_go_with_the_process_however_it_ends() {
     scene
         .cluster
         .node("edge-2", true, &["10.0.0.11", "10.0.0.13"]);
-    // An address that two nodes claim names neither.
-    listed(&host, "10.0.0.11", false).await;
+    // An address that two nodes at the edge claim leads to the gateway, which says so.
+    listed(&host, "10.0.0.13", true).await;
+    assert!(set(&host).contains("10.0.0.11"));
     scene.cluster.gone("edge-2");
+    listed(&host, "10.0.0.13", false).await;
+    // One that a node elsewhere claims as well leads nowhere.
+    scene.cluster.node("cloud-2", false, &["10.0.0.11"]);
+    listed(&host, "10.0.0.11", false).await;
+    scene.cluster.gone("cloud-2");
     listed(&host, "10.0.0.11", true).await;
-    assert!(!set(&host).contains("10.0.0.13"));
     // Nobody else changes them, and what is known holds while the API is away.
     scene.cluster.falls_silent().await;
     host.nft("flush ruleset").unwrap();

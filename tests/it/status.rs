@@ -8,6 +8,22 @@ use crate::world::{
 use serde_json::Value;
 
 #[tokio::test]
+async fn each_certificate_in_use_has_a_row() {
+    let site = Site::start().await;
+    let table = status(&site, "").await.stdout;
+    let rows = table.lines().skip_while(|line| !line.is_empty()).skip(1);
+    let rows: Vec<&str> = rows.collect();
+    assert!(
+        rows[0].starts_with("CERTIFICATE") && rows[0].contains("EXPIRES"),
+        "{table}"
+    );
+    for used_for in ["ca ", "tunnel ", "listener:"] {
+        let shown = |line: &&str| line.starts_with(used_for);
+        assert!(rows.iter().any(shown), "{used_for}: {table}");
+    }
+}
+
+#[tokio::test]
 async fn the_table_shows_who_is_connected_and_who_is_away() {
     need!("curl");
     let app = App::saying("hello").await;
@@ -27,6 +43,7 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
     let table = status(&site, "").await.stdout;
     let lines: Vec<Vec<&str>> = table
         .lines()
+        .take_while(|line| !line.is_empty())
         .map(|line| line.split_whitespace().collect())
         .collect();
     let header = "NODE STATE SINCE RTT STREAMS BYTES UP BYTES DOWN VERSION ADDRESS";

@@ -18,6 +18,7 @@ use crate::{
     world::{
         World,
         causeway::BINARY,
+        net::CLOUD,
         process::{Process, Program, until},
         world,
     },
@@ -40,6 +41,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "certificates::what_the_clusters_own_signers_make_for_a_node_lets_it_join",
             what_the_clusters_own_signers_make_for_a_node_lets_it_join,
+        ),
+        trial(
+            "certificates::a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see",
+            a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see,
         ),
         trial(
             "certificates::a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names",
@@ -635,5 +640,86 @@ fn a_gateway_waits_for_its_own_certificate_and_asks_again_for_other_names() {
     again.says("gateway ready");
     assert!(shown().contains("gw-2.example.com"));
     drop(again);
+    clean(&world);
+}
+
+/// A certificate of the user with its key, of which more than two thirds of its life are over.
+fn outlived(user: &str) -> String {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().unwrap();
+    let issuer = Issuer::new(params, &key);
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, user);
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let now = std::time::SystemTime::now();
+    params.not_before = (now - Duration::from_hours(3)).into();
+    params.not_after = (now + Duration::from_hours(1)).into();
+    let own = KeyPair::generate().unwrap();
+    let made = params.signed_by(&own, &issuer).unwrap();
+    format!("names: \nmade: 0\n{}\n{}", made.pem(), own.serialize_pem())
+}
+
+fn a_gateway_gets_and_renews_the_client_certificate_that_kubelets_see() {
+    let world = world();
+    clean(&world);
+    let rights = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/kubelet-client/rbac.yaml");
+    let delete = world.cluster.kubectl("delete --ignore-not-found -f");
+    delete.args([&rights]).run().ok();
+    let folder = world.path("certificates-app");
+    fs::create_dir_all(&folder).unwrap();
+    let config = json!({
+        "data_dir": folder.join("data"),
+        "kubernetes": { "kubeconfig": world.cluster.account("egress") },
+        "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "apps": { "10250": { "verify": false, "signer": CLIENTS, "approve": true } },
+        "fronts": [{
+            "name": "plain", "kind": "http", "listen": CALLED, "port": 9052, "anonymous": true,
+        }],
+    })
+    .to_string();
+    let ask = |path: &str| {
+        let url = format!("http://127.0.0.1:{ADMIN}{path}");
+        Program::new("curl").words("-sS").args([url]).run().text()
+    };
+    let ends = || {
+        let metric =
+            "causeway_gateway_certificate_expiry_timestamp_seconds{certificate=\"app:10250\"} ";
+        number(&ask("/metrics"), metric)
+    };
+    let gateway = started(&folder, &config);
+    until("it says which right it lacks", || {
+        ask("/readyz").contains("certificatesigningrequests")
+    });
+    world.cluster.apply_example("kubelet-client/rbac.yaml");
+    until("callers may come", || ask("/readyz") == "ready\n");
+    until("the certificate is in use", || ends() > 0);
+    let file = folder.join("data/app-10250.pem");
+    let server = format!("--server https://{CLOUD}:6443 --certificate-authority");
+    let who = Program::new(world.cluster.assets.join("kubectl"))
+        .words("--kubeconfig /dev/null auth whoami -o json")
+        .words(&server)
+        .args([&world.cluster.pki.path("ca.pem")])
+        .args(["--client-certificate", &file.display().to_string()])
+        .args(["--client-key", &file.display().to_string()])
+        .run();
+    let who = who.ok().text();
+    assert!(who.contains("\"username\": \"causeway-gateway\""), "{who}");
+    gateway.stop(Duration::from_secs(5));
+
+    // One that is due serves until the next one is there.
+    fs::write(&file, outlived("causeway-gateway")).unwrap();
+    let gateway = started(&folder, &config);
+    let first = ends();
+    until("another is in use", || ends() > first + 24 * 3600);
+    let said = gateway.said();
+    assert!(
+        said.contains("another certificate by its cluster"),
+        "{said}"
+    );
+    drop(gateway);
+    let delete = world.cluster.kubectl("delete --ignore-not-found -f");
+    delete.args([&rights]).run().ok();
     clean(&world);
 }

@@ -66,6 +66,8 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// By which rights edges join, whatever the way.
 const JOINING: &str = "certificates/rbac.yaml";
+/// By which rights gateways keep revocations and pinned keys, whatever the way.
+const STATE: &str = "state/rbac.yaml";
 
 /// Each way, with the files of rights by which it is tested besides.
 const WAYS: [(&str, &[&str]); 5] = [
@@ -77,8 +79,18 @@ const WAYS: [(&str, &[&str]); 5] = [
             "advertise/rbac.yaml",
         ],
     ),
-    ("dns", &["dns/rbac.yaml", "advertise/rbac.yaml"]),
-    ("addresses", &["addresses/rbac.yaml"]),
+    (
+        "dns",
+        &[
+            "dns/rbac.yaml",
+            "advertise/rbac.yaml",
+            "kubelet-client/rbac.yaml",
+        ],
+    ),
+    (
+        "addresses",
+        &["addresses/rbac.yaml", "kubelet-client/rbac.yaml"],
+    ),
     ("egress", &["egress/rbac.yaml"]),
     (
         "ports",
@@ -239,7 +251,7 @@ fn rights_are_those_of_the_examples() {
     for (way, examples) in WAYS {
         let all = objects(&world, &kustomized(&world, way));
         let mut wanted = BTreeMap::new();
-        for example in examples.iter().chain([&JOINING]) {
+        for example in examples.iter().chain([&JOINING, &STATE]) {
             let text = fs::read_to_string(file("examples").join(example)).unwrap();
             wanted.extend(rights(&objects(&world, &text)));
         }
@@ -256,8 +268,6 @@ fn sound(world: &World, way: &str, objects: &[Value]) {
     let pki = |name: &str| world.cluster.pki.path(name);
     let here = [
         ("/etc/causeway/", place("")),
-        ("/etc/causeway-kubelets/tls.crt", pki("kubelet-client.pem")),
-        ("/etc/causeway-kubelets/tls.key", pki("kubelet-client.key")),
         (
             "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt",
             pki("ca.pem"),

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use causeway_certs::{Access, Ca, NodeName, Pin, Store};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
@@ -45,6 +46,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "nodes::a_node_that_claims_anothers_address_gets_nothing_of_it",
             a_node_that_claims_anothers_address_gets_nothing_of_it,
+        ),
+        trial(
+            "nodes::revocations_and_pinned_keys_outlive_a_gateway_in_a_secret",
+            revocations_and_pinned_keys_outlive_a_gateway_in_a_secret,
         ),
         trial(
             "nodes::thousands_of_nodes_are_known_in_seconds",
@@ -290,6 +295,23 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
         answer.starts_with("HTTP/1.1 421 "),
         "of cloud-1 too: {answer}"
     );
+    let named = format!("{address} is also an address of edge-1");
+    until("an event on the Node names the other", || {
+        let events = "get events.events.k8s.io -n default -o json";
+        let events = world.cluster.kubectl(events).run().ok().text();
+        let events: Value = serde_json::from_str(&events).unwrap();
+        let events = events["items"].as_array().unwrap().clone();
+        events.iter().any(|event| {
+            event["reason"] == "AddressConflict"
+                && event["regarding"]["name"] == "evil-1"
+                && event["note"].as_str().unwrap().contains(&named)
+        })
+    });
+    let said = gateway.process.said();
+    assert!(
+        said.contains("several nodes have this address") && said.contains("edge-1, evil-1"),
+        "{said}"
+    );
     for own in ["127.0.0.1:10265", "169.254.169.254:80"] {
         let answer = gateway.connect(own);
         assert!(answer.starts_with("HTTP/1.1 404 "), "{own}: {answer}");
@@ -301,6 +323,80 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
     soon("edge-1 has it back", || {
         gateway.connect(&target).contains("edge-1 is not connected")
     });
+}
+
+/// What the admin listener at this port answers.
+fn asked(port: u16, path: &str) -> String {
+    let url = format!("http://127.0.0.1:{port}{path}");
+    Program::new("curl").words("-sS").args([url]).run().text()
+}
+
+/// An order of `causeway edge` for this data directory.
+fn edge(words: &str, data: &Path) -> String {
+    let order = Program::new(BINARY).words("edge").words(words);
+    order.words("--data-dir").args([data]).run().ok().text()
+}
+
+/// The state that gateways share.
+fn shared_state(world: &World) -> Value {
+    let get = "get -n kube-system secret causeway-state -o jsonpath={.data.state\\.json}";
+    let text = world.cluster.kubectl(get).run().ok().text();
+    let text = data_encoding::BASE64.decode(text.as_bytes()).unwrap();
+    serde_json::from_slice(&text).unwrap_or(Value::Null)
+}
+
+fn revocations_and_pinned_keys_outlive_a_gateway_in_a_secret() {
+    let world = world();
+    let account = world.cluster.account("egress");
+    let rules = json!({ "kubeconfig": account, "state": "kube-system/causeway-state" });
+    let begin = |name: &str, ports: (u16, u16)| {
+        let folder = world.path(name);
+        fs::create_dir_all(&folder).unwrap();
+        (watching(&folder, ports, &rules), folder.join("data"))
+    };
+    let (first, data) = begin("state-1", (11262, 11265));
+    until("it says what it lacks", || {
+        let why = asked(11265, "/readyz");
+        why.contains("revocations and pinned keys are not read yet")
+            && why.contains("causeway-state")
+    });
+    world.cluster.apply_example("state/rbac.yaml");
+    until("the first is ready", || {
+        asked(11265, "/readyz") == "ready\n"
+    });
+    edge("revoke edge-1 --unseen --reason stolen", &data);
+    let other = Ca::create(&"pins.test".parse().unwrap()).unwrap();
+    let (key, since) = (other.fingerprint(), 7);
+    let node = NodeName::parse("edge-2").unwrap();
+    let store = Store::open(&data, Access::Existing).unwrap();
+    let pins = [(node, 10250, Pin { key, since })];
+    store.pins().note(&pins).unwrap();
+    until("both are in the Secret", || {
+        let state = shared_state(&world);
+        state["revoked"]["edge-1"]["reason"] == "stolen"
+            && state["pins"]["edge-2:10250"]["since"] == 7
+    });
+    drop(first);
+
+    let (second, data) = begin("state-2", (11262, 11265));
+    until("the second is ready", || {
+        asked(11265, "/readyz") == "ready\n"
+    });
+    let known = asked(11265, "/api/v1/edges/edge-1");
+    assert!(known.contains(r#""state":"revoked""#), "{known}");
+    let pins = edge("pins -o json", &data);
+    assert!(pins.contains("edge-2") && pins.contains("10250"), "{pins}");
+
+    // A node that is allowed again at one gateway is so at the others.
+    let (third, _) = begin("state-3", (11263, 11266));
+    let is_revoked = || asked(11266, "/api/v1/edges/edge-1").contains(r#""state":"revoked""#);
+    until("the third knows", is_revoked);
+    edge("allow edge-1", &data);
+    until("the third hears", || !is_revoked());
+    assert_eq!(shared_state(&world)["revoked"], json!({}));
+    drop((second, third));
+    let delete = "delete -n kube-system secret causeway-state";
+    world.cluster.kubectl(delete).run().ok();
 }
 
 fn thousands_of_nodes_are_known_in_seconds() {

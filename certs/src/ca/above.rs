@@ -25,7 +25,7 @@ use rcgen::{
 use rustls_pki_types::{CertificateDer, UnixTime};
 use webpki::{EndEntityCert, KeyUsage};
 
-use super::root::{DEPTH, Kind, Root};
+use super::root::{DEPTH, Kind, Root, begin};
 use super::{Ca, CaError, Stage, Step};
 use crate::certificate::{Authority, Certificate, date};
 use crate::identity::Issuing;
@@ -134,7 +134,7 @@ impl OperatorCa {
 
     /// Signs a root, and proves that what fronts show then leads up here.
     fn sign(&self, root: &mut Root) -> Result<(), CaError> {
-        let mut params = root.again(self.ends, DEPTH)?;
+        let mut params = root.again((begin(), self.ends), DEPTH)?;
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let mut own = CertificateParams::default();
         if let Some(id) = &self.authority.key_id {

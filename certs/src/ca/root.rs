@@ -23,6 +23,10 @@ use crate::secret::{self, Fingerprint, Secret};
 /// How long a root lives, and its intermediates with it.
 const LIFETIME: Duration = Duration::from_hours(24 * 3650);
 
+/// Longest validity of a listener's certificate: Apple's clients refuse more than 825 days, also below a private CA
+/// (<https://support.apple.com/en-us/103769>).
+const MAX_LISTENER_VALIDITY: Duration = Duration::from_hours(24 * 825);
+
 /// Longest common name (RFC 5280, ub-common-name).
 const MAX_COMMON_NAME: usize = 64;
 /// A root signs its intermediates, and the certificate by which its successor's are recognised.
@@ -98,13 +102,19 @@ impl Signer {
 impl Root {
     /// A new root with new intermediates.
     pub(super) fn create(domain: &TrustDomain) -> Result<Self, CaError> {
+        Self::create_since(domain, begin())
+    }
+
+    /// A new root with new intermediates, valid from `begins` on: a root that replaces another is valid from the
+    /// beginning of that one, for machines whose clocks are behind.
+    pub(super) fn create_since(domain: &TrustDomain, begins: u64) -> Result<Self, CaError> {
         let key = KeyPair::generate()?;
         let now = UnixTime::now().as_secs();
         let ends = now.saturating_add(LIFETIME.as_secs());
         // Roots of one name would differ in their signatures only: a certificate of another gateway
         // would be called badly signed instead of unknown.
         let id = u32::from_be_bytes(secret::random::<4>());
-        let mut params = authority(ends, DEPTH);
+        let mut params = authority((begins, ends), DEPTH);
         params.distinguished_name = subject(&format!("Causeway {id:08x} {domain}"), None);
         params.subject_alt_names = vec![SanType::URI(identity::root_uri(domain).try_into()?)];
         let root = params.self_signed(&key)?;
@@ -194,7 +204,8 @@ impl Root {
 
     fn intermediate(&self, purpose: Issuing, id: u32) -> Result<Signer, CaError> {
         let (key, domain) = (KeyPair::generate()?, &self.domain);
-        let mut params = authority(self.own.facts.not_after, 0);
+        let own = &self.own.facts;
+        let mut params = authority((own.not_before, own.not_after), 0);
         params.distinguished_name = subject(&format!("Causeway {id:08x} {purpose} {domain}"), None);
         let uri = identity::issuer_uri(domain, purpose);
         params.subject_alt_names = vec![SanType::URI(uri.try_into()?)];
@@ -206,15 +217,21 @@ impl Root {
 
     /// Signs the root that comes after this one.
     pub(super) fn cross(&self, next: &Self) -> Result<CertificateDer<'static>, CaError> {
-        let mut params = next.again(self.own.facts.not_after, 1)?;
+        let own = &self.own.facts;
+        let mut params = next.again((own.not_before, own.not_after), 1)?;
         params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(next.own.issuer.key(), &self.own.issuer)?;
         Ok(signed.der().clone())
     }
 
-    /// Another certificate of this root's name and key, which ends no later than this.
-    pub(super) fn again(&self, ends: u64, depth: u8) -> Result<CertificateParams, CaError> {
-        let mut params = authority(ends.min(self.own.facts.not_after), depth);
+    /// Another certificate of this root's name and key, valid from `begins` on, which ends no later than this.
+    pub(super) fn again(
+        &self,
+        (begins, ends): (u64, u64),
+        depth: u8,
+    ) -> Result<CertificateParams, CaError> {
+        let ends = ends.min(self.own.facts.not_after);
+        let mut params = authority((begins, ends), depth);
         let name = self.own.facts.common_name.as_deref().unwrap_or_default();
         params.distinguished_name = subject(name, None);
         let uri = identity::root_uri(&self.domain);
@@ -248,7 +265,18 @@ impl Root {
         if let Some(uri) = kind.uri {
             names.push(SanType::URI(uri.try_into()?));
         }
-        let mut params = dated(ends);
+        // Machines whose clocks are behind check the certificates of servers. Gateways check the others, and read the time
+        // of issue from their beginning.
+        let begins = match purpose {
+            Issuing::Replicas => signer.facts.not_before,
+            Issuing::Fronts => {
+                let earliest = ends.saturating_sub(MAX_LISTENER_VALIDITY.as_secs());
+                let earliest = signer.facts.not_before.max(earliest.saturating_add(1));
+                earliest.min(begin())
+            }
+            Issuing::Edges | Issuing::Callers => begin(),
+        };
+        let mut params = dated(begins, ends);
         params.distinguished_name = subject(kind.common_name, kind.groups);
         params.subject_alt_names = names;
         params.is_ca = IsCa::ExplicitNoCa;
@@ -272,18 +300,24 @@ fn usages(purpose: Issuing) -> Vec<ExtendedKeyUsagePurpose> {
     }
 }
 
-fn authority(ends: u64, depth: u8) -> CertificateParams {
-    let mut params = dated(ends);
+fn authority((begins, ends): (u64, u64), depth: u8) -> CertificateParams {
+    let mut params = dated(begins, ends);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(depth));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params
 }
 
-fn dated(ends: u64) -> CertificateParams {
+/// Returns the beginning of a certificate that is issued now, in Unix seconds.
+pub(super) fn begin() -> u64 {
+    UnixTime::now()
+        .as_secs()
+        .saturating_sub(CLOCK_SKEW.as_secs())
+}
+
+fn dated(begins: u64, ends: u64) -> CertificateParams {
     let mut params = CertificateParams::default();
-    let now = UnixTime::now().as_secs();
     params.serial_number = Some(serial());
-    params.not_before = moment(now.saturating_sub(CLOCK_SKEW.as_secs()));
+    params.not_before = moment(begins);
     params.not_after = moment(ends);
     params
 }

@@ -43,7 +43,8 @@ impl Ca {
             )),
             Some(_) => Ok((self, Step::Standing)),
             None => {
-                let mut next = Root::create(self.trust_domain())?;
+                let begins = self.active.own.facts.not_before;
+                let mut next = Root::create_since(self.trust_domain(), begins)?;
                 next.crossed = Some(self.active.cross(&next)?);
                 self.other = Some((Stage::Prepared, next));
                 Ok((self, Step::Made))

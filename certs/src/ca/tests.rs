@@ -125,6 +125,55 @@ fn each_kind_has_its_purpose_and_its_identity() {
     assert_eq!(signers, uris);
 }
 
+/// A CA that was made so long ago.
+fn old_ca(age: Duration) -> Ca {
+    let domain = TrustDomain::parse("td.example").unwrap();
+    let begins = UnixTime::now().as_secs() - age.as_secs();
+    Ca {
+        active: Root::create_since(&domain, begins).unwrap(),
+        other: None,
+        unbelieved: false,
+    }
+}
+
+#[test]
+fn certificates_of_servers_begin_with_the_ca_whatever_signs() {
+    let mut ca = old_ca(500 * DAY);
+    let begins = Certificate::read(ca.root()).unwrap().not_before;
+    let names = [HostName::parse("gw.example").unwrap()];
+    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+        let gateway = ca.issue_gateway(&names, DAY).unwrap();
+        for certificate in gateway.chain() {
+            assert_eq!(Certificate::read(certificate).unwrap().not_before, begins);
+        }
+        let front = ca.mint_front(&names, DAY).unwrap();
+        assert_eq!(facts(&front).not_before, begins);
+        ca = step(ca).unwrap().0;
+    }
+    assert_eq!(Certificate::read(ca.root()).unwrap().not_before, begins);
+}
+
+#[test]
+fn a_listeners_certificate_is_not_longer_valid_than_clients_take() {
+    let ca = old_ca(2000 * DAY);
+    let front = facts(&ca.mint_front(&[], 7 * DAY).unwrap());
+    let life = Duration::from_secs(front.not_after - front.not_before);
+    assert!(life < 825 * DAY && life > 824 * DAY, "{life:?}");
+}
+
+#[test]
+fn a_client_certificate_begins_when_it_is_issued() {
+    let ca = old_ca(500 * DAY);
+    let now = UnixTime::now().as_secs();
+    let key = CsrKey::verify(&EdgeKey::generate().unwrap().request().unwrap()).unwrap();
+    let node = NodeName::parse("edge-1").unwrap();
+    let edge = ca.issue_edge(&key, &node, DAY).unwrap().certificate;
+    let caller = facts(&ca.issue_caller("ann", &[], DAY).unwrap());
+    for one in [Certificate::read(&edge).unwrap(), caller] {
+        assert!(one.issued_at().abs_diff(now) < 60, "{one:?}");
+    }
+}
+
 #[test]
 fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
     let ca = ca();

@@ -9,8 +9,33 @@ use serde::{Deserialize, Serialize};
 use super::{Store, StoreError};
 use crate::csr::{CsrError, EdgeKey};
 
-const PENDING: &str = "request.json";
-const MADE: &str = "identity.pem";
+/// The certificate that a request is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Requested {
+    /// Of the edge or of the gateway's tunnel port.
+    Identity,
+    /// Client certificate of the gateway at the apps of this port.
+    AppClient(u16),
+}
+
+impl Requested {
+    /// The file of the request that waits.
+    fn pending(self) -> String {
+        match self {
+            Self::Identity => "request.json".to_owned(),
+            Self::AppClient(port) => format!("request-app-{port}.json"),
+        }
+    }
+
+    /// The file of the certificate, for a gateway.
+    fn made(self) -> String {
+        match self {
+            Self::Identity => "identity.pem".to_owned(),
+            Self::AppClient(port) => format!("app-{port}.pem"),
+        }
+    }
+}
+
 /// Room for a key and a chain.
 const MADE_SIZE: usize = 16 * 1024;
 
@@ -52,50 +77,50 @@ impl Pending {
 
 impl Store {
     /// What is waited for, if anything.
-    pub fn pending(&self) -> Result<Option<Pending>, StoreError> {
-        self.dir.read_json(PENDING)
+    pub fn pending(&self, what: Requested) -> Result<Option<Pending>, StoreError> {
+        self.dir.read_json(&what.pending())
     }
 
     /// Keeps what is waited for from now on, before anybody is asked.
-    pub fn save_pending(&self, pending: &Pending) -> Result<(), StoreError> {
+    pub fn save_pending(&self, what: Requested, pending: &Pending) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write_json(PENDING, pending)
+        self.dir.write_json(&what.pending(), pending)
     }
 
     /// Nothing is waited for any more.
-    pub fn forget_pending(&self) -> Result<(), StoreError> {
+    pub fn forget_pending(&self, what: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.forget_request()
+        self.forget_request(what)
     }
 
     /// Removes the request. Under the lock only.
-    pub(super) fn forget_request(&self) -> Result<(), StoreError> {
-        self.dir.remove(PENDING)
+    pub(super) fn forget_request(&self, what: Requested) -> Result<(), StoreError> {
+        self.dir.remove(&what.pending())
     }
 }
 
 /// What a gateway's cluster has made for it.
 impl Store {
-    /// The file of a gateway's certificate that its cluster makes: chain and key in one, so that they change at once.
-    pub fn made_path(data_dir: &Path) -> PathBuf {
-        data_dir.join(MADE)
+    /// The file of a certificate that a gateway's cluster makes: chain and key in one, so that they change at once.
+    pub fn made_path(data_dir: &Path, what: Requested) -> PathBuf {
+        data_dir.join(what.made())
     }
 
     /// Makes sure that such a certificate can be kept, before it is asked for.
-    pub fn prepare_made(&self) -> Result<(), StoreError> {
+    pub fn prepare_made(&self, what: Requested) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.rehearse(MADE, MADE_SIZE)
+        self.dir.rehearse(&what.made(), MADE_SIZE)
     }
 
     /// What is kept there.
-    pub fn made(&self) -> Result<Option<String>, StoreError> {
-        self.dir.read(MADE)
+    pub fn made(&self, what: Requested) -> Result<Option<String>, StoreError> {
+        self.dir.read(&what.made())
     }
 
     /// Keeps it in place of the one before.
-    pub fn save_made(&self, text: &str) -> Result<(), StoreError> {
+    pub fn save_made(&self, what: Requested, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;
-        self.dir.write(MADE, text)
+        self.dir.write(&what.made(), text)
     }
 }
 
@@ -109,18 +134,18 @@ mod tests {
     fn what_is_waited_for_outlives_the_process_and_is_nobody_elses_to_read() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), Access::Create).unwrap();
-        assert_eq!(store.pending().unwrap(), None);
+        assert_eq!(store.pending(Requested::Identity).unwrap(), None);
         let key = EdgeKey::generate().unwrap();
         let pending = Pending::new("name".to_owned(), "all".to_owned(), 1, &key);
-        store.save_pending(&pending).unwrap();
+        store.save_pending(Requested::Identity, &pending).unwrap();
         let again = Store::open(dir.path(), Access::Existing).unwrap();
-        let kept = again.pending().unwrap().unwrap();
+        let kept = again.pending(Requested::Identity).unwrap().unwrap();
         assert_eq!(kept, pending);
         assert_eq!(kept.key().unwrap().key_pem(), key.key_pem());
-        let mode = std::fs::metadata(dir.path().join(PENDING)).unwrap();
+        let mode = std::fs::metadata(dir.path().join("request.json")).unwrap();
         assert_eq!(mode.permissions().mode() & 0o777, 0o600);
-        store.forget_pending().unwrap();
-        store.forget_pending().unwrap();
-        assert_eq!(store.pending().unwrap(), None);
+        store.forget_pending(Requested::Identity).unwrap();
+        store.forget_pending(Requested::Identity).unwrap();
+        assert_eq!(store.pending(Requested::Identity).unwrap(), None);
     }
 }

@@ -89,8 +89,8 @@ impl Pins {
         self.change(|pins| pins.retain(|node, _| keep(node)))
     }
 
-    /// Changes them under the lock. An error leaves the file as it was.
-    fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
+    /// Changes them under the lock, and returns what is noted then. An error leaves the file as it was.
+    pub fn change(&self, change: impl FnOnce(&mut PinTable)) -> Result<PinTable, StoreError> {
         let _lock = self.dir.lock()?;
         let before = self.all()?;
         let mut pins = before.clone();

@@ -530,3 +530,36 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     assert!(store.edge().unwrap().is_none());
     assert_eq!(store.leave_edge().unwrap(), None);
 }
+
+#[test]
+fn revocations_are_replaced_together_and_records_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path(), Access::Create).unwrap();
+    let name = |text: &str| NodeName::parse(text).unwrap();
+    let revocation = |reason: &str| Revocation {
+        at: 7,
+        reason: reason.to_owned(),
+    };
+    let nodes = store.nodes();
+    nodes.put(NodeRecord::arrived(&name("edge-1"), 1)).unwrap();
+    nodes
+        .shut_out(&name("edge-2"), &revocation("lost"))
+        .unwrap();
+    let all = nodes.change_revoked(|all| {
+        assert_eq!(all.len(), 1);
+        all.remove(&name("edge-2"));
+        all.insert(name("edge-1"), revocation("stolen"));
+        all.insert(name("edge-3"), revocation("unknown"));
+    });
+    assert_eq!(all.unwrap().len(), 2);
+    let revoked = nodes.all().unwrap().into_iter().map(|node| {
+        let reason = node.revoked.map(|revoked| revoked.reason);
+        (node.node.to_string(), node.enrolled_at, reason)
+    });
+    let expected = [
+        ("edge-1".to_owned(), 1, Some("stolen".to_owned())),
+        ("edge-2".to_owned(), 7, None),
+        ("edge-3".to_owned(), 7, Some("unknown".to_owned())),
+    ];
+    assert_eq!(revoked.collect::<Vec<_>>(), expected);
+}

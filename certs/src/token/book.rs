@@ -64,7 +64,9 @@ pub enum TokenRefused {
         bound_to: NodePattern,
     },
     /// The token is of another gateway's CA.
-    #[error("the join token is of another CA than this gateway's")]
+    #[error(
+        "the join token is of another CA than this gateway's, or of a root that was retired; make a new one"
+    )]
     WrongCa,
     /// The book could not be read or written; the token is not spent.
     #[error(transparent)]
@@ -135,6 +137,7 @@ impl TokenBook {
             uses,
             used: Vec::new(),
             revoked: None,
+            root: Some(token.root),
         };
         self.dir.update(TOKENS, |records: &mut Vec<TokenRecord>| {
             records.retain(|old| old.expires.saturating_add(REMEMBERED) > now);
@@ -179,6 +182,12 @@ impl TokenBook {
             .filter(|record| record.hash.matches(&presented))
             .map(|record| record.nodes)
             .ok_or(TokenRefused::Unknown)
+    }
+
+    /// Returns whether the root that a token carries is trusted. Records of older versions do not name the root and count
+    /// as trusted.
+    pub fn trusts(&self, record: &TokenRecord) -> bool {
+        record.root.is_none_or(|root| self.trusted.contains(&root))
     }
 
     /// Takes a token back; whether there was one. It stays in the book, so that whoever has it learns why.

@@ -32,7 +32,8 @@ use crate::secret::Fingerprint;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
 #[error(
     "the gateway's CA is {presented}, the token expects {expected}: \
-     the token is of another gateway, or somebody stands in between"
+     the CA's root was replaced since the token was made, the token is of another gateway, or the connection \
+     is intercepted; make a new token at this gateway: causeway token create --node NODE"
 )]
 pub struct WrongCa {
     /// The last certificate of the chain that the server presented.
@@ -44,13 +45,30 @@ pub struct WrongCa {
 impl WrongCa {
     /// Finds it in what a handshake failed with, `io::Error` and `rustls::Error` included.
     pub fn find<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a Self> {
-        if let Some(found) = error.downcast_ref::<Self>() {
-            return Some(found);
-        }
-        // Neither hands out the error inside as its `source`.
-        let inner: Option<&'a (dyn StdError + 'static)> = if let Some(error) =
-            error.downcast_ref::<io::Error>()
-        {
+        find(error)
+    }
+}
+
+/// The certificate of the server does not name a gateway: the server is not a gateway's tunnel port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ThisError)]
+#[error("the server's certificate is not that of a gateway's tunnel port")]
+pub struct NotAGateway;
+
+impl NotAGateway {
+    /// Returns whether a handshake failed with this error.
+    pub fn is_in(error: &(dyn StdError + 'static)) -> bool {
+        find::<Self>(error).is_some()
+    }
+}
+
+/// Finds an error of type `T` among the causes of `error`, `io::Error` and `rustls::Error` included.
+fn find<'a, T: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a T> {
+    if let Some(found) = error.downcast_ref::<T>() {
+        return Some(found);
+    }
+    // Neither hands out the error inside as its `source`.
+    let inner: Option<&'a (dyn StdError + 'static)> =
+        if let Some(error) = error.downcast_ref::<io::Error>() {
             error.get_ref().map(|inner| inner as _)
         } else if let Some(Error::InvalidCertificate(CertificateError::Other(OtherError(inner)))) =
             error.downcast_ref::<Error>()
@@ -59,8 +77,7 @@ impl WrongCa {
         } else {
             error.source()
         };
-        inner.and_then(Self::find)
-    }
+    inner.and_then(find)
 }
 
 /// The edge's end of a tunnel: TLS 1.3, `rh2`, with the edge's certificate.
@@ -163,6 +180,10 @@ impl ServerCertVerifier for GatewayVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
+        let facts = Certificate::read(end_entity).map_err(other)?;
+        if !identity::names_gateway(&facts) {
+            return Err(other(NotAGateway));
+        }
         let pinned;
         let trust = match &self.anchor {
             Anchor::Root(trust) => trust,

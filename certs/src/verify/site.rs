@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -24,6 +25,7 @@ use super::server::config;
 use super::{
     ALPN_CONTROL, PeerRefused, Purpose, Trust, TrustError, check_peer, none_revoked, provider,
 };
+use crate::certificate::Certificate;
 use crate::edge::EdgeIdentity;
 use crate::identity::Identity;
 use crate::name::NodeName;
@@ -90,6 +92,11 @@ impl Site {
         chain: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<NodeName, SiteRefused> {
+        // A clock that is behind a member's certificate is wrong: our CA issues none for a later time. Nodes without a
+        // battery-backed clock still find their neighbours.
+        let facts = chain.first().map(Certificate::read);
+        let begins = facts.and_then(Result::ok).unwrap_or_default().not_before;
+        let now = now.max(UnixTime::since_unix_epoch(Duration::from_secs(begins)));
         let found = check_peer(Some(chain), Purpose::Edge, now, &self.trust, &none_revoked)?;
         match found {
             Identity::Edge(node) if (self.is_member)(&node) => Ok(node),

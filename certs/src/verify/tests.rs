@@ -271,6 +271,23 @@ fn a_token_of_another_ca_says_which_two_differ() {
     let wrapped = io::Error::new(io::ErrorKind::InvalidData, failed);
     assert_eq!(WrongCa::find(&wrapped), Some(&expected));
     assert_eq!(WrongCa::find(&io::Error::other("x")), None);
+    assert!(text.contains("root was replaced") && text.contains("causeway token create"));
+}
+
+#[test]
+fn a_listeners_certificate_is_not_taken_for_a_gateway_of_another_ca() {
+    let world = World::new();
+    let names = [crate::FrontName::parse("gw").unwrap()];
+    let front = world.ca.mint_front(&names, HOUR).unwrap();
+    let server = join_server(front.resolver(), &world.trust, None).unwrap();
+    for client in [
+        join_client(world.ca.fingerprint()).unwrap(),
+        control_client(&world.edge()).unwrap(),
+    ] {
+        let failed = dial(&client, &server, "gw").unwrap_err();
+        assert!(NotAGateway::is_in(&failed), "{failed}");
+        assert_eq!(WrongCa::find(&failed), None);
+    }
 }
 
 #[test]

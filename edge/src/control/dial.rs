@@ -215,11 +215,8 @@ impl Dialler {
                     round_trip: began.elapsed(),
                 })
             }
-            Ok(Err(error)) => Err(Trouble::handshake(&error)),
-            Err(_) => Err(Trouble::silent(format!(
-                "{} did not finish TLS in time",
-                place.gateway
-            ))),
+            Ok(Err(error)) => Err(Trouble::handshake(&place.gateway, &error)),
+            Err(_) => Err(Trouble::slow_handshake(&place.gateway)),
         }
     }
 

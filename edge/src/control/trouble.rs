@@ -4,7 +4,7 @@
 //! process with the same certificate, an unknown certificate) backs off at the maximum. A clock that is
 //! wrong looks like a bad certificate, so the clock is named.
 
-use causeway_certs::WrongCa;
+use causeway_certs::{NotAGateway, WrongCa};
 use causeway_tunnel::{Ended, backoff::Backoff, hello::Dismissal};
 use rustls::{AlertDescription as Alert, CertificateError, Error as TlsError};
 use std::{
@@ -115,15 +115,21 @@ impl Trouble {
         }
     }
 
-    /// A TLS handshake failed.
-    pub(crate) fn handshake(error: &io::Error) -> Self {
+    /// A TLS handshake with `gateway`, as it was dialled, failed.
+    pub(crate) fn handshake(gateway: &str, error: &io::Error) -> Self {
         if let Some(wrong) = WrongCa::find(error) {
             return Self {
                 wrong_ca: Some(*wrong),
                 ..Self::unwelcome(wrong.to_string())
             };
         }
+        if NotAGateway::is_in(error) {
+            return Self::refused(not_a_tunnel_port(gateway, &NotAGateway));
+        }
         match inner(error) {
+            Some(error) if is_of_another_protocol(error) => {
+                Self::refused(not_a_tunnel_port(gateway, error))
+            }
             Some(error) => Self {
                 // In TLS 1.3 a gateway sees this edge's certificate only after this edge has completed the handshake
                 // (RFC 8446, section 2). Anybody on the network path can send an alert before that.
@@ -131,8 +137,19 @@ impl Trouble {
                     .then_some(IdentityRefusal::UnknownCa),
                 ..Self::tls(error)
             },
-            None => Self::silent(format!("the TLS handshake broke off: {error}")),
+            None => Self::silent(format!(
+                "{gateway} broke off the TLS handshake ({error}): no gateway runs behind it, or it is not a gateway's \
+                 tunnel port, which is 10262 by default"
+            )),
         }
+    }
+
+    /// A TLS handshake with `gateway` took too long.
+    pub(crate) fn slow_handshake(gateway: &str) -> Self {
+        Self::silent(format!(
+            "{gateway} did not finish TLS in time: the network or the gateway is slow, or it is not a gateway's tunnel \
+             port, which is 10262 by default"
+        ))
     }
 
     /// TLS failed.
@@ -234,6 +251,29 @@ pub(crate) fn inner(error: &io::Error) -> Option<&TlsError> {
     error.get_ref()?.downcast_ref()
 }
 
+/// Returns the message for an address at which something else than a tunnel port answers.
+fn not_a_tunnel_port(gateway: &str, error: &dyn std::error::Error) -> String {
+    format!(
+        "{gateway} does not speak the tunnel protocol; the tunnel port is 10262 by default ({error})"
+    )
+}
+
+/// Whether the server speaks another protocol than TLS, or one over TLS that is not the tunnel's.
+fn is_of_another_protocol(error: &TlsError) -> bool {
+    matches!(
+        error,
+        TlsError::InvalidMessage(_)
+            | TlsError::PeerIncompatible(_)
+            | TlsError::NoApplicationProtocol
+            | TlsError::AlertReceived(
+                Alert::NoApplicationProtocol
+                    | Alert::ProtocolVersion
+                    | Alert::HandshakeFailure
+                    | Alert::UnrecognisedName
+            )
+    )
+}
+
 fn is_about_time(why: &CertificateError) -> bool {
     matches!(
         why,
@@ -301,10 +341,10 @@ mod tests {
     #[test]
     fn an_unknown_certificate_backs_off_at_the_maximum_and_a_wrong_clock_is_named() {
         let alert = io::Error::other(TlsError::AlertReceived(Alert::UnknownCA));
-        let trouble = Trouble::handshake(&alert);
+        let trouble = Trouble::handshake("gw:10262", &alert);
         assert_eq!(trouble.delay(&mut backoff(), 1.0), Duration::from_mins(1));
         let early = io::Error::other(TlsError::InvalidCertificate(CertificateError::NotValidYet));
-        let trouble = Trouble::handshake(&early);
+        let trouble = Trouble::handshake("gw:10262", &early);
         assert!(trouble.what().contains("clock"), "{}", trouble.what());
         assert!(
             trouble.is_refusal() && trouble.delay(&mut backoff(), 1.0) < Duration::from_secs(1)
@@ -316,8 +356,9 @@ mod tests {
         let alert = TlsError::AlertReceived(Alert::CertificateRevoked);
         let refusal = Trouble::tls(&alert).identity_refusal();
         assert_eq!(refusal, Some(IdentityRefusal::NotAccepted));
-        let before =
-            |error: TlsError| Trouble::handshake(&io::Error::other(error)).identity_refusal();
+        let before = |error: TlsError| {
+            Trouble::handshake("gw:10262", &io::Error::other(error)).identity_refusal()
+        };
         assert_eq!(before(alert), None);
         let early = TlsError::InvalidCertificate(CertificateError::NotValidYet);
         assert_eq!(before(early), None);

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::config::Config;
 use causeway_certs::{
-    ClusterSubject, EdgeIdentity, EdgeKey, Leaf, NodeName, Pending, Store, StoreError,
+    ClusterSubject, EdgeIdentity, EdgeKey, Leaf, NodeName, Pending, Requested, Store, StoreError,
     verify::vouched_client,
 };
 use causeway_tunnel::backoff::Backoff;
@@ -132,7 +132,7 @@ pub(crate) async fn asked(
     cluster.ask(&pending.name, &request.map_err(own)?).await?;
     let made = answered(cluster, &pending, (config, tell)).await;
     // Whatever it is: another request is for another key.
-    on_disk(store, Store::forget_pending).await?;
+    on_disk(store, |store| store.forget_pending(Requested::Identity)).await?;
     let chain = made?;
     // They may be others by now.
     let roots = cluster.roots().await?;
@@ -155,7 +155,7 @@ pub(crate) async fn asked(
 /// The request that waits, or a new one, kept before anybody is asked.
 async fn pending(store: &Store, node: &NodeName, asks: String) -> Result<Pending, Trouble> {
     let asks = format!("{node}: {asks}");
-    let kept = on_disk(store, Store::pending).await?;
+    let kept = on_disk(store, |store| store.pending(Requested::Identity)).await?;
     let now = UnixTime::now().as_secs();
     let waits = |kept: &Pending| kept.asks == asks && now < kept.since + PATIENCE.as_secs();
     if let Some(kept) = kept.filter(waits) {
@@ -165,7 +165,10 @@ async fn pending(store: &Store, node: &NodeName, asks: String) -> Result<Pending
     let name = format!("causeway-edge-{node}-{:08x}", rand::random::<u32>());
     let pending = Pending::new(name, asks, now, &key);
     let kept = pending.clone();
-    on_disk(store, move |store| store.save_pending(&kept)).await?;
+    on_disk(store, move |store| {
+        store.save_pending(Requested::Identity, &kept)
+    })
+    .await?;
     Ok(pending)
 }
 

@@ -18,6 +18,13 @@ pub struct App {
     pub certificate: Option<PathBuf>,
     /// PEM file of its key.
     pub key: Option<PathBuf>,
+    /// In place of both: name of the signer whom the cluster's `certificates.k8s.io` is asked for that certificate, such as `kubernetes.io/kube-apiserver-client`, and again when two thirds of its life are over. It is kept in `data_dir`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signer: Option<String>,
+    /// With `signer`: the user that the certificate names (its common name), to be bound to `system:kubelet-api-admin`.
+    pub user: String,
+    /// With `signer`: whether the gateway approves its own request. Its account may then approve whatever is asked of that signer; otherwise somebody else approves each request.
+    pub approve: bool,
     /// Whether the app is known by the key that it has when it is first met: that is noted for each node in the data directory, and from then on no other is believed. Names and validity of its certificate, and who has signed it, do not count. `causeway edge pins` lists these keys, `causeway edge unpin` forgets one.
     pub pin: bool,
     /// Whether the app's certificate is verified. `false` accepts any.
@@ -30,6 +37,9 @@ impl Default for App {
             ca: None,
             certificate: None,
             key: None,
+            signer: None,
+            user: "causeway-gateway".to_owned(),
+            approve: false,
             // Who is between the gateway and an app when that is first met is believed for good.
             pin: false,
             // Never silently unverified.
@@ -39,14 +49,44 @@ impl Default for App {
 }
 
 impl App {
+    fn validate_signer(&self, path: &str, has_cluster: bool, faults: &mut Faults) {
+        let Some(signer) = &self.signer else {
+            if self.approve {
+                let why = "is for a signer that is asked for the certificate; there is none";
+                faults.add(format!("{path}.approve"), why);
+            }
+            return;
+        };
+        let mut fault = |why: &str| faults.add(format!("{path}.signer"), why);
+        if self.certificate.is_some() || self.key.is_some() {
+            fault("makes the certificate, yet there are files of one; keep one of the two");
+        }
+        if !has_cluster {
+            fault("is asked of a cluster; add the section kubernetes");
+        }
+        let domain = signer.split_once('/').map(|(domain, _)| domain);
+        if !domain.is_some_and(|domain| domain.contains('.')) {
+            fault("is no name of a signer; write DOMAIN/NAME");
+        } else if signer == "kubernetes.io/kube-apiserver-client-kubelet" {
+            fault(
+                "signs for nodes alone; write kubernetes.io/kube-apiserver-client, or a signer of your own",
+            );
+        }
+        if self.user.is_empty() || self.user.starts_with("system:") {
+            let why = "is no user of a gateway's own; leave it out, or name one that is bound to system:kubelet-api-admin";
+            faults.add(format!("{path}.user"), why);
+        }
+    }
+
     pub(super) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         let files = [&self.ca, &self.certificate, &self.key];
         files.into_iter().flatten()
     }
 
-    /// Adds what is wrong with the app of this port.
-    pub(super) fn validate(&self, port: u16, faults: &mut Faults) {
+    /// Adds what is wrong with the app of this port; whether there is a cluster to ask.
+    pub(super) fn validate(&self, port: u16, has_cluster: bool, faults: &mut Faults) {
         let path = format!("apps.{port}");
+        self.validate_signer(&path, has_cluster, faults);
         if port == 0 {
             let why = "0 is no node port; ports run from 1 to 65535";
             faults.add(path.as_str(), why);

@@ -1,7 +1,7 @@
 //! The section `tunnel.identity`: certificates of gateways and edges that another system makes.
 
 use super::Config;
-use causeway_certs::{Store, TrustDomain};
+use causeway_certs::{Requested, Store, TrustDomain};
 use causeway_config::Faults;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -47,8 +47,14 @@ impl Config {
         if let Some(identity) = &mut self.tunnel.identity
             && identity.signer.is_some()
         {
-            let kept = Store::made_path(&self.data_dir);
+            let kept = Store::made_path(&self.data_dir, Requested::Identity);
             (identity.chain, identity.key) = (Some(kept.clone()), Some(kept));
+        }
+        for (port, app) in &mut self.apps {
+            if app.signer.is_some() {
+                let kept = Store::made_path(&self.data_dir, Requested::AppClient(*port));
+                (app.certificate, app.key) = (Some(kept.clone()), Some(kept));
+            }
         }
         self
     }

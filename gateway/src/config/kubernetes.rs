@@ -8,6 +8,7 @@ mod certificates;
 mod hosts;
 mod hubs;
 mod ports;
+mod state;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -59,6 +60,9 @@ pub struct Kubernetes {
     /// Tell `YurtHub`s (`OpenYurt` v1.6.1 and later) to read at edges of their pool, where these have `reader.hubs`, by the `ConfigMap` `leader-hub-POOL`. Without this key: nothing is written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hubs: Option<Hubs>,
+    /// Keep revocations of nodes and the keys of `apps.*.pin` in this Secret as well, `NAMESPACE/NAME`, which is to be there. All gateways that name it have the same, within some seconds, and a new pod has it from its start. Without this key: they are in `data_dir` alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
 }
 
 impl Default for Kubernetes {
@@ -87,6 +91,7 @@ impl Default for Kubernetes {
             advertise: None,
             certificates: None,
             hubs: None,
+            state: None,
         }
     }
 }

@@ -26,6 +26,7 @@ impl Validate for Config {
         self.validate_ports(&mut faults);
         self.validate_certificates(&mut faults);
         self.validate_advertise(&mut faults);
+        self.validate_state(&mut faults);
         self.validate_readers(&mut faults);
         let mut names = HashSet::new();
         for (index, front) in self.fronts.iter().enumerate() {
@@ -51,7 +52,7 @@ impl Validate for Config {
         }
         self.reviews(&mut faults);
         for (port, app) in &self.apps {
-            app.validate(*port, &mut faults);
+            app.validate(*port, self.kubernetes.is_some(), &mut faults);
         }
         faults.into_vec()
     }

@@ -14,6 +14,7 @@ mod tests;
 use crate::{
     config::Reloads,
     control::{
+        certificate_expiry::{CertificateInUse, Inventory},
         drain::Readiness,
         expel::Roll,
         http::Problem,
@@ -73,6 +74,8 @@ pub struct App {
     pub roll: Roll,
     /// Who signs.
     pub ca: LiveCa,
+    /// The certificates in use.
+    pub certificates: Inventory,
     /// By which a CA that has changed is taken up.
     pub take_up: TakeUp,
 }
@@ -86,6 +89,7 @@ pub fn router(app: App) -> Router {
         .route("/metrics", get(scrape))
         .route("/api/v1/edges", get(all))
         .route("/api/v1/edges/{node}", get(one))
+        .route("/api/v1/certificates", get(certificates))
         .route("/api/v1/pool", get(pool))
         .route("/api/v1/reload", post(reload))
         .route("/api/v1/refresh", post(refresh))
@@ -163,6 +167,7 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
     app.metrics.suspect(suspect.count());
     app.metrics
         .unread(app.pressure.bytes(), app.pressure.stalls().count());
+    app.certificates.measure(&app.metrics);
     if let Some(reading) = &app.roll.reading {
         let stores = reading.pool().stores().iter();
         app.metrics.pool(stores.map(|store| store.status()));
@@ -177,6 +182,14 @@ pub(crate) fn scraped(metrics: String) -> impl IntoResponse {
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {
     Json(edges::all(&app.registry, &app.nodes, &led(&app)))
+}
+
+/// The certificates in use.
+async fn certificates(State(app): State<App>) -> Result<Json<Vec<CertificateInUse>>, Problem> {
+    app.certificates.list().map(Json).ok_or_else(|| {
+        let detail = "a reload is under way; ask again";
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "reloading", detail)
+    })
 }
 
 /// Who leads each pool, where edges may read.

@@ -332,6 +332,13 @@ impl Desk {
     fn refused(&self, from: SocketAddr, failed: &Failed) {
         let (word, notable) = failed.weigh();
         self.admission.metrics.handshake_failed(LISTENER, word);
+        if let Failed::Tls(error) = failed
+            && let Some(rustls::Error::AlertReceived(alert)) = tls_error(error)
+        {
+            let cause = tls::likely_cause(*alert);
+            warn!(peer = %from, ?alert, cause, "the peer ended the TLS handshake with an alert");
+            return;
+        }
         if notable {
             warn!(peer = %from, why = %failed, "refused a connection at the tunnel port");
             audit::refused_edge("(unknown)", &from, word, failed);

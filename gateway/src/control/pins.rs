@@ -38,7 +38,7 @@ impl Keeper {
             let begins = spawn_blocking(move || keeper.note(batch)).await;
             if begins.unwrap_or(false) {
                 tracing::warn!(
-                    "no key of any app was known in this data directory: whoever answers for an app for the first time is believed from now on. Where the directory goes with a pod, so it is with each: name the CA of such apps (`apps.PORT.ca` in place of `pin: true`), or keep the directory"
+                    "no key of any app was known in this data directory: whoever answers for an app for the first time is believed from now on. Where the directory goes with a pod, so it is with each: name the CA of such apps (`apps.PORT.ca` in place of `pin: true`), keep the directory, or keep the keys in a Secret (`kubernetes.state`)"
                 );
             }
         }

@@ -11,6 +11,7 @@ use super::{
     authority::Authority,
     fronts::Fronts,
     identity::{Given, Identity},
+    inventory,
     reload::{Parts, Reloader},
 };
 use crate::{
@@ -18,6 +19,7 @@ use crate::{
     control::{
         admin,
         admit::Admission,
+        certificate_expiry::Inventory,
         dns::{self, Names, Zones},
         drain::Readiness,
         expel::{self, Roll},
@@ -131,7 +133,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config, base.given.clone());
-    let identity = Identity::new(&base.ca, &base.store, port, &shared.metrics)?;
+    let identity = Identity::new(&base.ca, &base.store, port)?;
     let (ending, tasks) = (CancellationToken::new(), Arc::new(Tasks::default()));
     let fronts = Arc::new(Fronts::new(&base.ca, &shared, &cores, (&tasks, &ending)));
     fronts.plan(&config.fronts)?.apply(None::<fn()>);
@@ -237,6 +239,10 @@ fn admin_app(
 ) -> admin::App {
     let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
     let listens = reloader.parts().began.admin.listen;
+    let certificates = {
+        let reloader = reloader.clone();
+        Inventory(Arc::new(move || inventory::list(reloader.parts())))
+    };
     let take_up = move || {
         let authority = &reloader.parts().authority;
         authority.take_up().map_err(|error| error.to_string())
@@ -250,6 +256,7 @@ fn admin_app(
         address: bound.local_addr().unwrap_or(listens),
         reloads,
         ca: base.ca.clone(),
+        certificates,
         take_up: TakeUp(Arc::new(take_up)),
         roll,
     }

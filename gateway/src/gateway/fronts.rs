@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     config,
-    control::jwks::Issuers,
+    control::{certificate_expiry::CertificateInUse, jwks::Issuers},
     core::{CoreId, Cores},
     proxy::{
         Proxy, Shared,
@@ -23,7 +23,7 @@ use causeway_certs::{Ca, LiveCa};
 use causeway_tunnel::{listener::Bound, task::Tasks};
 use std::{
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -175,6 +175,24 @@ impl Fronts {
             (name, stand.listener.local_addr())
         };
         self.standing().fronts.iter().map(address).collect()
+    }
+
+    /// The certificates of all listeners, shown and trusted; or `None` while a reload reads files.
+    pub(super) fn certificates(&self) -> Option<Vec<CertificateInUse>> {
+        let standing = match self.standing.try_lock() {
+            Ok(standing) => standing,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let of = |stand: &Stand| {
+            let mut all = stand.material.certificates();
+            let made = stand.front.made_certificate();
+            let used_for = format!("listener:{}", stand.material.front.name);
+            let made = made.and_then(|made| CertificateInUse::read(used_for, &made, None));
+            all.extend(made.map(CertificateInUse::own));
+            all
+        };
+        Some(standing.fronts.iter().flat_map(of).collect())
     }
 
     /// Lets callers in.

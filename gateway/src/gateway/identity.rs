@@ -7,7 +7,10 @@
 mod cluster;
 
 use super::{BindError, authority::warn_of_ends};
-use crate::{config, control::admit::Tls, metrics::Metrics};
+use crate::{
+    config,
+    control::{admit::Tls, certificate_expiry::CertificateInUse},
+};
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Ca, CaError, Certificate, ClusterTrust, HostName, Leaf, LiveCa, LiveLeaf, Store, Trust,
@@ -45,7 +48,6 @@ pub(super) struct Identity {
     leaf: Arc<LiveLeaf>,
     given: Option<Arc<Mutex<Given>>>,
     cluster: Option<Cluster>,
-    metrics: Arc<Metrics>,
 }
 
 /// What another system has made.
@@ -123,7 +125,6 @@ impl Identity {
         ca: &LiveCa,
         store: &Store,
         (config, given): (&config::Config, Option<Given>),
-        metrics: &Arc<Metrics>,
     ) -> Result<Self, BindError> {
         let cluster = Cluster::read(config.signer())?;
         let config = &config.tunnel;
@@ -132,11 +133,9 @@ impl Identity {
             Some(given) => given.leaf.clone(),
             None => ca.get().issue_gateway(&names, LIFETIME)?,
         };
-        metrics.certificate_ends(leaf.not_after().as_secs());
         Ok(Self {
             ca: ca.clone(),
             store: store.clone(),
-            metrics: metrics.clone(),
             names: Arc::new(ArcSwap::from_pointee(names)),
             leaf: Arc::new(LiveLeaf::new(leaf)),
             given: given.map(|given| Arc::new(Mutex::new(given))),
@@ -252,6 +251,24 @@ impl Identity {
         ca.issue_gateway(&self.names.load(), LIFETIME)
     }
 
+    /// The certificates of the tunnel port, shown and trusted.
+    pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
+        let leaf = self.leaf.get();
+        let Some(given) = self.given() else {
+            let own = leaf.chain().first();
+            let own = own.and_then(|own| CertificateInUse::read("tunnel", own, None));
+            let own = own.map(CertificateInUse::own).into_iter();
+            let cluster = self.cluster.as_ref().map(Cluster::certificates);
+            return own.chain(cluster.into_iter().flatten()).collect();
+        };
+        let shown = leaf.chain().first();
+        let shown = shown
+            .and_then(|shown| CertificateInUse::read("tunnel", shown, Some(given.chain.clone())));
+        let roots = given.roots.iter();
+        let roots = roots.filter_map(|root| CertificateInUse::read("tunnel_client_ca", root, None));
+        shown.into_iter().chain(roots).collect()
+    }
+
     /// The names under which this gateway is to be reached.
     pub(super) fn names(&self) -> Vec<HostName> {
         self.names.load().to_vec()
@@ -259,7 +276,6 @@ impl Identity {
 
     /// Shows this one from now on.
     pub(super) fn show(&self, leaf: Leaf) {
-        self.metrics.certificate_ends(leaf.not_after().as_secs());
         self.leaf.swap(leaf);
     }
 

@@ -224,6 +224,12 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
         let identity = config.tunnel.identity.as_ref();
         identity.map(|identity| (identity.signer.clone(), identity.trust_domain.clone()))
     };
+    let clients = |config: &Config| {
+        let of = |(port, app): (&u16, &config::App)| {
+            Some((*port, app.signer.clone()?, app.user.clone(), app.approve))
+        };
+        config.apps.iter().filter_map(of).collect::<Vec<_>>()
+    };
     let answers = |config: &Config| config.dns.0.as_ref().map(|dns| dns.listen);
     let keys = [
         ("data_dir", began.data_dir != now.data_dir),
@@ -233,6 +239,7 @@ fn at_restart(began: &Config, now: &Config) -> Vec<&'static str> {
             "tunnel.identity",
             given(began) != given(now) || asked(began) != asked(now),
         ),
+        ("apps.*.signer", clients(began) != clients(now)),
         ("redirect", table(began) != table(now)),
         ("admin", began.admin != now.admin),
         ("kubernetes", began.kubernetes != now.kubernetes),

@@ -26,6 +26,7 @@ pub(super) use upgrade::run as upgrade;
 use super::route::Route;
 use crate::state::Pins;
 use arc_swap::ArcSwap;
+use rustls_pki_types::CertificateDer;
 use std::{collections::BTreeMap, sync::Arc};
 
 /// The apps by node port, and the lines to them that are kept.
@@ -34,6 +35,15 @@ pub struct Apps {
     by_port: ArcSwap<ByPort>,
     kept: Arc<Kept>,
     pins: Pins,
+}
+
+/// Use of a certificate of an app.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shown {
+    /// The gateway shows it to the app.
+    Client,
+    /// It signs what apps show.
+    Ca,
 }
 
 /// The apps of a configuration, by node port.
@@ -71,6 +81,22 @@ impl Apps {
         let by_port = self.by_port.load();
         let app = by_port.get(&port)?;
         (app.material() == material).then(|| app.clone())
+    }
+
+    /// The client certificates and the CA certificates of all apps, by port.
+    pub(crate) fn certificates(&self) -> Vec<(u16, Shown, CertificateDer<'static>)> {
+        let of = |(port, app): (&u16, &Arc<AppTls>)| {
+            let material = app.material();
+            let leaf = material.leaf.as_ref().and_then(|leaf| leaf.chain().first());
+            let leaf = leaf.map(|leaf| (*port, Shown::Client, leaf.clone()));
+            let roots = match &material.believed {
+                Believed::Signed(roots) => roots.as_slice(),
+                Believed::Pinned | Believed::Any => &[],
+            };
+            let roots = roots.iter().map(|root| (*port, Shown::Ca, root.clone()));
+            leaf.into_iter().chain(roots).collect::<Vec<_>>()
+        };
+        self.by_port.load().iter().flat_map(of).collect()
     }
 
     /// Puts others into force. Lines to those that are gone end when they come to rest. Whether anything changed.

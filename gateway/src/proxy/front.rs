@@ -24,6 +24,7 @@ use crate::{
         route::Asked,
         told::Told,
     },
+    seldom::Seldom,
     state::{Nodes, nodes::Named},
 };
 use ::http::HeaderValue;
@@ -39,6 +40,7 @@ use idle::Idle;
 use io::Condition;
 use ipnet::IpNet;
 use rustls::ServerConfig;
+use rustls_pki_types::CertificateDer;
 use std::{
     net::SocketAddr,
     sync::{Arc, Mutex, OnceLock},
@@ -84,6 +86,8 @@ pub struct Front {
     pub proxy_protocol: Vec<IpNet>,
     /// What is counted of it.
     pub metrics: Arc<FrontMetrics>,
+    /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
+    pub(crate) tls_refusals: Seldom,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
 }
@@ -100,21 +104,41 @@ pub struct Tls {
 }
 
 impl Tls {
+    /// Returns whether no certificate that is made here bears this server name.
+    fn lacks(&self, server_name: &str) -> bool {
+        let leaves = self.leaves.as_ref();
+        leaves.is_some_and(|leaves| !leaves.recognizes(server_name))
+    }
+
     /// What is shown to whoever dialled `original`: the address is in the leaf where it names a node and nothing else
     /// that the caller says does.
     fn shown(&self, original: Option<SocketAddr>, nodes: &Nodes) -> Arc<ServerConfig> {
-        if let (Some(leaves), Some(original)) = (&self.leaves, original)
-            && let Named::Node(node) = nodes.by_address(original.ip())
-        {
-            let mut config = ServerConfig::clone(&self.config);
-            config.cert_resolver = leaves.at(node, original.ip());
-            return Arc::new(config);
-        }
-        self.config.clone()
+        let (Some(leaves), Some(original)) = (&self.leaves, original) else {
+            return self.config.clone();
+        };
+        let node = match nodes.by_address(original.ip()) {
+            Named::Node(node) => Some(node),
+            // The client finds the address in the certificate, and reads in the answer which nodes have it.
+            Named::Several(nodes) => nodes.into_iter().next(),
+            Named::Pod(_) | Named::Nobody => None,
+        };
+        let Some(node) = node else {
+            return self.config.clone();
+        };
+        let mut config = ServerConfig::clone(&self.config);
+        config.cert_resolver = leaves.at(node, original.ip());
+        Arc::new(config)
     }
 }
 
 impl Front {
+    /// The certificate that the listener shows under its own names, if it makes that itself.
+    pub(crate) fn made_certificate(&self) -> Option<CertificateDer<'static>> {
+        let tls = self.tls.as_ref()?.load();
+        let shown = tls.leaves.as_ref()?.leaf(None)?;
+        shown.cert.first().cloned()
+    }
+
     /// Whether who came by this root is believed still.
     pub(crate) fn believes(&self, root: Option<Fingerprint>) -> bool {
         match (root, &self.tls) {

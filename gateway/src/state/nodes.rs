@@ -107,6 +107,9 @@ struct Table {
     pod_networks: Vec<(IpNet, NodeName)>,
 }
 
+/// Addresses that several nodes have, with the names of these nodes.
+pub type AddressConflicts = BTreeMap<IpAddr, BTreeSet<NodeName>>;
+
 /// What an address names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Named {
@@ -325,14 +328,22 @@ impl Nodes {
         Some(recorded(name, reason))
     }
 
-    /// The confirmed addresses that name one node each.
+    /// Returns the confirmed addresses that only nodes at the edge have. One that several of them have leads to the gateway
+    /// as well, which answers with their names instead of leaving clients to time out.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
         let table = self.0.load();
-        let unique = table
-            .by_address
-            .iter()
-            .filter(|(_, named)| named.len() == 1);
-        unique.map(|(address, _)| *address).collect()
+        let at_edge = |named: &[NodeName]| named.iter().all(|name| table.nodes.contains_key(name));
+        let addresses = table.by_address.iter().filter(|(_, named)| at_edge(named));
+        addresses.map(|(address, _)| *address).collect()
+    }
+
+    /// Returns the confirmed addresses that several nodes have, at least one of them at the edge, with these nodes.
+    pub fn address_conflicts(&self) -> AddressConflicts {
+        let table = self.0.load();
+        let shared = table.by_address.iter().filter(|(_, named)| named.len() > 1);
+        shared
+            .map(|(address, named)| (*address, named.iter().cloned().collect()))
+            .collect()
     }
 
     /// The networks of pods that are one edge's alone: neither another node's pods nor its own addresses lie in them, and
@@ -553,6 +564,9 @@ mod tests {
         assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
         let own: IpAddr = "10.0.0.1".parse().unwrap();
         assert_eq!(nodes.edge_addresses(), [own].into());
+        let shared: IpAddr = "10.0.9.1".parse().unwrap();
+        let both = [name("cloud-1"), name("edge-1")];
+        assert_eq!(nodes.address_conflicts(), [(shared, both.into())].into());
     }
 
     #[test]
@@ -580,11 +594,17 @@ mod tests {
             let all = nodes.edge_addresses();
             all.iter().map(ToString::to_string).collect::<Vec<_>>()
         };
-        assert_eq!(listed(&nodes), ["10.0.0.1", "10.0.0.2"]);
+        assert_eq!(
+            listed(&nodes),
+            ["10.0.0.1", "10.0.0.2", "192.168.0.2"],
+            "the gateway says that two nodes have the last one"
+        );
+        assert_eq!(nodes.address_conflicts().len(), 1);
         changes.mark_unchanged();
         writer.remove(&name("edge-1"));
         assert!(changes.has_changed().unwrap());
         assert_eq!(listed(&nodes), ["10.0.0.2", "192.168.0.2"]);
+        assert_eq!(nodes.address_conflicts(), AddressConflicts::new());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! What controllers would do is done by hand: the pods are made of the templates, and where they are to be is said. The rest is as `deploy/` has it: accounts and their rights, security, probes, files, Secrets. The tested
 //! binary stands for the static one.
 
-use std::{fs, sync::Once};
+use std::sync::Once;
 
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
@@ -45,7 +45,7 @@ pub(super) struct Made<'a> {
 
 impl<'a> Made<'a> {
     /// Everything of the way but what runs, with names of its own for what has no namespace: the tests' gateway has those.
-    /// The Secrets that a gateway needs are there too but for the CA's, and the image. Gateways are where `name` leads.
+    /// The image is there too. Gateways are where `name` leads.
     pub(super) fn new(world: &'a World, way: &str, name: &str) -> Self {
         let text = kustomized(world, way).replace(ADMIN.0, ADMIN.1);
         let text = text.replace(ANYWHERE, name);
@@ -72,10 +72,6 @@ impl<'a> Made<'a> {
                 world.cluster.apply(object);
             }
         }
-        let pki = |name| fs::read_to_string(world.cluster.pki.path(name)).unwrap();
-        let client = ("kubelet-client.pem", "kubelet-client.key");
-        let client = json!({ "tls.crt": pki(client.0), "tls.key": pki(client.1) });
-        secret(world, "causeway", "causeway-kubelet-client", &client);
         import(world);
         made
     }
@@ -148,6 +144,7 @@ impl Drop for Made<'_> {
             "-n causeway secret causeway-ca",
             "-n kube-system configmap causeway-ca",
             "csr --field-selector=spec.signerName=causeway.io/edge",
+            "csr --field-selector=spec.signerName=kubernetes.io/kube-apiserver-client",
         ];
         for what in left {
             let delete = self.world.cluster.kubectl("delete --ignore-not-found");
@@ -164,14 +161,6 @@ impl Drop for Made<'_> {
 
 fn own(name: &Value) -> Value {
     json!(format!("deploy-{}", name.as_str().unwrap()))
-}
-
-/// A Secret with these texts.
-fn secret(world: &World, namespace: &str, name: &str, texts: &Value) {
-    world.cluster.apply(&json!({
-        "apiVersion": "v1", "kind": "Secret", "metadata": { "name": name, "namespace": namespace },
-        "stringData": texts,
-    }));
 }
 
 /// Gives the first node's runtime the image, once.

@@ -167,13 +167,14 @@ impl Road {
             ("/etc/causeway/gateway.kubeconfig", cluster.account(example)),
             ("/etc/causeway/cluster-ca.crt", pki("ca.pem")),
             (
-                "/etc/causeway/kubelet-client.crt",
-                pki("gateway-kubelet.pem"),
+                "signer: kubernetes.io/kube-apiserver-client ",
+                format!(
+                    "certificate: {}\n    key: {} ",
+                    pki("gateway-kubelet.pem"),
+                    pki("gateway-kubelet.key"),
+                ),
             ),
-            (
-                "/etc/causeway/kubelet-client.key",
-                pki("gateway-kubelet.key"),
-            ),
+            ("approve: true ", String::new()),
             ("/etc/causeway/policy.yaml", ours("policy.yaml")),
             ("/run/causeway/kube-apiserver.sock", ours("address.sock")),
             ("\nfronts:\n", fronts),

@@ -160,3 +160,12 @@ fn a_certificate_of_another_system_has_no_site() {
     given.given = true;
     assert!(Site::new(&given, Arc::new(|_| true)).is_err());
 }
+
+#[test]
+fn a_member_whose_clock_is_behind_takes_its_neighbours() {
+    let ca = ca();
+    let (one, two) = (edge(&ca, "edge-1"), edge(&ca, "edge-2"));
+    let epoch = UnixTime::since_unix_epoch(Duration::ZERO);
+    let member = site(&one, &BOTH).member(two.leaf.chain(), epoch);
+    assert_eq!(member.unwrap(), two.node);
+}

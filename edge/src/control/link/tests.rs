@@ -724,6 +724,85 @@ async fn a_refused_token_is_final_and_so_is_a_gateway_of_another_ca() {
     }
 }
 
+/// Answers each connection with these bytes, after its first bytes have come, and closes it.
+async fn says(tasks: &Tasks, answer: &'static [u8]) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tasks.spawn(info_span!("server"), async move {
+        while let Ok((mut tcp, _)) = listener.accept().await {
+            let _ = tcp.read(&mut [0; 4096]).await;
+            let _ = tcp.write_all(answer).await;
+            let _ = tcp.shutdown().await;
+            // Reset before it is read, an answer would be lost.
+            while tcp.read(&mut [0; 4096]).await.is_ok_and(|read| read > 0) {}
+        }
+    });
+    address
+}
+
+/// A listener of a gateway: TLS with a certificate of the CA, for HTTP.
+async fn listener(tasks: &Tasks, ca: &Ca, alpn: &[&[u8]]) -> String {
+    let leaf = ca.mint_front(&[GatewayName::parse("localhost").unwrap()], HOUR);
+    let trust = Trust::of(ca).unwrap();
+    let config = join_server(leaf.unwrap().resolver(), &trust, None).unwrap();
+    let mut config = Arc::unwrap_or_clone(config);
+    config.alpn_protocols = alpn.iter().map(|one| one.to_vec()).collect();
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tasks.spawn(info_span!("listener"), async move {
+        while let Ok((tcp, _)) = listener.accept().await {
+            let _ = acceptor.accept(tcp).await;
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn a_port_that_is_not_the_tunnel_port_is_named_with_the_default() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let http: &[&[u8]] = &[b"h2", b"http/1.1"];
+    for gateway in [
+        listener(&tasks, &ca, http).await,
+        listener(&tasks, &ca, &[]).await,
+        says(&tasks, b"HTTP/1.1 400 Bad Request\r\n\r\n").await,
+        says(&tasks, b"SSH-2.0-OpenSSH_9.9\r\n").await,
+        says(&tasks, b"").await,
+    ] {
+        let mut said = Vec::new();
+        let edge = World::joined(&ca)
+            .run(std::slice::from_ref(&gateway), json!({}))
+            .await;
+        let status = edge.until(|status| status.trouble.is_some()).await;
+        said.push(status.trouble.unwrap().what);
+        edge.kill().await;
+
+        let joining = World {
+            data: TempDir::new().unwrap(),
+            ca: ca.clone(),
+        };
+        let mut config = joining.config(std::slice::from_ref(&gateway), json!({}));
+        config.join = Some(Secret::new(token(&joining).text().expose()));
+        let stop = CancellationToken::new();
+        let heard = std::sync::Mutex::new(None);
+        let tell = |why: &str| {
+            *heard.lock().unwrap() = Some(why.to_owned());
+            stop.cancel();
+        };
+        let opened = Edge::open_telling(config, &stop, &tell).await;
+        assert!(matches!(opened, Err(Error::Stopped)), "{opened:?}");
+        said.extend(heard.into_inner().unwrap());
+
+        assert_eq!(said.len(), 2);
+        for what in said {
+            assert!(
+                what.contains(&gateway) && what.contains("tunnel port") && what.contains("10262"),
+                "{what}"
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn an_edge_without_identity_token_or_gateway_says_which() {
     let (stop, ca) = (CancellationToken::new(), ca());

@@ -131,7 +131,7 @@ async fn an_edge_that_starts_anew_waits_for_the_same_request() {
     assert_eq!(opened.await.unwrap().node(), "edge-1");
     assert_eq!(api.asked.lock().unwrap().len(), 1);
     let store = Store::open(data.path(), Access::Existing).unwrap();
-    assert_eq!(store.pending().unwrap(), None);
+    assert_eq!(store.pending(Requested::Identity).unwrap(), None);
 }
 
 #[tokio::test(start_paused = true)]

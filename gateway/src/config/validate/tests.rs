@@ -68,6 +68,38 @@ fn an_app_is_never_silently_unverified_and_its_certificate_has_a_key() {
     one_fault(app(both), "apps.10250.verify", "remove one");
     let keyless = json!({ "ca": manifest, "certificate": manifest });
     one_fault(app(keyless), "apps.10250.certificate", "key");
+    let asked = |app: Value| {
+        let mut app = app;
+        app["pin"] = json!(true);
+        json!({ "kubernetes": {}, "apps": { "10250": app } })
+    };
+    let clients = "kubernetes.io/kube-apiserver-client";
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let sound: Config = serde_json::from_value(asked(json!({ "signer": clients }))).unwrap();
+    assert_eq!(sound.validate(), []);
+    for (app, key, words) in [
+        (json!({ "approve": true }), "approve", "there is none"),
+        (json!({ "signer": "clients" }), "signer", "DOMAIN/NAME"),
+        (
+            json!({ "signer": format!("{clients}-kubelet") }),
+            "signer",
+            "for nodes alone",
+        ),
+        (
+            json!({ "signer": clients, "certificate": file, "key": file }),
+            "signer",
+            "keep one of the two",
+        ),
+        (
+            json!({ "signer": clients, "user": "system:admin" }),
+            "user",
+            "of a gateway's own",
+        ),
+    ] {
+        one_fault(asked(app), &format!("apps.10250.{key}"), words);
+    }
+    let nobody = json!({ "pin": true, "signer": clients });
+    one_fault(app(nobody), "apps.10250.signer", "section kubernetes");
     let all = json!({ "ca": "/none", "key": "/nor/this" });
     assert_eq!(faults(app(all)).len(), 3);
     let files: Config =

@@ -3,7 +3,7 @@
 //! A node is listed if it is enrolled or connected. What it says of itself (version, labels, ports, addresses)
 //! is shown as such; its pool is the confirmed one. Field names are a promise to scripts.
 
-use crate::state::{Edge, Nodes, Registry};
+use crate::state::{Edge, Nodes, Registry, nodes::Named};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use serde::Serialize;
@@ -54,6 +54,9 @@ pub(super) struct Row {
     pool: Option<String>,
     /// Confirmed addresses, by which callers may name it.
     addresses: Vec<IpAddr>,
+    /// Other nodes that have a confirmed address of this node as well, by address: none is reached by it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    address_conflicts: BTreeMap<IpAddr, Vec<NodeName>>,
     ports: Vec<u16>,
     /// What the edge says of itself.
     labels: BTreeMap<String, String>,
@@ -150,6 +153,22 @@ pub(super) fn one(
     })
 }
 
+/// Returns the other nodes that have addresses of this one.
+fn conflicts(
+    node: &NodeName,
+    addresses: &[IpAddr],
+    nodes: &Nodes,
+) -> BTreeMap<IpAddr, Vec<NodeName>> {
+    let others = |address: &IpAddr| match nodes.by_address(*address) {
+        Named::Several(mut all) => {
+            all.retain(|other| other != node);
+            Some((*address, all))
+        }
+        Named::Node(_) | Named::Pod(_) | Named::Nobody => None,
+    };
+    addresses.iter().filter_map(others).collect()
+}
+
 fn row(
     node: NodeName,
     (edges, last): (&[Edge], Option<(SystemTime, SocketAddr)>),
@@ -191,6 +210,7 @@ fn row(
         pool: known.pool,
         confirmed_labels: known.labels,
         revoked: known.revoked,
+        address_conflicts: conflicts(&node, &known.addresses, nodes),
         addresses: known.addresses,
         ports: welcome
             .map(|welcome| welcome.ports.clone())

@@ -16,6 +16,7 @@ fn app(world: &World) -> App {
         reloads: Reloads::default(),
         roll: world.roll(),
         ca: world.live.clone(),
+        certificates: Inventory(Arc::new(|| Some(Vec::new()))),
         take_up: TakeUp(Arc::new(|| Ok(false))),
     }
 }

@@ -12,7 +12,7 @@ use causeway_tunnel::{
     wire,
 };
 use rustls::{
-    ServerConfig,
+    AlertDescription as Alert, ServerConfig,
     pki_types::{CertificateDer, UnixTime},
     server::{ClientHello, ResolvesServerCert},
 };
@@ -180,6 +180,25 @@ impl Tls {
             // What offers neither is refused by this configuration, with the right alert.
             (Way::Join, self.join.clone())
         }
+    }
+}
+
+/// Returns the likely cause of an alert by which an edge ends the handshake: it refuses the gateway's certificate.
+pub(super) fn likely_cause(alert: Alert) -> Option<&'static str> {
+    match alert {
+        Alert::CertificateExpired => Some(
+            "an edge refuses this gateway's certificate because of its dates: the clock of the edge or of this gateway is wrong",
+        ),
+        Alert::UnknownCA
+        | Alert::CertificateUnknown
+        | Alert::BadCertificate
+        | Alert::DecryptError
+        | Alert::AccessDenied => Some(
+            "an edge refuses this gateway's certificate: its token or its certificate is of another CA or of a root that \
+             was retired; on the gateway: causeway token create --node NODE, on the node: causeway edge --rejoin with \
+             that token",
+        ),
+        _ => None,
     }
 }
 

@@ -48,6 +48,8 @@ fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
         }
     };
     let leaf = match (&app.certificate, &app.key) {
+        // It is asked for, and taken up when it is there.
+        (Some(certificate), _) if app.signer.is_some() && !certificate.exists() => None,
         (Some(certificate), Some(key)) => {
             let leaf = Leaf::load(&text(port, certificate)?, &text(port, key)?);
             Some(leaf.map_err(|error| file(port, certificate.clone(), error.to_string()))?)

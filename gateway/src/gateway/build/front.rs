@@ -4,7 +4,7 @@
 
 use crate::{
     config::{self, Jwks, Kind, Listen},
-    control::jwks::Issuers,
+    control::{certificate_expiry::CertificateInUse, jwks::Issuers},
     gateway::{BindError, identity::names},
     proxy::{
         Shared,
@@ -16,6 +16,7 @@ use crate::{
         front::{Front, Tls},
         told::Told,
     },
+    seldom::Seldom,
     state::{KeySet, Keys, Nodes},
 };
 use arc_swap::ArcSwap;
@@ -67,6 +68,28 @@ impl Material {
         })
     }
 
+    /// The certificates in the files that the front names.
+    pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
+        let front = &self.front;
+        let file = front.certificate.as_ref().map(|files| files.chain.clone());
+        let shown = self.leaf.as_ref().and_then(|leaf| leaf.chain().first());
+        let shown = shown.and_then(|shown| {
+            CertificateInUse::read(format!("listener:{}", front.name), shown, file)
+        });
+        let trusted = format!("listener_client_ca:{}", front.name);
+        let roots = self.client_roots.iter();
+        let roots = roots.filter_map(|root| CertificateInUse::read(trusted.clone(), root, None));
+        let jwks = self
+            .issuers
+            .iter()
+            .filter_map(|issuer| issuer.roots.as_deref());
+        let jwks = jwks.filter_map(|roots| causeway_certs::certificates(roots).ok());
+        let trusted = format!("listener_jwks_ca:{}", front.name);
+        let jwks = jwks.flatten();
+        let jwks = jwks.filter_map(|root| CertificateInUse::read(trusted.clone(), &root, None));
+        shown.into_iter().chain(roots).chain(jwks).collect()
+    }
+
     /// The front, of which the socket listens on the port `listens`.
     pub(crate) fn build(
         &self,
@@ -109,6 +132,7 @@ impl Material {
             direct: front.direct.clone(),
             proxy_protocol: front.proxy_protocol.clone(),
             metrics: shared.metrics.front(&front.name),
+            tls_refusals: Seldom::default(),
             retired: OnceLock::new(),
         })
     }

@@ -1,7 +1,9 @@
 //! The CA of a cluster's own signers, as its files say: by what these make for nodes, edges join (`control/enrol.rs`).
 
 use super::{file, text};
-use crate::{config::Certificates, gateway::BindError};
+use crate::{
+    config::Certificates, control::certificate_expiry::CertificateInUse, gateway::BindError,
+};
 use causeway_certs::{ClusterSubject, ClusterTrust, given};
 use std::sync::{Mutex, PoisonError};
 use std::{path::PathBuf, sync::Arc};
@@ -32,6 +34,13 @@ impl Cluster {
     pub(super) fn trust(&self) -> ClusterTrust {
         let trust = self.trust.lock().unwrap_or_else(PoisonError::into_inner);
         trust.clone()
+    }
+
+    /// The CA certificates of these signers.
+    pub(super) fn certificates(&self) -> Vec<CertificateInUse> {
+        let trust = self.trust();
+        let read = |root| CertificateInUse::read("cluster_client_ca", root, None);
+        trust.roots().iter().filter_map(read).collect()
     }
 
     /// What the files say, if that is another.

@@ -3,25 +3,36 @@
 //! After every handshake, resumed or not, a certificate that was shown is judged again: presence of what the
 //! front demands, dates, purpose, whose CA made it. An edge's certificate is no caller's.
 
-use super::{Arrival, Door, io::Io, serve};
+use super::{Arrival, Door, Tls, io::Io, serve};
 use crate::{
     audit,
+    config::Kind,
     core::CoreId,
     proxy::{
         Proxy,
         caller::{Caller, Method, UID},
     },
 };
+use arc_swap::ArcSwap;
 use causeway_certs::{
     Identity,
     verify::{PeerRefused, Purpose, none_revoked, prove_peer},
 };
 use causeway_tunnel::{linger, socket::Socket, wire};
-use rustls::server::{Accepted, Acceptor};
+use rustls::{
+    AlertDescription,
+    server::{Accepted, Acceptor},
+};
 use rustls_pki_types::UnixTime;
-use std::{pin::pin, sync::Arc};
+use std::{pin::pin, sync::Arc, time::Duration};
+use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
+
+/// A fatal alert `unrecognized_name` as a record: before the keys are agreed on, alerts are plaintext (RFC 8446, section 5.1).
+const UNRECOGNIZED_NAME: [u8; 7] = [21, 3, 3, 0, 2, 2, 112];
+/// Time between two log lines of refusals at one listener.
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 /// Reads the ClientHello, moves the socket to the core that it names, and serves it there.
 pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: Arrival) {
@@ -37,7 +48,19 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
         Ok(Err(error)) => return failed(proxy, "hello", &error),
         Err(_) => return failed(proxy, "slow", &"no ClientHello in time"),
     };
-    let home = door.home(core, start.client_hello().server_name(), arrival.original);
+    let hello = start.client_hello();
+    let server_name = hello.server_name();
+    if let Some(name) = server_name.filter(|name| is_unrecognized(proxy, name, &arrival)) {
+        failed(proxy, "unrecognized_name", &"no node has this server name");
+        log_refusal(
+            proxy,
+            &arrival,
+            (Some(name), "UnrecognisedName"),
+            "no certificate is made for the server name that a client asks for: no node has this name",
+        );
+        return refuse_name(start.io).await;
+    }
+    let home = door.home(core, server_name, arrival.original);
     let accepted = start.accepted;
     door.hand_over((core, home), start.io, move |door, socket| async move {
         let proxy = door.proxies[home.0].clone();
@@ -52,6 +75,26 @@ pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: A
     });
 }
 
+/// Returns whether the server name alone says which node a client means, and no node has it. A fixed node, the original
+/// destination or the authority of a CONNECT may name the node otherwise. While the cluster has not named its nodes, the
+/// client is told so over HTTP.
+fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &Arrival) -> bool {
+    let front = &proxy.front;
+    let by_name = matches!(front.kind, Kind::Https | Kind::Tcp)
+        && front.node.is_none()
+        && arrival.original.is_none();
+    let lacks = |tls: &ArcSwap<Tls>| tls.load().lacks(server_name);
+    by_name && proxy.shared.nodes.pending().is_none() && front.tls.as_ref().is_some_and(lacks)
+}
+
+/// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls sends `access_denied` where it has no
+/// certificate to show.
+async fn refuse_name(mut socket: Socket) {
+    if socket.write_all(&UNRECOGNIZED_NAME).await.is_ok() {
+        linger::close(socket).await;
+    }
+}
+
 async fn finish(
     proxy: &Proxy,
     accepted: Accepted,
@@ -61,6 +104,7 @@ async fn finish(
     let tls = proxy.front.tls.as_ref()?.load();
     let config = tls.shown(arrival.original, &proxy.shared.nodes);
     drop(tls);
+    let server_name = accepted.client_hello().server_name().map(str::to_owned);
     let start = StartHandshake::from_parts(accepted, socket);
     match timeout_at(deadline, start.into_stream(config).into_fallible()).await {
         Ok(Ok(mut stream)) => {
@@ -71,6 +115,16 @@ async fn finish(
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::InvalidCertificate(_)) = inner {
                 audit::refused_caller(&proxy.front.name, arrival.peer, &error);
+            }
+            if let Some(rustls::Error::AlertReceived(alert)) = inner
+                && is_about_certificate(*alert)
+            {
+                log_refusal(
+                    proxy,
+                    arrival,
+                    (server_name.as_deref(), alert.as_str().unwrap_or("unknown")),
+                    "a client refuses the certificate of this listener: it trusts another CA, calls by a name that the certificate does not bear, or its clock is wrong",
+                );
             }
             failed(proxy, "handshake", &error);
             linger::close(socket).await;
@@ -142,6 +196,28 @@ fn caller(
         root: proven.root,
         ..caller.with_uris(uris)
     }))
+}
+
+/// Returns whether a client sends this alert because of the certificate that it was shown.
+fn is_about_certificate(alert: AlertDescription) -> bool {
+    use AlertDescription::{BadCertificate, CertificateExpired, CertificateUnknown, UnknownCA};
+    matches!(
+        alert,
+        BadCertificate | CertificateExpired | CertificateUnknown | UnknownCA
+    )
+}
+
+/// Logs why a client gets no connection, for each listener once a minute.
+fn log_refusal(
+    proxy: &Proxy,
+    arrival: &Arrival,
+    (server_name, alert): (Option<&str>, &str),
+    message: &'static str,
+) {
+    if let Some(count) = proxy.front.tls_refusals.happened_within(LOG_INTERVAL) {
+        let (listener, peer) = (&proxy.front.name, arrival.peer);
+        tracing::info!(listener, %peer, server_name, alert, count, "{message}");
+    }
 }
 
 fn failed(proxy: &Proxy, why: &'static str, error: &dyn std::fmt::Display) {

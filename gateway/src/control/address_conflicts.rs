@@ -1,0 +1,70 @@
+//! Reports confirmed addresses that several nodes have.
+//!
+//! No node is reached by such an address, only by its name. The log names each address with its nodes, the metric counts
+//! the addresses; the admin API and the error of a request by such an address name the nodes as well.
+
+use crate::{
+    metrics::Metrics,
+    state::{NodesWriter, nodes::AddressConflicts},
+};
+use causeway_certs::NodeName;
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use tokio::time::sleep;
+
+/// Time for which further changes are waited for: a fleet that joins is one report.
+const GATHER: Duration = Duration::from_secs(1);
+/// Log lines of one report at most.
+const MAX_LINES: usize = 20;
+/// Nodes named in one line at most.
+const MAX_NAMES: usize = 5;
+
+/// Reports conflicts until the table of nodes is gone.
+pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
+    let mut changes = nodes.changes();
+    let nodes = nodes.reader();
+    let mut known = AddressConflicts::new();
+    loop {
+        let found = nodes.address_conflicts();
+        metrics.address_conflicts(found.len());
+        report(&known, &found);
+        known = found;
+        sleep(GATHER).await;
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn report(known: &AddressConflicts, found: &AddressConflicts) {
+    let new = found
+        .iter()
+        .filter(|(address, nodes)| known.get(address) != Some(nodes));
+    for (address, nodes) in new.clone().take(MAX_LINES) {
+        tracing::warn!(
+            %address,
+            nodes = listed(nodes),
+            "several nodes have this address: none of them is reached by it, only by name"
+        );
+    }
+    let more = new.count().saturating_sub(MAX_LINES);
+    if more > 0 {
+        tracing::warn!(
+            more,
+            "several nodes have one address; causeway status names them"
+        );
+    }
+    let over = known.keys().filter(|address| !found.contains_key(address));
+    for address in over.take(MAX_LINES) {
+        tracing::info!(%address, "the address is no longer that of several nodes");
+    }
+}
+
+/// Returns the names of the nodes, or of the first ones with the number of the others.
+fn listed(nodes: &BTreeSet<NodeName>) -> String {
+    let names: Vec<_> = nodes.iter().take(MAX_NAMES).map(NodeName::as_str).collect();
+    let names = names.join(", ");
+    match nodes.len().saturating_sub(MAX_NAMES) {
+        0 => names,
+        more => format!("{names} and {more} more"),
+    }
+}

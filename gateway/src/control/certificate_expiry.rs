@@ -1,0 +1,228 @@
+//! Certificates in use: the metric of their expiry, and warnings before it.
+//!
+//! Certificates that this gateway makes and renews itself are warned of only when their renewal has failed.
+
+use crate::metrics::Metrics;
+use causeway_certs::Certificate;
+use rustls_pki_types::{CertificateDer, UnixTime};
+use serde::{Serialize, Serializer};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
+use tokio::time::sleep;
+
+/// Time between two looks. A timer stands still while a machine is suspended.
+const LOOK: Duration = Duration::from_hours(1);
+/// Time between two warnings about one certificate, in seconds.
+const AGAIN: u64 = 24 * 3600;
+/// Time before the expiry from which on a certificate is warned of, in seconds.
+const SOON: u64 = 30 * 24 * 3600;
+/// The same for one that this gateway renews itself: half of a life of seven days is long over then.
+const OVERDUE: u64 = 24 * 3600;
+
+/// A certificate that the gateway shows or trusts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CertificateInUse {
+    /// What it is used for, such as `tunnel` or `listener_client_ca:NAME`.
+    pub used_for: String,
+    /// Its common name, or else its first URI.
+    pub subject: String,
+    /// Its first second, in Unix time.
+    #[serde(skip)]
+    pub not_before: u64,
+    /// Its last second.
+    #[serde(serialize_with = "rfc3339")]
+    pub not_after: u64,
+    /// Its file, if an operator or another system provides it.
+    pub file: Option<PathBuf>,
+    /// Whether this gateway makes and renews it.
+    pub own: bool,
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes the field by reference"
+)]
+fn rfc3339<S: Serializer>(seconds: &u64, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&date(*seconds))
+}
+
+fn date(seconds: u64) -> impl fmt::Display {
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(seconds))
+}
+
+impl CertificateInUse {
+    /// Reads a certificate; returns `None` if it does not read.
+    pub fn read(
+        used_for: impl Into<String>,
+        certificate: &CertificateDer<'_>,
+        file: Option<PathBuf>,
+    ) -> Option<Self> {
+        let facts = Certificate::read(certificate).ok()?;
+        let subject = facts.common_name.or_else(|| facts.uris.into_iter().next());
+        Some(Self {
+            used_for: used_for.into(),
+            subject: subject.unwrap_or_default(),
+            not_before: facts.not_before,
+            not_after: facts.not_after,
+            file,
+            own: false,
+        })
+    }
+
+    /// The same as one that this gateway makes and renews.
+    #[must_use]
+    pub fn own(self) -> Self {
+        Self { own: true, ..self }
+    }
+
+    /// Returns how many seconds are left, if that is few enough to warn of it.
+    fn ends_soon(&self, now: u64) -> Option<u64> {
+        let left = self.not_after.saturating_sub(now);
+        // Certificates of a day are renewed in time as well.
+        let life = self.not_after.saturating_sub(self.not_before);
+        let soon = if self.own {
+            OVERDUE
+        } else {
+            SOON.min(life / 4)
+        };
+        (left <= soon).then_some(left)
+    }
+}
+
+/// Lists the certificates in use, unless a reload is under way.
+type List = dyn Fn() -> Option<Vec<CertificateInUse>> + Send + Sync;
+
+/// Lists the certificates in use.
+#[derive(Clone)]
+pub struct Inventory(pub Arc<List>);
+
+impl fmt::Debug for Inventory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Inventory")
+    }
+}
+
+impl Inventory {
+    /// Returns all certificates in use, or `None` while a reload is under way. Never waits for a disk.
+    pub fn list(&self) -> Option<Vec<CertificateInUse>> {
+        (self.0)()
+    }
+
+    /// Sets the metric to what there is now: of several certificates with one use, to the first that expires.
+    pub fn measure(&self, metrics: &Metrics) {
+        let Some(all) = self.list() else { return };
+        let mut first: BTreeMap<String, u64> = BTreeMap::new();
+        for certificate in all {
+            let ends = first.entry(certificate.used_for).or_insert(u64::MAX);
+            *ends = certificate.not_after.min(*ends);
+        }
+        metrics.certificates_end(first);
+    }
+
+    /// Warns of certificates that expire soon. Never ends.
+    pub(crate) async fn watch(self) {
+        let mut warned = BTreeMap::new();
+        loop {
+            let now = UnixTime::now().as_secs();
+            for certificate in due(&self.list().unwrap_or_default(), &mut warned, now) {
+                let CertificateInUse {
+                    used_for,
+                    subject,
+                    not_after,
+                    file,
+                    ..
+                } = certificate;
+                let (ends, file) = (date(*not_after), file.as_deref().and_then(Path::to_str));
+                if *not_after < now {
+                    tracing::error!(used_for, subject, %ends, file, "a certificate has expired");
+                } else {
+                    let left = Duration::from_secs(not_after.saturating_sub(now) / 60 * 60);
+                    let left = humantime::format_duration(left);
+                    tracing::warn!(used_for, subject, %ends, %left, file, "a certificate expires soon");
+                }
+            }
+            sleep(LOOK).await;
+        }
+    }
+}
+
+/// Returns the certificates that are to be warned of now, and notes that they are.
+fn due<'a>(
+    all: &'a [CertificateInUse],
+    warned: &mut BTreeMap<(String, String, u64), u64>,
+    now: u64,
+) -> Vec<&'a CertificateInUse> {
+    let is_due = |certificate: &&CertificateInUse| {
+        if certificate.ends_soon(now).is_none() {
+            return false;
+        }
+        let key = (
+            certificate.used_for.clone(),
+            certificate.subject.clone(),
+            certificate.not_after,
+        );
+        let has_ended = certificate.not_after < now;
+        let last = warned.get(&key).copied();
+        let pause = if has_ended && last.is_some_and(|last| last <= certificate.not_after) {
+            // It is said at once that it has expired.
+            0
+        } else {
+            AGAIN
+        };
+        if last.is_some_and(|last| now < last.saturating_add(pause)) {
+            return false;
+        }
+        warned.insert(key, now);
+        true
+    };
+    all.iter().filter(is_due).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: u64 = 24 * 3600;
+
+    fn certificate(life: u64, own: bool) -> CertificateInUse {
+        CertificateInUse {
+            used_for: "app:10250".to_owned(),
+            subject: "causeway-gateway".to_owned(),
+            not_before: 1000 * DAY,
+            not_after: 1000 * DAY + life,
+            file: None,
+            own,
+        }
+    }
+
+    #[test]
+    fn a_warning_comes_thirty_days_before_the_end_once_a_day_and_at_the_end() {
+        let mut warned = BTreeMap::new();
+        let all = [certificate(365 * DAY, false)];
+        let end = all[0].not_after;
+        let mut at = |now: u64| due(&all, &mut warned, now).len();
+        assert_eq!(at(end - 31 * DAY), 0);
+        assert_eq!(at(end - 30 * DAY), 1);
+        assert_eq!(at(end - 30 * DAY + 3600), 0);
+        assert_eq!(at(end - 29 * DAY), 1);
+        assert_eq!(at(end - 3600), 1);
+        assert_eq!(at(end + 1), 1);
+        assert_eq!(at(end + 3600), 0);
+        assert_eq!(at(end + 2 * DAY), 1);
+    }
+
+    #[test]
+    fn short_lives_are_warned_of_in_their_last_quarter_and_own_ones_on_the_last_day() {
+        let short = certificate(DAY, false);
+        assert_eq!(short.ends_soon(short.not_after - DAY / 3), None);
+        assert!(short.ends_soon(short.not_after - DAY / 5).is_some());
+        let own = certificate(7 * DAY, true);
+        assert_eq!(own.ends_soon(own.not_after - 3 * DAY), None);
+        assert!(own.ends_soon(own.not_after - DAY / 2).is_some());
+    }
+}

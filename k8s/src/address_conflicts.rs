@@ -1,0 +1,79 @@
+//! Writes an event on each Node object that has an address of another node.
+//!
+//! `state::nodes` says which addresses conflict; the gateway logs and counts them without a cluster as well.
+
+use crate::event_writer::{EventWriter, Warning};
+use causeway_certs::NodeName;
+use causeway_gateway::state::{NodesWriter, nodes::AddressConflicts};
+use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use kube::{Client, Resource};
+use std::{convert::Infallible, future::pending, time::Duration};
+use tokio::time::sleep;
+
+/// Time between two looks at a table that changes all the time.
+const PAUSE: Duration = Duration::from_secs(1);
+/// Other nodes named in one event at most.
+const MAX_NAMES: usize = 10;
+
+/// Writer of events about addresses that several nodes have.
+pub struct ConflictEvents {
+    /// The cluster's API.
+    pub client: Client,
+    /// The table of nodes.
+    pub nodes: NodesWriter,
+    /// This gateway's name.
+    pub gateway: String,
+}
+
+impl ConflictEvents {
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let what = "writing an event on a Node with an address of another";
+        let mut events = EventWriter::new(self.client, self.gateway, what);
+        let mut changes = self.nodes.changes();
+        let nodes = self.nodes.reader();
+        let mut known = AddressConflicts::new();
+        loop {
+            let found = nodes.address_conflicts();
+            for (address, holders) in &found {
+                if known.get(address) == Some(holders) {
+                    continue;
+                }
+                let members = holders
+                    .iter()
+                    .filter(|name| nodes.is_clusters_edge(name).is_some());
+                for member in members {
+                    let others = holders.iter().filter(|name| *name != member);
+                    let others: Vec<_> = others.take(MAX_NAMES).map(NodeName::as_str).collect();
+                    let note = format!(
+                        "{address} is also an address of {}: none of these nodes is reached by it through Causeway, only by name",
+                        others.join(", ")
+                    );
+                    let warning = Warning {
+                        about: &reference(member),
+                        reason: "AddressConflict",
+                        action: "Routing",
+                        note: &note,
+                    };
+                    events.warn(&warning).await;
+                }
+            }
+            known = found;
+            sleep(PAUSE).await;
+            if changes.changed().await.is_err() {
+                return pending().await;
+            }
+        }
+    }
+}
+
+/// Refers to a Node object, with its name as uid, as kubelets do in their events.
+fn reference(node: &NodeName) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(Node::api_version(&()).into_owned()),
+        kind: Some(Node::kind(&()).into_owned()),
+        name: Some(node.to_string()),
+        uid: Some(node.to_string()),
+        ..ObjectReference::default()
+    }
+}

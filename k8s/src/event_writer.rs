@@ -1,0 +1,92 @@
+//! Writes events about objects without a namespace.
+//!
+//! The event is named after what it says: whoever says the same of the same object finds it there, be it another gateway or
+//! this one after a restart.
+
+use crate::{client::said, trouble::Trouble};
+use k8s_openapi::{
+    api::{core::v1::ObjectReference, events::v1::Event},
+    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
+    jiff::Timestamp,
+};
+use kube::{Api, Client, api::PostParams};
+use sha2::{Digest, Sha256};
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Where the API has events on what is in no namespace.
+const NAMESPACE: &str = "default";
+/// As much of a note as fits into an event, in bytes.
+const NOTE: usize = 1000;
+/// How long the API may take to answer.
+const BOUND: Duration = Duration::from_secs(10);
+
+/// A warning about an object.
+pub(crate) struct Warning<'a> {
+    /// The object.
+    pub(crate) about: &'a ObjectReference,
+    /// One word in camel case, as the API wants it.
+    pub(crate) reason: &'static str,
+    /// What was done or not done, likewise.
+    pub(crate) action: &'static str,
+    /// The text.
+    pub(crate) note: &'a str,
+}
+
+/// Writer of warnings, each of which is written once.
+pub(crate) struct EventWriter {
+    events: Api<Event>,
+    gateway: String,
+    writing: Trouble,
+}
+
+impl EventWriter {
+    /// A writer in the name of this gateway; `what` names the writing in the log where it fails.
+    pub(crate) fn new(client: Client, gateway: String, what: &'static str) -> Self {
+        Self {
+            events: Api::namespaced(client, NAMESPACE),
+            gateway,
+            writing: Trouble::new(what),
+        }
+    }
+
+    /// Writes a warning, unless it is there already.
+    pub(crate) async fn warn(&mut self, warning: &Warning<'_>) {
+        let event = self.event(warning);
+        let parameters = PostParams::default();
+        let written = timeout(BOUND, self.events.create(&parameters, &event)).await;
+        match written {
+            Ok(Ok(_)) => self.writing.over(),
+            Ok(Err(kube::Error::Api(status))) if status.is_already_exists() => self.writing.over(),
+            Ok(Err(error)) => self.writing.say(&said(&error)),
+            Err(_) => self
+                .writing
+                .say("the cluster's API does not answer in time"),
+        }
+    }
+
+    fn event(&self, warning: &Warning<'_>) -> Event {
+        let why = warning.note;
+        let end = (0..=NOTE).rev().find(|end| why.is_char_boundary(*end));
+        let note = why.get(..end.unwrap_or_default()).unwrap_or(why);
+        let uid = warning.about.uid.as_deref().unwrap_or_default();
+        let digest = Sha256::digest(format!("{uid}\n{note}"));
+        let number = digest.iter().take(8);
+        let number = number.fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
+        Event {
+            metadata: ObjectMeta {
+                name: Some(format!("causeway-{number:016x}")),
+                ..ObjectMeta::default()
+            },
+            event_time: Some(MicroTime(Timestamp::now())),
+            regarding: Some(warning.about.clone()),
+            type_: Some("Warning".to_owned()),
+            reason: Some(warning.reason.to_owned()),
+            action: Some(warning.action.to_owned()),
+            note: Some(note.to_owned()),
+            reporting_controller: Some("causeway-gateway".to_owned()),
+            reporting_instance: Some(self.gateway.clone()),
+            ..Event::default()
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! Keeps revocations of nodes and pinned keys of apps in a Secret, which outlives pods and is common to all gateways.
+//!
+//! Each gateway has them in its data directory as well. What was last the same in both is kept there, so that a change on
+//! either side is told from the other's: what changed here is written to the Secret, what changed there is taken up here.
+//! Where both sides changed one entry, the one here wins. A write names the version that was read, so that of two gateways
+//! that write at once the second reads again.
+
+use crate::{client::said, trouble::Trouble};
+use causeway_certs::{NodeName, Pin, Revocation, Store, StoreError};
+use causeway_gateway::control::{drain::Hold, expel::Roll};
+use k8s_openapi::{ByteString, api::core::v1::Secret};
+use kube::{Api, Client, api::PostParams};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
+    fmt::Display,
+    time::Duration,
+};
+use tokio::{
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+
+/// Time between two looks at the Secret.
+const LOOK: Duration = Duration::from_secs(5);
+/// Time for which further changes here are waited for.
+const GATHER: Duration = Duration::from_secs(1);
+/// How long the API may take to answer.
+const BOUND: Duration = Duration::from_secs(10);
+/// Attempts to write while other gateways write.
+const ATTEMPTS: usize = 5;
+/// Key of the Secret.
+const KEY: &str = "state.json";
+/// Name of the last common state in the data directory.
+const LAST: &str = "shared-state";
+
+/// Synchronizes the data directory of a gateway with a Secret.
+pub struct SharedState {
+    /// The cluster's API.
+    pub client: Client,
+    /// Namespace of the Secret.
+    pub namespace: String,
+    /// Name of the Secret.
+    pub name: String,
+    /// The gateway's nodes and pinned keys.
+    pub roll: Roll,
+}
+
+/// What gateways share.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct State {
+    revoked: BTreeMap<NodeName, Revocation>,
+    /// By `NODE:PORT`.
+    pins: BTreeMap<String, Pin>,
+}
+
+impl SharedState {
+    /// Returns once the state of the Secret is taken up. Callers wait until then.
+    pub async fn first(&self, hold: Hold) {
+        let mut trouble = self.trouble();
+        while let Err(why) = self.synchronize().await {
+            let reason = format!("revocations and pinned keys are not read yet: {why}");
+            self.roll.nodes.pending(&reason);
+            hold.says(reason);
+            trouble.say(&why);
+            sleep(LOOK).await;
+        }
+        trouble.over();
+    }
+
+    /// Never ends.
+    pub async fn run(self) -> Infallible {
+        let mut trouble = self.trouble();
+        let mut changes = self.roll.nodes.changes();
+        loop {
+            match self.synchronize().await {
+                Ok(()) => trouble.over(),
+                Err(why) => trouble.say(&why),
+            }
+            tokio::select! {
+                Ok(()) = changes.changed() => sleep(GATHER).await,
+                () = sleep(LOOK) => {}
+            }
+        }
+    }
+
+    fn trouble(&self) -> Trouble {
+        tracing::debug!(
+            namespace = self.namespace,
+            name = self.name,
+            "sharing state in a Secret"
+        );
+        Trouble::new("keeping revocations and pinned keys in the cluster's Secret")
+    }
+
+    /// Makes the data directory and the Secret the same.
+    async fn synchronize(&self) -> Result<(), String> {
+        let api = Api::<Secret>::namespaced(self.client.clone(), &self.namespace);
+        for _ in 0..ATTEMPTS {
+            let read = timeout(BOUND, api.get(&self.name)).await;
+            let mut secret = read
+                .map_err(|_| SILENT)?
+                .map_err(|error| self.failed(&error))?;
+            let there = secret.data.as_ref().and_then(|data| data.get(KEY));
+            let there = match there.filter(|text| !text.0.is_empty()) {
+                Some(text) => serde_json::from_slice(&text.0)
+                    .map_err(|error| format!("{KEY} of the Secret does not read: {error}"))?,
+                None => State::default(),
+            };
+            let (merged, changed) = self.take_up(there.clone()).await?;
+            if changed {
+                // Tunnels of nodes that are revoked now end.
+                if let Some(Err(error)) = self.roll.refreshed().await {
+                    return Err(error.to_string());
+                }
+            }
+            if merged != there {
+                let text = serde_json::to_vec(&merged).map_err(words)?;
+                let data = secret.data.get_or_insert_default();
+                data.insert(KEY.to_owned(), ByteString(text));
+                let parameters = PostParams::default();
+                let written = api.replace(&self.name, &parameters, &secret);
+                match timeout(BOUND, written).await.map_err(|_| SILENT)? {
+                    Ok(_) => tracing::info!("revocations and pinned keys are in the Secret"),
+                    Err(kube::Error::Api(status)) if status.is_conflict() => continue,
+                    Err(error) => return Err(self.failed(&error)),
+                }
+            }
+            return self.on_disk(move |store| save_last(store, &merged)).await;
+        }
+        Err("other gateways change the Secret all the time".to_owned())
+    }
+
+    fn failed(&self, error: &kube::Error) -> String {
+        format!("Secret {}/{}: {}", self.namespace, self.name, said(error))
+    }
+
+    /// Takes up in the data directory what others have changed. Returns the state of both, and whether the directory was
+    /// changed.
+    async fn take_up(&self, there: State) -> Result<(State, bool), String> {
+        self.on_disk(move |store| {
+            let last = last(store)?;
+            if !last.revoked.is_empty() {
+                // A file that is missing is no file in which nobody is revoked.
+                store.nodes().require()?;
+            }
+            if !last.pins.is_empty() {
+                store.pins().require()?;
+            }
+            let mut changed = false;
+            let mut merged = State::default();
+            let revoked = store.nodes().change_revoked(|here| {
+                let all = merge(&last.revoked, here, &there.revoked);
+                changed |= all != *here;
+                *here = all;
+            })?;
+            merged.revoked = revoked;
+            let pins = store.pins().change(|here| {
+                let flat = flat(here);
+                let all = merge(&last.pins, &flat, &there.pins);
+                changed |= all != flat;
+                if all != flat {
+                    *here = nested(&all);
+                }
+            })?;
+            merged.pins = flat(&pins);
+            Ok((merged, changed))
+        })
+        .await
+    }
+
+    /// Never on the thread that hears signals.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Store) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, String> {
+        let store = self.roll.store.clone();
+        let done = spawn_blocking(move || work(&store)).await;
+        done.map_err(words)?.map_err(words)
+    }
+}
+
+const SILENT: &str = "the cluster's API does not answer in time";
+
+/// Returns the entries of both sides, where each side has changed those of `last`.
+fn merge<K: Ord + Clone, V: PartialEq + Clone>(
+    last: &BTreeMap<K, V>,
+    here: &BTreeMap<K, V>,
+    there: &BTreeMap<K, V>,
+) -> BTreeMap<K, V> {
+    let keys: BTreeSet<&K> = here.keys().chain(there.keys()).collect();
+    let entry = |key: &K| {
+        let side = if here.get(key) == last.get(key) {
+            there
+        } else {
+            here
+        };
+        Some((key.clone(), side.get(key)?.clone()))
+    };
+    keys.into_iter().filter_map(entry).collect()
+}
+
+fn last(store: &Store) -> Result<State, StoreError> {
+    let text = store.read_runtime(LAST)?;
+    // Without it all is taken for new on both sides, and nothing is lost.
+    let read = text.and_then(|text| serde_json::from_str(&text).ok());
+    Ok(read.unwrap_or_default())
+}
+
+fn save_last(store: &Store, state: &State) -> Result<(), StoreError> {
+    if last(store)? == *state {
+        return Ok(());
+    }
+    let text = serde_json::to_string(state).unwrap_or_default();
+    store.write_runtime(LAST, &text)
+}
+
+fn flat(pins: &causeway_certs::PinTable) -> BTreeMap<String, Pin> {
+    let of_node = |(node, ports): (&NodeName, &BTreeMap<u16, Pin>)| {
+        let key = |(port, pin): (&u16, &Pin)| (format!("{node}:{port}"), *pin);
+        ports.iter().map(key).collect::<Vec<_>>()
+    };
+    pins.iter().flat_map(of_node).collect()
+}
+
+/// Returns the pins by node and port; a key that does not read is left out.
+fn nested(pins: &BTreeMap<String, Pin>) -> causeway_certs::PinTable {
+    let mut all = causeway_certs::PinTable::new();
+    for (key, pin) in pins {
+        let parts = key.rsplit_once(':');
+        let read = parts.and_then(|(node, port)| {
+            Some((NodeName::parse(node).ok()?, port.parse::<u16>().ok()?))
+        });
+        if let Some((node, port)) = read {
+            all.entry(node).or_default().insert(port, *pin);
+        }
+    }
+    all
+}
+
+fn words(error: impl Display) -> String {
+    error.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(entries: &[(&'static str, u8)]) -> BTreeMap<&'static str, u8> {
+        entries.iter().copied().collect()
+    }
+
+    #[test]
+    fn changes_of_both_sides_are_kept_and_the_own_one_wins() {
+        let last = map(&[
+            ("same", 1),
+            ("changed", 1),
+            ("both", 1),
+            ("gone", 1),
+            ("left", 1),
+        ]);
+        let here = map(&[
+            ("same", 1),
+            ("changed", 1),
+            ("both", 2),
+            ("left", 1),
+            ("new", 5),
+        ]);
+        let there = map(&[
+            ("same", 1),
+            ("changed", 3),
+            ("both", 3),
+            ("gone", 1),
+            ("other", 6),
+        ]);
+        let merged = merge(&last, &here, &there);
+        let expected = [
+            ("same", 1),
+            ("changed", 3),
+            ("both", 2),
+            ("new", 5),
+            ("other", 6),
+        ];
+        assert_eq!(merged, map(&expected));
+        // A pod that knows nothing takes what is there.
+        assert_eq!(merge(&map(&[]), &map(&[]), &there), there);
+    }
+
+    #[test]
+    fn pins_are_read_back_as_they_were() {
+        let ca = causeway_certs::Ca::create(&"td".parse().unwrap()).unwrap();
+        let key = ca.fingerprint();
+        let pin = Pin { key, since: 7 };
+        let node = NodeName::parse("edge-1.example").unwrap();
+        let table: causeway_certs::PinTable = [(node, [(10250, pin)].into())].into();
+        assert_eq!(nested(&flat(&table)), table);
+    }
+}
