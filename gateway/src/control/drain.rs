@@ -32,9 +32,6 @@ const LAME_DUCK: Duration = Duration::from_secs(3);
 const LATE: Duration = Duration::from_secs(1);
 /// How often is looked whether what was waited for has come.
 const LOOK: Duration = Duration::from_millis(100);
-/// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
-
 const STARTING: u8 = 0;
 const READY: u8 = 1;
 const DRAINING: u8 = 2;
@@ -141,9 +138,12 @@ pub async fn drain(
     for (_, edge) in registry.all() {
         edge.admitted.tunnel.drain();
     }
-    until(end, || registry.all().iter().all(|(_, edge)| is_idle(edge))).await;
+    until(end, || {
+        registry.all().iter().all(|(_, edge)| edge.streams() == 0)
+    })
+    .await;
     let left = registry.all();
-    let streams: usize = left.iter().map(|(_, edge)| open(edge)).sum();
+    let streams: usize = left.iter().map(|(_, edge)| edge.streams()).sum();
     if streams > 0 {
         tracing::warn!(streams, "the drain time is over: open streams are ended");
     }
@@ -185,19 +185,6 @@ async fn until(end: Instant, done: impl Fn() -> bool) {
 
 fn is_leaving(edge: &Edge) -> bool {
     edge.admitted.tunnel.is_draining() || !edge.admitted.welcome.elsewhere
-}
-
-fn is_idle(edge: &Edge) -> bool {
-    open(edge) == 0
-}
-
-/// Callers' streams on a tunnel.
-fn open(edge: &Edge) -> usize {
-    edge.admitted
-        .tunnel
-        .load()
-        .streams()
-        .saturating_sub(CONTROL)
 }
 
 #[cfg(test)]

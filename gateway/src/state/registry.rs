@@ -3,10 +3,11 @@
 //! Owns the only map from node name to live tunnels, and the choice among them.
 //! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
 //! The newest registration wins; removal compares generations, so the teardown
-//! of a half-dead tunnel cannot unregister its successor. A tunnel from which
-//! another has taken over stays on the list until its streams have ended, and is
-//! not chosen any more. It has a shard for each core: a request takes no lock that
-//! another core's requests hold.
+//! of a half-dead tunnel cannot unregister its successor. A tunnel that leaves (another
+//! one has taken over, or its edge has announced it) stays on the list until its streams
+//! have ended, whatever is registered beside it. Only a tunnel that its own process has
+//! given up is closed. The registry has a shard for each core: a request takes no lock
+//! that another core's requests hold.
 
 use crate::core::{CoreId, Cores};
 use arc_swap::ArcSwapOption;
@@ -49,7 +50,7 @@ pub struct Admitted {
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<ToEdge>>,
-    /// Cancelled when another tunnel of the same process has taken over: this one goes with its last stream.
+    /// Cancelled when another tunnel has taken over: this one closes with its last stream.
     pub taken_over: CancellationToken,
 }
 
@@ -77,14 +78,20 @@ pub struct Edge {
     pub admitted: Admitted,
     /// When it was registered.
     pub since: SystemTime,
-    /// Another tunnel has taken over from it.
-    taken_over: bool,
+    /// It closes with its last stream.
+    leaving: bool,
 }
 
 impl Edge {
-    /// Whether another tunnel of the same process has taken over from it.
-    pub fn is_taken_over(&self) -> bool {
-        self.taken_over
+    /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving
+    }
+
+    /// Returns the number of clients' streams that are open on the tunnel.
+    pub fn streams(&self) -> usize {
+        let streams = self.admitted.tunnel.load().streams();
+        streams.saturating_sub(CONTROL)
     }
 }
 
@@ -135,7 +142,7 @@ pub struct Replaced {
 /// What becomes of a tunnel that a registration replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Another process took the node over.
+    /// Another process took the node over: it is told so, and its streams go on until they end.
     Superseded,
     /// Its own process dialled anew, and has given this one up.
     Lost,
@@ -153,12 +160,14 @@ struct Held {
     siblings: Arc<Siblings>,
 }
 
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
+/// Leaving tunnels of a node without streams that wait for their end; the oldest beyond these is closed.
+const MOST_IDLE: usize = 16;
+
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
 const REMEMBERED: usize = 16;
-
-/// Tunnels of a node from which others have taken over and that still have streams; the oldest beyond these is closed.
-/// A certificate of a week is renewed ten weeks before that becomes of a stream.
-const MOST_TAKEN_OVER: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, Held>>;
 
@@ -212,37 +221,36 @@ impl Registry {
         let successor = held
             .tunnels
             .iter()
-            .find(|edge| edge.admitted.welcome.instance != instance);
-        match successor {
-            Some(edge) if held.superseded.contains(&instance) => {
-                return Err(Unregistered::Superseded {
-                    by: edge.admitted.welcome.instance.clone(),
-                    from: edge.admitted.from,
-                });
-            }
-            Some(edge) => {
-                let old = edge.admitted.welcome.instance.clone();
-                held.superseded.push_back(old);
-                if held.superseded.len() > REMEMBERED {
-                    held.superseded.pop_front();
-                }
-            }
-            None if held.tunnels.is_empty() => held.superseded.clear(),
-            None => {}
+            .find(|edge| !edge.leaving && edge.admitted.welcome.instance != instance);
+        if let Some(edge) = successor.filter(|_| held.superseded.contains(&instance)) {
+            return Err(Unregistered::Superseded {
+                by: edge.admitted.welcome.instance.clone(),
+                from: edge.admitted.from,
+            });
         }
         let slot = admitted.welcome.slot;
         if held.others(&instance, slot) >= MOST_TUNNELS {
             return Err(Unregistered::Full);
         }
+        held.supersede_others(&instance);
         let replaced = held.make_room(&admitted.welcome);
         let id = TunnelId(self.next.fetch_add(1, Relaxed));
         held.tunnels.push(Edge {
             id,
             admitted,
             since: SystemTime::now(),
-            taken_over: false,
+            leaving: false,
         });
         Ok((id, replaced))
+    }
+
+    /// Notes that a tunnel's edge has announced that it leaves.
+    pub fn leaves(&self, node: &NodeName, id: TunnelId) {
+        let mut shard = self.shard(node);
+        let tunnels = shard.get_mut(node).map(|held| &mut held.tunnels);
+        if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
+            edge.leaving = true;
+        }
     }
 
     /// Removes a tunnel, if it is still the one that is registered. True if it was.
@@ -340,38 +348,58 @@ impl Registry {
 }
 
 impl Held {
-    /// Puts the tunnels that a new one replaces out of use.
+    /// Remembers the other processes of this node, which must not take it back while their successor lives.
+    fn supersede_others(&mut self, instance: &str) {
+        let others = self.tunnels.iter().map(|edge| &edge.admitted.welcome);
+        for other in others.filter(|other| other.instance != instance) {
+            if !self.superseded.contains(&other.instance) {
+                self.superseded.push_back(other.instance.clone());
+            }
+        }
+        self.superseded.retain(|known| known != instance);
+        let beyond = self.superseded.len().saturating_sub(REMEMBERED);
+        self.superseded.drain(..beyond);
+    }
+
+    /// Puts the tunnels that a new one replaces out of use. Each keeps its streams, unless its own process has given it up.
+    /// A process that dials without end leaves no more idle tunnels than [`MOST_IDLE`].
     fn make_room(&mut self, new: &Welcome) -> Vec<Replaced> {
         let (mut replaced, mut kept) = (Vec::new(), Vec::new());
         for mut edge in std::mem::take(&mut self.tunnels) {
             let old = &edge.admitted.welcome;
-            let fate = if old.instance != new.instance {
-                Fate::Superseded
-            } else if edge.taken_over || old.slot != new.slot {
-                kept.push(edge);
-                continue;
+            let fate = if edge.leaving {
+                None
+            } else if old.instance != new.instance {
+                Some(Fate::Superseded)
+            } else if old.slot != new.slot {
+                None
             } else if new.takes_over {
-                edge.taken_over = true;
-                // At once: whoever chooses after this chooses the new one.
-                edge.admitted.tunnel.drain();
-                kept.push(edge.clone());
-                Fate::TakenOver
+                Some(Fate::TakenOver)
             } else {
-                Fate::Lost
+                Some(Fate::Lost)
             };
-            replaced.push(Replaced { edge, fate });
-        }
-        let mut beyond = kept.iter().filter(|edge| edge.taken_over).count();
-        beyond = beyond.saturating_sub(MOST_TAKEN_OVER);
-        kept.retain(|edge| {
-            let closes = edge.taken_over && beyond > 0;
-            if closes {
-                beyond -= 1;
-                let (edge, fate) = (edge.clone(), Fate::Lost);
+            if let Some(fate) = fate {
+                // At once: from here on the new one is selected.
+                edge.leaving = true;
+                edge.admitted.tunnel.drain();
+                let edge = edge.clone();
                 replaced.push(Replaced { edge, fate });
             }
-            !closes
-        });
+            if fate != Some(Fate::Lost) {
+                kept.push(edge);
+            }
+        }
+        let is_idle = |edge: &Edge| edge.leaving && edge.streams() == 0;
+        let mut beyond = kept.iter().filter(|edge| is_idle(edge)).count();
+        beyond = beyond.saturating_sub(MOST_IDLE);
+        for edge in kept.extract_if(.., |edge| {
+            let closes = beyond > 0 && is_idle(edge);
+            beyond -= usize::from(closes);
+            closes
+        }) {
+            let fate = Fate::Lost;
+            replaced.push(Replaced { edge, fate });
+        }
         self.tunnels = kept;
         replaced
     }
@@ -380,7 +408,7 @@ impl Held {
     fn others(&self, instance: &str, slot: u32) -> u32 {
         let others = self.tunnels.iter().filter(|edge| {
             let welcome = &edge.admitted.welcome;
-            welcome.instance == instance && welcome.slot != slot && !edge.taken_over
+            welcome.instance == instance && welcome.slot != slot && !edge.leaving
         });
         u32::try_from(others.count()).unwrap_or(u32::MAX)
     }

@@ -19,8 +19,7 @@ use super::{
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
-    Ended,
-    hello::{Control, ControlError, ToEdge, ToGateway},
+    hello::{Control, ControlError, Dismissal, ToEdge, ToGateway},
     load::Load,
     server::{self, Asked, Incoming, Server, Settings},
     socket::Counted,
@@ -28,14 +27,19 @@ use causeway_tunnel::{
     task::Tasks,
 };
 use rustls_pki_types::CertificateDer;
-use std::{net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 use tokio::{
     net::TcpStream,
     sync::oneshot,
     time::{Instant, interval, timeout},
 };
 use tokio_rustls::client::TlsStream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
 /// How long streams get to pass the loss of their tunnel on to their apps.
@@ -65,10 +69,34 @@ pub(super) struct Session {
     links: Arc<Links>,
     row: Row,
     _standing: Standing,
+    /// Says until when it counts among the newest sessions.
+    newest: Option<DropGuard>,
     /// Where all gateways are reached.
     claim: Option<Claim>,
     /// What its gateway tells of the node's pool, until it drains.
     voice: Option<Voice>,
+}
+
+/// The newest session of each slot at each gateway process, for as long as its tunnel stands.
+#[derive(Debug, Default)]
+pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
+
+impl NewestSessions {
+    /// Whether the newest session of this slot at this gateway process still has its tunnel.
+    pub(super) fn stands(&self, gateway: &str, slot: u32) -> bool {
+        let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = sessions.get(&(gateway.to_owned(), slot));
+        session.is_some_and(|over| !over.is_cancelled())
+    }
+
+    /// Enters a session, which counts until the returned guard is dropped.
+    fn enter(&self, gateway: String, slot: u32) -> DropGuard {
+        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|_, over| !over.is_cancelled());
+        let over = CancellationToken::new();
+        sessions.insert((gateway, slot), over.clone());
+        over.drop_guard()
+    }
 }
 
 /// A tunnel that is served by a task of its own.
@@ -93,8 +121,8 @@ pub(super) fn leave(served: Option<Served>) {
 pub(super) struct Whose {
     pub(super) party: Party,
     pub(super) slot: u32,
-    /// The slot's tunnel before this one lives.
-    pub(super) takes_over: bool,
+    /// It belongs to a tunnel that stands: no other gateway than that one's will do.
+    pub(super) keeps: bool,
     /// Which slots move bulk.
     pub(super) bulk: Arc<Bulk>,
 }
@@ -147,7 +175,7 @@ impl Session {
                 fault: fault.clone(),
             };
             let greeted = greeting
-                .greet(links, whose.party, (slot, whose.takes_over))
+                .greet(links, whose.party, (slot, whose.keeps))
                 .await?;
             Ok((greeting, greeted))
         };
@@ -168,6 +196,7 @@ impl Session {
             fault: greeting.fault,
             load,
             bulk: whose.bulk,
+            newest: Some(links.newest.enter(greeted.gateway, slot)),
             links: links.clone(),
             _standing: links.metrics.standing(),
             claim: greeted.claim,
@@ -199,7 +228,7 @@ impl Session {
             "tunnel ended"
         );
         // Whoever hears that it is over dials anew, and may have this gateway again.
-        drop((self.claim.take(), self.voice.take()));
+        drop((self.claim.take(), self.voice.take(), self.newest.take()));
         let Self { server, row, .. } = self;
         // Whether another tunnel stands decides about the identity that was refused here.
         drop(row);
@@ -226,11 +255,20 @@ impl Session {
                     Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
                     Err(ended) => return self.fault.trouble(&ended),
                 },
-                line = self.control.hear(), if heard => {
-                    if let Some(answer) = self.answer(&line).await {
-                        if let Err(ended) = self.tell(answer, streams).await {
-                            return self.fault.trouble(&ended);
+                line = self.control.exchange(), if heard => {
+                    let Some(line) = line.transpose() else { continue };
+                    if let Ok(line @ ToEdge::Dismiss { why: Dismissal::Superseded, .. }) = &line {
+                        // Another process of this node gets the new streams; the open ones go on until they end.
+                        self.leaves();
+                        leaving = Some(Instant::now());
+                        if let Some(told) = told.take() {
+                            // A slot that stopped does not listen.
+                            let _ = told.send(Finish::Ended(unexpected(line)));
                         }
+                        continue;
+                    }
+                    if let Some(answer) = self.answer(&line).await {
+                        self.tell(&answer);
                         continue;
                     }
                     match self.hear(line, told).await {
@@ -241,15 +279,13 @@ impl Session {
                 // What leaves takes no new streams that bulk could hold up.
                 () = self.load.bulk(), if leaving.is_none() => self.bulk.mark(self.slot),
                 () = leave.cancelled(), if leaving.is_none() => {
-                    self.row.leaves();
+                    self.leaves();
                     leaving = Some(Instant::now());
                     let leave = ToGateway::Leave {
                         detail: "this edge leaves".into(),
                         until_idle: !self.links.stop.is_cancelled(),
                     };
-                    if let Err(ended) = self.tell(leave, streams).await {
-                        return self.fault.trouble(&ended);
-                    }
+                    self.tell(&leave);
                 }
                 _ = look.tick(), if leaving.is_some() => {
                     if !streams.is_empty() {
@@ -262,8 +298,12 @@ impl Session {
         }
     }
 
-    fn take(&self, asked: Asked, streams: &Tasks) {
-        take(&self.links, asked, streams);
+    /// Gives up what only a tunnel has that gets new streams.
+    fn leaves(&mut self) {
+        self.row.leaves();
+        // A gateway that is reached by leaving tunnels alone is dialled like any other.
+        self.claim = None;
+        self.voice = None;
     }
 
     /// What is answered at once.
@@ -324,22 +364,15 @@ impl Session {
         Ok(true)
     }
 
-    /// Says a line, while the tunnel moves.
-    async fn tell(&mut self, message: ToGateway, streams: &Tasks) -> Result<(), Ended> {
-        let mut telling = pin!(self.control.tell(&message));
-        loop {
-            tokio::select! {
-                // A gateway that does not hear it sees the tunnel close.
-                _ = &mut telling => return Ok(()),
-                next = self.server.next() => if let Incoming::Stream(asked) = next? {
-                    take(&self.links, *asked, streams);
-                },
-            }
+    /// Queues a line for the gateway. One that does not hear it sees the tunnel close.
+    fn tell(&mut self, message: &ToGateway) {
+        if let Err(error) = self.control.queue(message) {
+            debug!(%error, "a line for the gateway is lost");
         }
     }
-}
 
-fn take(links: &Links, asked: Asked, streams: &Tasks) {
-    let span = info_span!("stream", target = %asked.target);
-    streams.spawn(span, (links.serve)(asked));
+    fn take(&self, asked: Asked, streams: &Tasks) {
+        let span = info_span!("stream", target = %asked.target);
+        streams.spawn(span, (self.links.serve)(asked));
+    }
 }

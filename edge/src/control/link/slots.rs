@@ -19,7 +19,7 @@ use super::{
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use crate::state::ANY;
 use causeway_tunnel::{backoff::Backoff, task::Tasks};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
     time::sleep,
@@ -39,6 +39,33 @@ pub(super) struct Slots {
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
 pub(super) type Begun = (Session, watch::Receiver<()>);
+
+/// Tunnels that have been told to leave.
+pub(super) struct Leaving {
+    sessions: Arc<Tasks>,
+    /// What their streams get from the edge's stop on.
+    grace: Duration,
+}
+
+impl Leaving {
+    /// Waits until their streams have ended: without a bound, until the edge stops.
+    pub(super) async fn end(self, stop: &CancellationToken) {
+        if stop
+            .run_until_cancelled(self.sessions.idle())
+            .await
+            .is_some()
+        {
+            return;
+        }
+        let left = self.sessions.drain(self.grace).await;
+        if left > 0 {
+            info!(
+                left,
+                "tunnels were closed with streams that had not ended in time"
+            );
+        }
+    }
+}
 
 /// Why a slot looks at its tunnel again.
 enum Event {
@@ -78,13 +105,13 @@ impl Slots {
     }
 
     /// Keeps the tunnels, of which the first may have `begun`, until `stop`, or until their place is wanted no more; then
-    /// leaves in order.
+    /// leaves. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
         mut begun: Option<Begun>,
         stop: &CancellationToken,
         changes: Changes,
-    ) {
+    ) -> Leaving {
         let tasks = Arc::new(Tasks::default());
         let all = Tasks::default();
         let enough = stop.child_token();
@@ -105,16 +132,11 @@ impl Slots {
         }
         enough.cancelled().await;
         self.links.state.mended(&self.whose());
-        let grace = self.links.config.timeouts.drain + LEAVING;
-        all.drain(grace).await;
-        if let Some(tasks) = Arc::into_inner(tasks) {
-            let left = tasks.drain(grace).await;
-            if left > 0 {
-                info!(
-                    left,
-                    "tunnels were closed with streams that had not ended in time"
-                );
-            }
+        // Each of these ends as soon as it has told its tunnel to leave.
+        all.drain(LEAVING).await;
+        Leaving {
+            grace: self.links.config.timeouts.drain + LEAVING,
+            sessions: tasks,
         }
     }
 
@@ -241,7 +263,7 @@ impl Slots {
             let whose = Whose {
                 party: self.party,
                 slot,
-                takes_over: old.is_some_and(|old| !old.over.is_cancelled()),
+                keeps: old.is_some_and(|old| !old.over.is_cancelled()),
                 bulk: self.bulk.clone(),
             };
             Session::register(&self.links, dialled, whose).await

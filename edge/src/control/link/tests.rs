@@ -518,6 +518,79 @@ async fn bulk_brings_a_second_tunnel_that_goes_when_it_is_over() {
 }
 
 #[tokio::test]
+async fn a_further_tunnel_that_leaves_is_kept_by_the_one_that_bulk_brings_next() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } }, "tunnels": { "bulk_idle": "500ms" } });
+    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let first = gateway.next().await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    let mut sessions = Vec::new();
+    for round in 0..3 {
+        round_trip(&mut send, &mut receive, 4 << 20).await;
+        let mut further = gateway.next().await;
+        let before = round > 0;
+        assert_eq!(
+            (further.welcome.slot, further.welcome.takes_over),
+            (1, before)
+        );
+        let (mut send, mut receive) = session(&further.tunnel).await;
+        round_trip(&mut send, &mut receive, 1000).await;
+        let left = further.control.hear::<ToGateway>();
+        let left = timeout(SOON, left).await.unwrap().unwrap();
+        assert!(matches!(
+            left,
+            ToGateway::Leave {
+                until_idle: true,
+                ..
+            }
+        ));
+        sessions.push((further, send, receive));
+        for (_, send, receive) in &mut sessions {
+            round_trip(send, receive, 1000).await;
+        }
+    }
+    drop(sessions);
+    edge.until(|status| status.tunnels.len() == 1).await;
+    round_trip(&mut send, &mut receive, 4 << 20).await;
+    // Nothing is left whose streams could be kept.
+    assert!(!gateway.next().await.welcome.takes_over);
+}
+
+#[tokio::test]
+async fn an_edge_that_another_process_succeeds_keeps_its_open_streams() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } } });
+    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let Registered {
+        tunnel,
+        mut control,
+        ..
+    } = gateway.next().await;
+    let (mut send, mut receive) = session(&tunnel).await;
+    let dismiss = ToEdge::Dismiss {
+        why: Dismissal::Superseded,
+        detail: "by a test".into(),
+        retry_after_ms: 90_000,
+    };
+    control.tell(&dismiss).await.unwrap();
+    let status = edge.until(|status| status.trouble.is_some()).await;
+    assert_eq!(
+        (status.state, status.tunnels[0].state),
+        ("refused", "leaving")
+    );
+    assert!(status.trouble.unwrap().what.contains("superseded"));
+    round_trip(&mut send, &mut receive, 1000).await;
+    drop((send, receive));
+    edge.until(|status| status.tunnels.is_empty()).await;
+}
+
+#[tokio::test]
 async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
     let (tasks, ca) = (Tasks::default(), ca());
     let app = echo(&tasks).await;

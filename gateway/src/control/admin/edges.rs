@@ -13,9 +13,6 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
-
 /// How a node is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -179,7 +176,7 @@ fn row(
             .map(rfc3339),
         last_seen: seen.map(rfc3339),
         rtt_ms: handles().map(Tunnel::round_trip).min().map(millis),
-        streams: handles().map(streams).sum(),
+        streams: edges.iter().map(Edge::streams).sum(),
         bytes_up: handles().map(|tunnel| tunnel.load().sent()).sum(),
         bytes_down: handles().map(|tunnel| tunnel.load().received()).sum(),
         version: welcome.map(|welcome| welcome.version.clone()),
@@ -218,7 +215,7 @@ fn tunnel(edge: &Edge) -> TunnelRow {
         state: condition(std::slice::from_ref(edge)),
         since: rfc3339(edge.since),
         rtt_ms: millis(tunnel.round_trip()),
-        streams: streams(tunnel),
+        streams: edge.streams(),
         // The control stream was the first.
         streams_opened: tunnel.load().opened().saturating_sub(1),
         bytes_up: tunnel.load().sent(),
@@ -243,11 +240,6 @@ fn condition(edges: &[Edge]) -> Condition {
     } else {
         Condition::Suspect
     }
-}
-
-/// Callers' streams on a tunnel.
-fn streams(tunnel: &Tunnel) -> usize {
-    tunnel.load().streams().saturating_sub(CONTROL)
 }
 
 fn rfc3339(when: SystemTime) -> String {

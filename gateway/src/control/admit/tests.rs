@@ -1,3 +1,5 @@
+mod streams;
+
 use crate::{
     control::{
         drain::{Fronts, drain},
@@ -13,8 +15,9 @@ use crate::{
 use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, Step, StoreError, verify};
 use causeway_tunnel::{
     Target,
-    client::Ask,
+    client::{Ask, Opened},
     hello::{Dismissal, ToEdge, ToGateway},
+    server::Asked,
     wire,
 };
 use futures_util::FutureExt;
@@ -403,7 +406,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
 }
 
 #[tokio::test]
-async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revocation_ends_all() {
+async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revocation_ends_all() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let (target, mut edges, mut open) = (Target::new("edge-1", 9100), Vec::new(), Vec::new());
@@ -421,7 +424,7 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
         edges.push(edge);
     }
     world
-        .until(|world| world.registry.of(&name("edge-1")).0.len() == 17)
+        .until(|world| world.registry.of(&name("edge-1")).0.len() == 20)
         .await;
     let roll = world.roll();
     // The record of the node is removed. A directory without records would be refused.
@@ -495,7 +498,10 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
             .unwrap();
     }
     let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let _before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    let mut before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    let first = request(&world, "edge-2", &mut before).await;
+    let mut bulk = world.joined(&world.enrolled("edge-2"), "b", 1).await;
+    let second = request(&world, "edge-2", &mut bulk).await;
     turn(&world, Ca::prepare);
     turn(&world, Ca::activate);
     let takes_over = causeway_tunnel::hello::Welcome {
@@ -503,7 +509,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
         ..welcome("b", 0)
     };
     let renewed = identity(&world.live.get(), "edge-2");
-    let (_after, said) = world.says(&renewed, takes_over).await;
+    let (mut after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
     turn(&world, Ca::retire);
     world.roll().look();
@@ -515,7 +521,55 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     world
         .until(|world| !world.registry.holds(&name("edge-1")))
         .await;
-    assert!(world.registry.pick(&name("edge-2")).is_ok());
+    // What its process has open by the old root goes on, and the rest comes by the new one.
+    let third = request(&world, "edge-2", &mut after).await;
+    for open in [first, second, third] {
+        answered(open).await;
+    }
+    before.ended().await;
+    bulk.ended().await;
+}
+
+/// A request that its edge has not answered.
+async fn request(world: &World, node: &str, edge: &mut FakeEdge) -> (Opened, Box<Asked>) {
+    let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+    let (head, target) = (Request::new(()), Target::new(node, 9100));
+    let opened = tunnel.open(head, &Ask::Request, &target, true).await;
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap();
+    (opened.unwrap(), asked.unwrap())
+}
+
+/// The edge answers it, and its client gets the answer.
+async fn answered((opened, asked): (Opened, Box<Asked>)) {
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    let answer = timeout(LONG, opened.answer).await.unwrap();
+    assert_eq!(answer.unwrap().status(), 200);
+}
+
+#[tokio::test]
+async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let open = request(&world, "edge-1", &mut edge).await;
+    let control = world.registry.of(&name("edge-1")).0[0]
+        .admitted
+        .control
+        .clone();
+    let telling = async {
+        let pem = "x".repeat(wire::MAX_MESSAGE / 2);
+        while control
+            .send(Box::new(ToEdge::Roots { pem: pem.clone() }))
+            .await
+            .is_ok()
+        {}
+    };
+    // Says for how long a gateway waits for a hello.
+    let bound = async { world.dial(&world.enrolled("edge-2")).await.ended().await };
+    tokio::select! {
+        () = telling => panic!("the tunnel was closed"),
+        _ = bound => {}
+    }
+    answered(open).await;
 }
 
 #[tokio::test]
