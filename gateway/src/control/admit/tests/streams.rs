@@ -8,7 +8,7 @@ use crate::state::TunnelId;
 use causeway_tunnel::hello::Welcome;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-const SEEDS: u64 = 12;
+const SEEDS: u64 = 8;
 const STEPS: usize = 60;
 
 /// A tunnel, from the edge's side.
@@ -32,6 +32,8 @@ struct Model {
     identity: EdgeIdentity,
     random: StdRng,
     process: usize,
+    /// Newest tunnel of each slot of the newest process.
+    newest: [Option<TunnelId>; 2],
     sessions: Vec<Session>,
     streams: Vec<Stream>,
 }
@@ -46,16 +48,19 @@ impl Model {
             world,
             random: StdRng::seed_from_u64(seed),
             process: 0,
+            newest: [None; 2],
             sessions: Vec::new(),
             streams: Vec::new(),
         }
     }
 
-    /// Dials a slot of the newest process. Its tunnels that end with that are those whose connection the edge has lost.
+    /// Dials a slot of the newest process. As a real edge does, it says nothing of tunnels before the newest of that slot.
     async fn dial(&mut self, slot: u32) {
         let process = self.process;
         let of_slot = |session: &Session| session.process == process && session.slot == slot;
-        let newest = self.sessions.iter_mut().rfind(|session| of_slot(session));
+        let newest = self.newest[slot as usize];
+        let mut sessions = self.sessions.iter_mut();
+        let newest = sessions.find(|session| Some(session.id) == newest);
         let says = Welcome {
             takes_over: newest.is_some_and(|newest| !newest.edge.has_ended()),
             ..welcome(&process.to_string(), slot)
@@ -66,8 +71,10 @@ impl Model {
             session.leaves |= of_slot(session) || session.process != process;
         }
         let registered = self.world.registry.of(&name("edge-1")).0;
+        let id = registered.last().unwrap().id;
+        self.newest[slot as usize] = Some(id);
         self.sessions.push(Session {
-            id: registered.last().unwrap().id,
+            id,
             edge,
             process,
             slot,
@@ -158,6 +165,7 @@ impl Model {
             }
             7 => {
                 self.process += 1;
+                self.newest = [None; 2];
                 self.dial(0).await;
             }
             8..=10 if !self.streams.is_empty() => {
