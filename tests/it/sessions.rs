@@ -3,8 +3,10 @@
 use crate::{
     road::{Road, URL},
     world::{
+        World,
         app::{App, answer},
         caller::{Wire, exchange, read},
+        tool::Tool,
         until,
     },
 };
@@ -96,4 +98,70 @@ async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
     })
     .await;
     assert_eq!(road.caller().get(URL).await.text(), "here");
+}
+
+/// The state of the node, as the gateway shows it.
+async fn until_state(world: &World, state: &str) {
+    until(&format!("edge-1 is {state}"), async || {
+        world.node("edge-1").await["state"] == state
+    })
+    .await;
+}
+
+/// No test waits that long for the end of a drain.
+const LONG: Duration = Duration::from_hours(1);
+
+/// An edge that gives its open streams an hour.
+async fn patient(app: &App) -> Road {
+    let world = Road::build().start().await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.config(|config| config.timeouts.drain = LONG);
+    let edge = edge.join().await;
+    Road::of(world, edge)
+}
+
+#[tokio::test]
+async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
+    let app = app().await;
+    let mut road = patient(&app).await;
+    let mut first = session(&road).await;
+    road.edge.drain();
+    until_state(&road, "draining").await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "here");
+    }
+    let mut connect = road.connect("edge-1:9100").await;
+    let answer = exchange(&mut connect, "GET / HTTP/1.1\r\nHost: app\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    let mut second = session(&road).await;
+    echoes(&mut first).await;
+    drop((first, connect));
+    // A session that began meanwhile counts like one from before.
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    echoes(&mut second).await;
+    drop(second);
+    road.edge.stop().await;
+    until_state(&road, "away").await;
+}
+
+#[tokio::test]
+async fn the_successor_of_an_edge_that_stops_gets_new_requests_at_once() {
+    let (app, next) = (app().await, App::saying("next").await);
+    let mut road = patient(&app).await;
+    let mut open = session(&road).await;
+    road.edge.drain();
+    until_state(&road, "draining").await;
+    let copy = road.folder().join("copy");
+    let copied = Tool::new("cp").args(["-a".as_ref(), road.edge.folder().as_path(), &copy]);
+    copied.run().await.ok();
+    let successor = World::edge(&road, "edge-1").port(9100, next.address());
+    let successor = successor.config(|config| config.data_dir = copy).join();
+    let _successor = successor.await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "next");
+    }
+    echoes(&mut open).await;
+    drop(open);
+    road.edge.stop().await;
+    assert_eq!(road.caller().get(URL).await.text(), "next");
 }

@@ -247,6 +247,9 @@ pub enum ToGateway {
         /// Whether what is open may take as long as it likes: the edge itself stays.
         #[serde(default)]
         until_idle: bool,
+        /// Whether the edge still takes new streams if no other tunnel of the node does. A second line without this follows.
+        #[serde(default)]
+        serves: bool,
     },
     /// What the edge believes now.
     Roots {

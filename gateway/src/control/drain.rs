@@ -184,7 +184,7 @@ async fn until(end: Instant, done: impl Fn() -> bool) {
 }
 
 fn is_leaving(edge: &Edge) -> bool {
-    edge.admitted.tunnel.is_draining() || !edge.admitted.welcome.elsewhere
+    edge.is_leaving() || !edge.admitted.welcome.elsewhere
 }
 
 #[cfg(test)]

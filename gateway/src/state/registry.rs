@@ -83,7 +83,8 @@ pub struct Edge {
 }
 
 impl Edge {
-    /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it.
+    /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it. It gets a
+    /// new stream only if the edge stops and the node has no other tunnel.
     pub fn is_leaving(&self) -> bool {
         self.leaving
     }
@@ -270,7 +271,7 @@ impl Registry {
         true
     }
 
-    /// Chooses a tunnel for a new stream: open, not bulky, fewest streams.
+    /// Chooses a tunnel for a new stream: open, not leaving, not bulky, fewest streams.
     ///
     /// # Errors
     /// Why there is none.
@@ -284,7 +285,7 @@ impl Registry {
             .filter(|edge| edge.admitted.tunnel.is_open())
             .min_by_key(|edge| {
                 let load = edge.admitted.tunnel.load();
-                (load.is_bulky(now), load.streams())
+                (edge.leaving, load.is_bulky(now), load.streams())
             });
         match best {
             Some(edge) => Ok(Picked {

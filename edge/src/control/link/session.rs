@@ -2,7 +2,8 @@
 //!
 //! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are
 //! tasks of the session: when the tunnel is lost each ends by itself, and passes the reset on to its app.
-//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11).
+//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11). An edge that
+//! stops while streams are open still serves new ones that have no other way to the node.
 
 use super::{
     super::{
@@ -49,6 +50,9 @@ const LOSS: Duration = Duration::from_secs(5);
 const LINGER: Duration = Duration::from_secs(1);
 /// How often a leaving tunnel looks whether its streams are over.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// A stopping edge serves new streams while one is older than this; short requests end within it.
+const SETTLE: Duration = Duration::from_secs(1);
 
 pub(super) type Io = Tap<TlsStream<Counted<TcpStream>>, Fault>;
 
@@ -115,6 +119,22 @@ pub(super) fn leave(served: Option<Served>) {
     if let Some(served) = served {
         served.leave.cancel();
     }
+}
+
+/// Stage of a tunnel's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Standing,
+    /// The edge stops, and serves what has no other way to its node.
+    Serving {
+        until: Instant,
+        /// When it is looked next whether a stream lasts.
+        next: Instant,
+    },
+    /// It ends when it has had no stream for a while.
+    Leaving {
+        quiet: Instant,
+    },
 }
 
 /// Whose tunnel it is.
@@ -247,7 +267,7 @@ impl Session {
         streams: &Tasks,
     ) -> Trouble {
         let mut look = interval(LOOK);
-        let (mut heard, mut leaving) = (true, None);
+        let (mut heard, mut phase) = (true, Phase::Standing);
         loop {
             tokio::select! {
                 next = self.server.next() => match next {
@@ -260,7 +280,7 @@ impl Session {
                     if let Ok(line @ ToEdge::Dismiss { why: Dismissal::Superseded, .. }) = &line {
                         // Another process of this node gets the new streams; the open ones go on until they end.
                         self.leaves();
-                        leaving = Some(Instant::now());
+                        phase = Phase::Leaving { quiet: Instant::now() };
                         if let Some(told) = told.take() {
                             // A slot that stopped does not listen.
                             let _ = told.send(Finish::Ended(unexpected(line)));
@@ -277,25 +297,61 @@ impl Session {
                     }
                 }
                 // What leaves takes no new streams that bulk could hold up.
-                () = self.load.bulk(), if leaving.is_none() => self.bulk.mark(self.slot),
-                () = leave.cancelled(), if leaving.is_none() => {
+                () = self.load.bulk(), if phase == Phase::Standing => self.bulk.mark(self.slot),
+                () = leave.cancelled(), if phase == Phase::Standing => {
                     self.leaves();
-                    leaving = Some(Instant::now());
-                    let leave = ToGateway::Leave {
-                        detail: "this edge leaves".into(),
-                        until_idle: !self.links.stop.is_cancelled(),
-                    };
-                    self.tell(&leave);
+                    phase = self.leave();
                 }
-                _ = look.tick(), if leaving.is_some() => {
-                    if !streams.is_empty() {
-                        leaving = Some(Instant::now());
-                    } else if leaving.is_some_and(|quiet: Instant| quiet.elapsed() >= LINGER) {
+                _ = look.tick(), if phase != Phase::Standing => match &mut phase {
+                    Phase::Serving { until, next } => {
+                        let now = Instant::now();
+                        let settled = now >= *next && self.load.turn_over();
+                        if now >= *next {
+                            *next = now + self.settle();
+                        }
+                        if settled || now >= *until {
+                            phase = self.say_leave(false);
+                        }
+                    }
+                    Phase::Leaving { quiet } if !streams.is_empty() => *quiet = Instant::now(),
+                    Phase::Leaving { quiet } if quiet.elapsed() >= LINGER => {
                         return Trouble::silent("this edge left");
                     }
-                }
+                    Phase::Leaving { .. } | Phase::Standing => {}
+                },
             }
         }
+    }
+
+    /// Tells the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as well if the
+    /// gateway has no other tunnel for them.
+    fn leave(&mut self) -> Phase {
+        self.load.turn_over();
+        if !self.links.stop.is_cancelled() || self.load.earlier() == 0 {
+            return self.say_leave(false);
+        }
+        let drain = self.links.config.timeouts.drain;
+        let (now, settle) = (Instant::now(), self.settle());
+        self.say_leave(true);
+        Phase::Serving {
+            until: now + drain.saturating_sub(settle),
+            next: now + settle,
+        }
+    }
+
+    /// Returns the age from which a stream lasts: new streams are given up when none does, and so long before the drain ends.
+    fn settle(&self) -> Duration {
+        SETTLE.min(self.links.config.timeouts.drain / 4)
+    }
+
+    fn say_leave(&mut self, serves: bool) -> Phase {
+        self.tell(&ToGateway::Leave {
+            detail: "this edge leaves".into(),
+            until_idle: !self.links.stop.is_cancelled(),
+            serves,
+        });
+        let quiet = Instant::now();
+        Phase::Leaving { quiet }
     }
 
     /// Gives up what only a tunnel has that gets new streams.

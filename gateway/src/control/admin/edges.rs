@@ -230,12 +230,15 @@ fn tunnel(edge: &Edge) -> TunnelRow {
 
 /// The best of its tunnels says how a node is.
 fn condition(edges: &[Edge]) -> Condition {
-    let tunnels = || edges.iter().map(|edge| &edge.admitted.tunnel);
+    let is_open = |edge: &Edge| edge.admitted.tunnel.is_open();
     if edges.is_empty() {
         Condition::Away
-    } else if tunnels().any(Tunnel::is_open) {
+    } else if edges.iter().any(|edge| is_open(edge) && !edge.is_leaving()) {
         Condition::Connected
-    } else if tunnels().any(Tunnel::is_draining) {
+    } else if edges
+        .iter()
+        .any(|edge| is_open(edge) || edge.admitted.tunnel.is_draining())
+    {
         Condition::Draining
     } else {
         Condition::Suspect

@@ -340,9 +340,17 @@ impl Conversation {
     fn hear(&self, line: ToGateway, tunnel: &Tunnel) -> Option<Leaving> {
         match line {
             ToGateway::Window { bytes } => tunnel.turn_over(bytes),
-            ToGateway::Leave { detail, until_idle } => {
-                debug!(?detail, until_idle, "the edge leaves");
+            ToGateway::Leave {
+                detail,
+                until_idle,
+                serves,
+            } => {
+                debug!(?detail, until_idle, serves, "the edge leaves");
                 self.registered.leaves();
+                if serves {
+                    return None;
+                }
+                tunnel.drain();
                 let until = (!until_idle).then(|| Instant::now() + self.drain);
                 return Some(Leaving::new(tunnel, until, End::Left(detail)));
             }

@@ -218,7 +218,7 @@ impl Registered {
 impl Registered {
     /// Notes that the edge has announced that this tunnel leaves.
     pub(super) fn leaves(&self) {
-        self.tunnel.drain();
+        self.tunnel.leave();
         self.registry.leaves(&self.node, self.id);
     }
 }

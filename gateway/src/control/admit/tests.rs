@@ -341,6 +341,7 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
     let leave = ToGateway::Leave {
         detail: "the node restarts".to_owned(),
         until_idle: false,
+        serves: false,
     };
     edge.control.tell(&leave).await.unwrap();
     let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
@@ -383,6 +384,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
     let leave = ToGateway::Leave {
         detail: "as edges say then".to_owned(),
         until_idle: true,
+        serves: false,
     };
     old.control.tell(&leave).await.unwrap();
     // One of the same kind that is idle has gone meanwhile.

@@ -237,6 +237,23 @@ async fn a_tunnel_that_moves_bulk_is_chosen_last() {
 }
 
 #[tokio::test]
+async fn a_tunnel_whose_edge_stops_is_chosen_where_the_node_has_no_other() {
+    let world = World::new();
+    let (stops, _) = world.register("a", 0).await.unwrap();
+    world.registry.leaves(&node(), stops);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+    let (next, _) = world.register("b", 0).await.unwrap();
+    let picked = world.registry.pick(&node()).unwrap();
+    let _busy = (
+        open(&picked.tunnel, "/").await,
+        open(&picked.tunnel, "/").await,
+    );
+    assert_eq!(world.registry.pick(&node()).unwrap().id, next);
+    world.registry.unregister(&node(), next);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+}
+
+#[tokio::test]
 async fn a_node_without_a_tunnel_says_why() {
     let world = World::new();
     assert_eq!(world.registry.pick(&node()).unwrap_err(), Away::Never);

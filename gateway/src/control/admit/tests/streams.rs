@@ -89,6 +89,7 @@ impl Model {
         let leave = ToGateway::Leave {
             detail: "no bulk any more".to_owned(),
             until_idle: true,
+            serves: false,
         };
         // One that the gateway has closed meanwhile says nothing.
         let _ = session.edge.control.tell(&leave).await;
