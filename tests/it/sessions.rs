@@ -5,11 +5,14 @@ use crate::{
     world::{
         World,
         app::{App, answer},
-        caller::{Wire, exchange, read},
+        caller::{Wire, assert_problem, exchange, read},
+        process::Site,
         tool::Tool,
         until,
     },
 };
+use causeway_edge::config::Scheme;
+use futures_util::future::join_all;
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, task::JoinSet};
 
@@ -164,4 +167,93 @@ async fn the_successor_of_an_edge_that_stops_gets_new_requests_at_once() {
     drop(open);
     road.edge.stop().await;
     assert_eq!(road.caller().get(URL).await.text(), "next");
+}
+
+/// A road over a gateway that drains for an hour, and has requests wait as long for a node.
+async fn lasting(app: &App) -> Road {
+    let build = Road::build().config(|config| {
+        config.timeouts.drain = LONG;
+        config.timeouts.reconnect = LONG;
+    });
+    Road::along(build, Scheme::Http, app.address()).await
+}
+
+#[tokio::test]
+async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_once_it_is_back() {
+    let app = app().await;
+    let mut road = lasting(&app).await;
+    let mut first = session(&road).await;
+    road.drain_gateway();
+    until("listeners stay open", async || {
+        road.log().text().contains("listeners stay open")
+    })
+    .await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "here");
+    }
+    let mut second = session(&road).await;
+    echoes(&mut first).await;
+    drop(first);
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    echoes(&mut second).await;
+    drop(second);
+    // It ends long before its drain is over, and the edge dials anew by itself.
+    road.restart_gateway().await;
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    let mut third = session(&road).await;
+    echoes(&mut third).await;
+}
+
+#[tokio::test]
+async fn requests_wait_for_a_node_whose_edge_restarts_and_for_no_other() {
+    let app = app().await;
+    let mut road = lasting(&app).await;
+    let unknown = road.caller_at("plain").get("http://edge-2:9100/").await;
+    assert_eq!(unknown.status, 404);
+    road.edge.kill().await;
+    let callers = [road.caller(), road.http2()];
+    let asking = join_all(callers.iter().map(|caller| caller.get(URL)));
+    let (answers, started) = tokio::join!(asking, async {
+        until("the gateway has noticed", async || {
+            road.node("edge-1").await["state"] == "away"
+        })
+        .await;
+        road.edge.start().await
+    });
+    started.unwrap();
+    for answer in answers {
+        assert_eq!(answer.text(), "here");
+    }
+}
+
+#[tokio::test]
+async fn requests_wait_no_longer_than_configured() {
+    let app = app().await;
+    let build = Road::build();
+    let build = build.config(|config| config.timeouts.reconnect = Duration::from_millis(100));
+    let mut road = Road::along(build, Scheme::Http, app.address()).await;
+    road.edge.stop().await;
+    let answer = road.caller().get(URL).await;
+    assert_problem(&answer, 503, "node_away", "edge-1 is not connected since");
+}
+
+/// As a service manager restarts it: SIGTERM, the end, a new process.
+#[tokio::test]
+async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_open() {
+    let app = app().await;
+    let mut site = Site::open_to_all("127.0.0.1:0").await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let caller = site.nobody();
+    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let head = exchange(&mut open, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    read(&mut open, 5).await;
+    site.gateway.signal("TERM").await;
+    site.gateway.said("listeners stay open").await;
+    assert_eq!(caller.get("http://edge-1:9100/").await.text(), "here");
+    echoes(&mut open).await;
+    drop(open);
+    let site = site.start_again().await;
+    let answer = site.nobody().get("http://edge-1:9100/").await;
+    assert_eq!(answer.text(), "here");
 }

@@ -22,13 +22,17 @@ use rustls::pki_types::CertificateDer;
 use std::{
     collections::{HashMap, VecDeque},
     net::SocketAddr,
+    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::{Notify, Semaphore, mpsc},
+    time::{Instant, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 /// The identity of one tunnel in this process; higher is newer.
@@ -159,7 +163,12 @@ struct Held {
     last: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
     siblings: Arc<Siblings>,
+    /// Wakes requests that wait for a tunnel of this node.
+    arrival: Option<Arc<Notify>>,
 }
+
+/// Requests that wait for tunnels at most. Further ones are refused at once.
+const MOST_WAITING: usize = 4096;
 
 /// Every tunnel has its control stream open.
 const CONTROL: usize = 1;
@@ -178,6 +187,10 @@ pub struct Registry {
     shards: Arc<[Shard]>,
     cores: Cores,
     next: Arc<AtomicU64>,
+    began: Instant,
+    waiting: Arc<Semaphore>,
+    /// No tunnel is waited for any more.
+    closed: CancellationToken,
 }
 
 /// A choice for one request.
@@ -198,6 +211,9 @@ impl Registry {
             shards: cores.all().map(|_| Shard::default()).collect(),
             cores: cores.clone(),
             next: Arc::new(AtomicU64::new(1)),
+            began: Instant::now(),
+            waiting: Arc::new(Semaphore::new(MOST_WAITING)),
+            closed: CancellationToken::new(),
         }
     }
 
@@ -242,6 +258,9 @@ impl Registry {
             since: SystemTime::now(),
             leaving: false,
         });
+        if let Some(arrival) = held.arrival.take() {
+            arrival.notify_waiters();
+        }
         Ok((id, replaced))
     }
 
@@ -295,6 +314,56 @@ impl Registry {
             }),
             None => Err(held.away()),
         }
+    }
+
+    /// Chooses a tunnel as [`Registry::pick`] does. A node that had a tunnel less than `bound` ago is waited for until `bound`
+    /// is over, and so is any node as long ago as this gateway started: its edge is probably dialling.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub async fn pick_within(&self, node: &NodeName, bound: Duration) -> Result<Picked, Away> {
+        let away = match self.pick(node) {
+            Err(away) if !self.closed.is_cancelled() => away,
+            picked => return picked,
+        };
+        let since = match away {
+            Away::Last { seen, .. } => seen.elapsed().unwrap_or_default().min(self.began.elapsed()),
+            Away::Never => self.began.elapsed(),
+            Away::Draining => Duration::ZERO,
+            Away::Suspect { .. } => return Err(away),
+        };
+        let left = bound.saturating_sub(since);
+        let Ok(_place) = self.waiting.try_acquire() else {
+            return Err(away);
+        };
+        let come = self.closed.run_until_cancelled(self.arrival(node));
+        match timeout(left, come).await {
+            Ok(Some(picked)) => Ok(picked),
+            _ => self.pick(node),
+        }
+    }
+
+    /// Waits until the node has a tunnel that can be chosen.
+    async fn arrival(&self, node: &NodeName) -> Picked {
+        loop {
+            let arrival = {
+                let mut shard = self.shard(node);
+                let held = shard.entry(node.clone()).or_default();
+                held.arrival.get_or_insert_default().clone()
+            };
+            let mut arrived = pin!(arrival.notified());
+            // What arrives before the look below is noticed as well.
+            arrived.as_mut().enable();
+            if let Ok(picked) = self.pick(node) {
+                return picked;
+            }
+            arrived.await;
+        }
+    }
+
+    /// Lets no request wait for a tunnel any more: this gateway drains.
+    pub fn close(&self) {
+        self.closed.cancel();
     }
 
     /// Whether any tunnel of this node is registered.

@@ -90,6 +90,8 @@ impl Build {
         config.tunnel.listen = loopback();
         config.admin.listen = loopback();
         config.timeouts.drain = DRAIN;
+        // Tests of errors want them at once.
+        config.timeouts.reconnect = Duration::ZERO;
         let log = Log::default();
         Self {
             config,

@@ -228,14 +228,14 @@ impl Slots {
                 Event::Reached(_) => {
                     let woken = (sleep(elsewhere(&mut backoff)), &mut anew, stop);
                     self.wait(woken, &mut backoff, old.as_ref()).await;
-                    old = old.filter(|old| !old.over.is_cancelled());
+                    old = standing(old, &mut backoff);
                 }
                 Event::Ended(_) if old.is_none() && !self.is_wanted(slot) => {}
                 Event::Ended(trouble) => {
                     let woken = (&mut changes, &mut anew, stop);
                     self.pause(&trouble, &mut backoff, woken, old.as_ref())
                         .await;
-                    old = old.filter(|old| !old.over.is_cancelled());
+                    old = standing(old, &mut backoff);
                 }
             }
         }
@@ -422,4 +422,15 @@ impl Slots {
             () = self.unwanted(), if old.is_none() => {}
         }
     }
+}
+
+/// Returns the old tunnel if it stands. With its end the back-off begins anew: its gateway is probably restarting, and attempts
+/// beside a tunnel that stood say nothing of how long that takes.
+fn standing(old: Option<Served>, backoff: &mut Backoff) -> Option<Served> {
+    let old = old?;
+    if old.over.is_cancelled() {
+        backoff.reset();
+        return None;
+    }
+    Some(old)
 }

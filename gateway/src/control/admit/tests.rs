@@ -674,12 +674,13 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
                 grace_ms: 1..=120_000
             }
         ));
-        world.until(|_| tunnel.is_draining()).await;
         assert!(world.readiness.is_draining());
+        assert!(tunnel.is_open() && !fronts.is_cancelled());
         asked.reply.send(http::Response::new(()), true).unwrap();
         assert_eq!(opened.answer.await.unwrap().status(), 200);
         drop((opened.send, asked.body));
         edge.ended().await;
+        assert!(fronts.is_cancelled());
     };
     timeout(LONG, async { tokio::join!(draining, serving) })
         .await
