@@ -6,7 +6,7 @@ use crate::{
         World,
         app::{App, answer},
         caller::{Wire, assert_problem, exchange, read},
-        process::Site,
+        process::{Site, address_after, causeway},
         tool::Tool,
         until,
     },
@@ -256,4 +256,40 @@ async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_op
     let site = site.start_again().await;
     let answer = site.nobody().get("http://edge-1:9100/").await;
     assert_eq!(answer.text(), "here");
+}
+
+#[tokio::test]
+async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_ports() {
+    let (app, next) = (app().await, App::saying("next").await);
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    let mut first = site.join("edge-1", app.port()).await;
+    let written = first.written();
+    let runs = written.line(|line| line.contains("edge runs"));
+    let admin = address_after(runs.unwrap(), "admin=");
+    let caller = site.nobody();
+    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let head = exchange(&mut open, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    read(&mut open, 5).await;
+    let second = || {
+        let ports = format!("{{9100: {{target: \"{}\"}}}}", next.address());
+        let second = causeway("edge").flag("--gateway", &site.tunnel);
+        let second = second.flag("--data-dir", site.edge_data("edge-1"));
+        second.flag("--admin-listen", &admin).flag("--ports", ports)
+    };
+    second().run().await.failed(&["in use"]);
+    first.signal("TERM").await;
+    let mut second = second().start();
+    first
+        .said("another process has the node's data directory")
+        .await;
+    second.said("tunnel registered").await;
+    let url = "http://edge-1:9100/";
+    assert_eq!(caller.get(url).await.text(), "next");
+    echoes(&mut open).await;
+    drop(open);
+    first.ended().await.ok();
+    assert_eq!(caller.get(url).await.text(), "next");
+    let health = causeway("health").flag("--data-dir", site.edge_data("edge-1"));
+    health.run().await.ok();
 }

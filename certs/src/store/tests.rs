@@ -530,3 +530,13 @@ fn an_identity_that_is_replaced_or_given_up_is_kept_aside() {
     assert!(store.edge().unwrap().is_none());
     assert_eq!(store.leave_edge().unwrap(), None);
 }
+
+#[test]
+fn who_released_a_claim_sees_that_another_process_has_claimed_the_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), Access::Create).unwrap();
+    let released = store.claim().unwrap().release();
+    assert!(!released.is_taken());
+    let _successor = store.claim().unwrap();
+    assert!(released.is_taken());
+}

@@ -163,7 +163,7 @@ pub async fn drain(
 /// where edges stay nobody serves them in the meantime.
 async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant {
     let settle = SETTLE.min(grace / 8);
-    let last = end - settle - LATE.min(grace / 8);
+    let last = end - LATE.min(grace / 8);
     let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
     if tunnels().all(|edge| edge.is_leaving()) {
         return end;

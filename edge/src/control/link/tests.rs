@@ -204,7 +204,7 @@ impl World {
         let edge = Edge::open(self.config(gateways, more), &CancellationToken::new())
             .await
             .unwrap();
-        Running::start(edge.bind().unwrap())
+        Running::start(edge.bind().await.unwrap())
     }
 }
 

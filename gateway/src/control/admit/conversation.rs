@@ -300,7 +300,7 @@ impl Conversation {
         loop {
             let goes = leaving.is_some();
             let behind = self.control.is_behind();
-            let line = tokio::select! {
+            let message = tokio::select! {
                 biased;
                 ended = link.ended() => return End::Tunnel(ended),
                 () = over(&mut leaving) => {
@@ -310,11 +310,11 @@ impl Conversation {
                     leaving = Some(Leaving::new(&tunnel, None, End::TakenOver));
                     continue;
                 }
-                Some(message) = self.lines.recv(), if !behind => *message,
+                Some(next) = self.lines.recv(), if !behind => *next,
                 bytes = tunnel.turn(), if !behind => ToEdge::Window { bytes },
                 heard = self.control.exchange() => match heard {
-                    Ok(line) => {
-                        if let Some(leave) = line.and_then(|line| self.hear(line, &tunnel)) {
+                    Ok(said) => {
+                        if let Some(leave) = said.and_then(|said| self.hear(said, &tunnel)) {
                             leaving = Some(leave);
                         }
                         continue;
@@ -322,7 +322,7 @@ impl Conversation {
                     Err(error) => return error.into(),
                 },
             };
-            if let ToEdge::Dismiss { why, detail, .. } = &line {
+            if let ToEdge::Dismiss { why, detail, .. } = &message {
                 let (why, detail) = (*why, detail.clone());
                 if why != Dismissal::Superseded {
                     return link.dismiss(&mut self.control, why, detail).await;
@@ -330,7 +330,7 @@ impl Conversation {
                 // The other process may live as well: its streams go on until they end.
                 leaving = Some(Leaving::new(&tunnel, None, End::Dismissed(why, detail)));
             }
-            if let Err(error) = self.control.queue(&line) {
+            if let Err(error) = self.control.queue(&message) {
                 return error.into();
             }
         }
