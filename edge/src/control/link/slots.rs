@@ -434,3 +434,29 @@ fn standing(old: Option<Served>, backoff: &mut Backoff) -> Option<Served> {
     }
     Some(old)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_an_old_tunnel_begins_the_back_off_anew() {
+        let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
+        let old = Served {
+            place: Place {
+                gateway: "gateway:10262".to_owned(),
+                address: None,
+            },
+            drains: true,
+            leave: CancellationToken::new(),
+            over: CancellationToken::new(),
+        };
+        let over = old.over.clone();
+        let before: Vec<_> = (0..4).map(|_| backoff.silent(1.0)).collect();
+        let old = standing(Some(old), &mut backoff);
+        assert!(old.is_some() && backoff.silent(1.0) > before[0]);
+        over.cancel();
+        assert!(standing(old, &mut backoff).is_none());
+        assert_eq!(backoff.silent(1.0), before[0]);
+    }
+}

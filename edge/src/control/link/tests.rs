@@ -412,6 +412,25 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
     edge.until(|status| status.tunnels.len() == 1).await;
 }
 
+/// Behind the address of a balancer may be another gateway.
+#[tokio::test]
+async fn a_drain_tries_the_same_address_if_there_is_no_other() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } } });
+    let _edge = world.run(&[gateway.address.to_string()], more).await;
+    let mut first = gateway.next().await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    let drain = ToEdge::Drain { grace_ms: 60_000 };
+    first.control.tell(&drain).await.unwrap();
+    let _second = gateway.next().await;
+    let left = timeout(SOON, first.control.hear::<ToGateway>()).await;
+    assert!(matches!(left.unwrap().unwrap(), ToGateway::Leave { .. }));
+    round_trip(&mut send, &mut receive, 1000).await;
+}
+
 #[tokio::test]
 async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
     let ca = ca();
