@@ -131,7 +131,7 @@ async fn edge(
     stop: &CancellationToken,
     tasks: &mut JoinSet<Result>,
 ) -> Result {
-    let edge = Edge::open(config, stop).await?.bind()?;
+    let edge = Edge::open(config, stop).await?.bind().await?;
     let status = edge.reader();
     let stopped = stop.clone();
     tasks.spawn(async move { Ok(edge.run(stopped).await?) });

@@ -49,7 +49,7 @@ async fn main() -> Result {
         ..Config::default()
     };
     config.admin.listen = SocketAddr::from(([127, 0, 0, 1], 0));
-    let edge = Edge::open(config, &stop).await?.bind()?;
+    let edge = Edge::open(config, &stop).await?.bind().await?;
     let status = edge.reader();
     show("bound", &status);
     let stopped = stop.clone();

@@ -58,7 +58,7 @@ async fn main() -> Result {
 
     // Joining is a request to the gateway, which has to run by now.
     let config = edge(folder.path(), addresses.tunnel, app, &token);
-    let edge = Edge::open(config, &stop).await?.bind()?;
+    let edge = Edge::open(config, &stop).await?.bind().await?;
     println!("edge: joined as {}", edge.node());
     let status = edge.reader();
     let stopped = stop.clone();

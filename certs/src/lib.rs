@@ -44,8 +44,8 @@ pub use pem::{certificates, encode_chain};
 pub use resolver::{FrontResolver, LiveLeaf};
 pub use secret::{Fingerprint, Secret};
 pub use store::{
-    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pending, Pin, PinTable, Pins, Requested,
-    Revocation, Shared, Store, StoreError, TakenUp,
+    Access, Backup, Claim, NodeChange, NodeRecord, Nodes, Pending, Pin, PinTable, Pins,
+    ReleasedClaim, Requested, Revocation, Shared, Store, StoreError, TakenUp,
 };
 pub use token::{Confirmed, JoinToken, Standing, TokenBook, TokenError, TokenRecord, TokenRefused};
 pub use verify::{

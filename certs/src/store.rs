@@ -17,6 +17,7 @@ mod shared;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
@@ -61,7 +62,34 @@ pub enum Access {
 
 /// The right to live on a data directory; dropping it gives it back.
 #[derive(Debug)]
-pub struct Claim(#[expect(dead_code, reason = "dropping it frees the directory")] Lock);
+pub struct Claim {
+    lock: Lock,
+    dir: Dir,
+}
+
+impl Claim {
+    /// Gives the directory back, and tells from then on whether another process has claimed it.
+    pub fn release(self) -> ReleasedClaim {
+        ReleasedClaim {
+            claimed: self.lock.modified(),
+            dir: self.dir,
+        }
+    }
+}
+
+/// Former claim of a process that goes on for a while.
+#[derive(Debug)]
+pub struct ReleasedClaim {
+    claimed: Option<SystemTime>,
+    dir: Dir,
+}
+
+impl ReleasedClaim {
+    /// Whether another process has claimed the directory since.
+    pub fn is_taken(&self) -> bool {
+        self.dir.claimed() != self.claimed
+    }
+}
 
 /// An open data directory. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -139,7 +167,8 @@ impl Store {
     /// Takes the directory for this process, which is going to live on it. Commands that only change a file
     /// need no claim.
     pub fn claim(&self) -> Result<Claim, StoreError> {
-        self.dir.claim().map(Claim)
+        let (lock, dir) = (self.dir.claim()?, self.dir.clone());
+        Ok(Claim { lock, dir })
     }
 
     /// Makes sure that an edge's identity can be kept, before a token is given for it.

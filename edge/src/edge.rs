@@ -21,8 +21,8 @@ use crate::{
         evict,
         gateways::Gateways,
         held::Held,
-        link::{Links, Reached},
-        reader::Reading,
+        link::{Links, NewestSessions, Reached},
+        reader::{Last, Reading},
         rejoin::RejoinState,
         renew,
         vouch::Cluster,
@@ -38,13 +38,17 @@ use causeway_tunnel::{task::Tasks, unread::Pressure};
 use joining::{own, warn_of_expiry};
 use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::TcpListener,
     sync::{Semaphore, watch},
+    time::sleep,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, info_span, warn};
+
+/// How often an edge that drains looks whether it has a successor.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// An edge that knows who it is.
 pub struct Edge {
@@ -146,20 +150,19 @@ impl Edge {
         self.identity.node.as_str()
     }
 
-    /// Binds the admin listener.
+    /// Claims the data directory and binds the listeners. Waits a moment for ports of a process that drains on the same
+    /// directory, which gives them up when it sees the claim.
     ///
     /// # Errors
-    /// If its address cannot be had.
-    pub fn bind(self) -> Result<Bound, Error> {
-        let listen = self.config.admin.listen;
-        let admin = reading::bind(listen, "admin.listen")?;
-        let address = admin.local_addr().unwrap_or(listen);
-        let reading = Listeners::bind(&self.config)?;
+    /// If another process lives on the directory, or an address cannot be had.
+    pub async fn bind(self) -> Result<Bound, Error> {
+        let claim = self.store.claim()?;
+        let (admin, reading) = reading::bind_all(&self.config).await?;
+        let address = admin.local_addr().unwrap_or(self.config.admin.listen);
         let faces = Faces::read(&self.config);
         for fault in &faces.faults {
             warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
         }
-        let claim = self.store.claim()?;
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
         let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
@@ -296,17 +299,17 @@ impl Bound {
             reloads,
             cluster,
             done,
-            claim: _claim,
+            claim,
         } = self;
-        let admin = TcpListener::from_std(admin);
-        let admin = admin.map_err(reading::fault(address, "admin.listen"))?;
+        let fault = reading::fault(address, "admin.listen");
+        let admin = TcpListener::from_std(admin).map_err(fault)?;
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = done.clone().drop_guard();
+        let (over, stopping) = (done.child_token(), stop.clone());
         let (writer, node) = (Arc::new(writer), identity.node.as_str().to_owned());
         let parts = reloader.parts();
         let (metrics, tasks) = (&parts.metrics, &parts.tasks);
-        let made = parts.given.subscribe();
         announce(&config, (&node, address), &parts.ports.load());
         let held = Held::new(identity, store);
         let reading = reading::of((&config, parts), &held, reading)?;
@@ -324,6 +327,7 @@ impl Bound {
             places: Arc::new(Semaphore::new(config.limits.streams)),
             state: writer,
             reached: Reached::default(),
+            newest: NewestSessions::default(),
             anew: watch::Sender::default(),
             held: held.clone(),
             renewal: watch::Sender::default(),
@@ -332,15 +336,11 @@ impl Bound {
             config,
             cluster,
         });
-        let kept = reading::begin(reading, (&links, parts), (&reader, &done));
-        attend(parts, &links, (admin, reader, reloads), &done);
-        let changes = Changes::listen(tasks);
-        tokio::select! {
-            () = links.clone().run(changes) => {}
-            // Goes on for as long as there are tunnels.
-            () = renew::run(links, held, made).instrument(info_span!("renew")) => {}
-        }
-        reading::end(kept).await;
+        let kept = reading::begin(reading, (&links, parts), (&reader, &over));
+        attend(parts, &links, (admin, reader, reloads), &over);
+        let tunnels = (links, Changes::listen(tasks));
+        let renewed = (held, parts.given.subscribe());
+        Box::pin(live(tunnels, renewed, (claim, &stopping, &over), kept)).await;
         Ok(())
     }
 }
@@ -359,6 +359,44 @@ fn attend(
     tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
     let evicting = evict::run(limits, pressure.clone(), metrics.clone());
     tasks.spawn(info_span!("evict"), evicting);
+}
+
+/// Keeps the tunnels, and renews the certificate by them, until `stop` and the end of the last tunnel. Then what was read is
+/// left on the disk.
+async fn live(
+    (links, changes): (Arc<Links>, Changes),
+    (held, made): (Held, watch::Receiver<Option<EdgeIdentity>>),
+    (claim, stop, over): (Claim, &CancellationToken, &CancellationToken),
+    reading: Option<Last>,
+) {
+    let renewing = renew::run(links.clone(), held.clone(), made);
+    let beside = async {
+        // What drains needs no new certificate.
+        stop.run_until_cancelled(renewing).await;
+        make_way(claim, &held, over).await;
+    };
+    tokio::select! {
+        () = links.run(changes) => {}
+        // Goes on for as long as there are tunnels.
+        () = beside.instrument(info_span!("renew")) => {}
+    }
+    // A successor has its own word there.
+    if !over.is_cancelled() {
+        reading::end(reading).await;
+    }
+}
+
+/// Gives up the data directory, and everything else that a successor needs once there is one: it is written to no more, and
+/// listeners end. Open streams go on.
+async fn make_way(claim: Claim, held: &Held, over: &CancellationToken) {
+    let released = claim.release();
+    while !released.is_taken() {
+        sleep(LOOK).await;
+    }
+    info!("another process has the node's data directory: it gets the listeners");
+    held.release();
+    over.cancel();
+    std::future::pending::<()>().await;
 }
 
 fn announce(config: &Config, (node, admin): (&str, SocketAddr), ports: &[u16]) {

@@ -328,8 +328,10 @@ impl Reader {
             trouble.what = format!("{}; {hint}", trouble.what);
         }
         let state = match &trouble {
-            _ if !tunnels.is_empty() => "connected",
+            _ if tunnels.iter().any(|tunnel| tunnel.state == "standing") => "connected",
+            // Another process has the node, though old streams go on here.
             Some(trouble) if trouble.refused => "refused",
+            _ if !tunnels.is_empty() => "connected",
             _ => "connecting",
         };
         Status {

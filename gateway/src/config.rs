@@ -325,6 +325,9 @@ pub struct Timeouts {
     /// An authorization asked of somebody else, and keys of an issuer of JWTs.
     #[serde(with = "HumanDuration")]
     pub authorize: Duration,
+    /// A request to a node whose last tunnel ended, waiting for the next one: it waits until this long after that end, or after the gateway's start, and is answered 503 then. `0s` answers at once.
+    #[serde(with = "HumanDuration")]
+    pub reconnect: Duration,
 }
 
 impl Default for Timeouts {
@@ -346,6 +349,8 @@ impl Default for Timeouts {
             // Kubernetes' default grace before it kills.
             drain: Duration::from_secs(30),
             authorize: Duration::from_secs(3),
+            // An edge dials every 2 s while no gateway answers; its handshake and a slow link come on top.
+            reconnect: Duration::from_secs(5),
         }
     }
 }

@@ -165,7 +165,7 @@ impl Proxy {
             path: request.uri().path(),
         };
         self.authorize(&ask, record).await?;
-        let picked = self.pick(&route)?;
+        let picked = self.pick(&route).await?;
         record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
         record.tunnel(picked.id);
         let way = Way {
@@ -232,14 +232,15 @@ impl Proxy {
         reviews::check(self, ask).await
     }
 
-    /// The tunnel to use, or why there is none.
-    pub(crate) fn pick(&self, route: &Route) -> Result<Picked, Error> {
+    /// The tunnel to use, or why there is none. Waits for a node that is probably back soon.
+    pub(crate) async fn pick(&self, route: &Route) -> Result<Picked, Error> {
         if self.shared.registry.core(&route.node) != self.core {
             self.shared.metrics.crossed();
         }
         self.shared
             .registry
-            .pick(&route.node)
+            .pick_within(&route.node, self.shared.timeouts.reconnect)
+            .await
             .map_err(|away| explain(&route.node, &away))
     }
 }

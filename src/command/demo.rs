@@ -296,7 +296,7 @@ async fn edge(
             files.dir.join(node).display()
         );
     }
-    let bound = edge.bind()?;
+    let bound = edge.bind().await?;
     let reader = bound.reader_addr();
     let reader = reader.context("an edge with a reader has an address for it")?;
     let stop = stop.clone();

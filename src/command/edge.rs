@@ -34,7 +34,7 @@ pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyho
         let bound = match Box::pin(notify.joining(opening)).await {
             // Asked to stop before it had joined: nothing was begun.
             Err(Error::Stopped) => return Ok(()),
-            opened => opened?.rejoin(rejoin).bind()?,
+            opened => opened?.rejoin(rejoin).bind().await?,
         };
         let (reloads, asked) = causeway_config::reloads();
         let bound = bound.reloads(reloads);
@@ -57,7 +57,10 @@ pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyho
         });
         let live = notify.edge(reader, grace, running);
         let ended = Box::pin(reload::beside(live, reasons, again)).await;
-        if let Err(error) = store.remove_runtime(admin::NAME) {
+        // A process that followed this one has noted its own address.
+        if let Ok(_claim) = store.claim()
+            && let Err(error) = store.remove_runtime(admin::NAME)
+        {
             tracing::debug!(%error, "the admin address stays noted");
         }
         Ok(ended?)

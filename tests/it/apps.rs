@@ -464,6 +464,21 @@ async fn a_gateway_that_stops_waits_for_no_connection_that_rests() {
 }
 
 #[tokio::test]
+async fn an_edge_that_stops_waits_for_no_connection_that_rests() {
+    // Longer than the test waits for its end.
+    let long = Duration::from_hours(1);
+    let (world, mut first, app) = asked_once(|config| config.timeouts.idle_keepalive = long).await;
+    first.kill().await;
+    let patient = world.edge("edge-1");
+    let patient = patient.port_as(KUBELET, Scheme::Tcp, app.address());
+    let patient = patient.config(|config| config.timeouts.drain = long);
+    let mut edge = patient.join().await;
+    let answer = world.caller().get("https://edge-1:10250/").await;
+    assert_eq!(answer.text(), "well");
+    edge.stop().await;
+}
+
+#[tokio::test]
 async fn an_upload_of_which_the_app_takes_nothing_counts_as_unread_and_is_504() {
     let authority = Authority::new();
     let tls = TlsAcceptor::from(authority.serve(&authority.app(&["edge-1"]), false));

@@ -539,40 +539,6 @@ async fn a_full_tunnel_is_503() {
 }
 
 #[tokio::test]
-async fn a_node_that_leaves_is_503_while_its_open_streams_end() {
-    let world = World::start().await;
-    let gate = Gate::new();
-    let held = gate.clone();
-    let app = App::http(move |_| {
-        Script::new()
-            .until(&held)
-            .write("HTTP/1.1 204 No Content\r\n\r\n")
-    })
-    .await;
-    let edge = world.edge("edge-1").port(9100, app.address());
-    let edge = edge
-        .config(|config| config.timeouts.drain = crate::world::PATIENCE)
-        .join()
-        .await;
-    let caller = world.caller();
-    let act = async {
-        app.head().await;
-        edge.drain();
-        until("the gateway knows", async || {
-            world.node("edge-1").await["state"] == "draining"
-        })
-        .await;
-        let answer = caller.get("https://edge-1:9100/").await;
-        gate.open();
-        answer
-    };
-    let (held, refused) = tokio::join!(caller.get("https://edge-1:9100/held"), act);
-    assert_problem(&refused, 503, "draining", "edge-1 is leaving this gateway");
-    assert_eq!(held.status, 204);
-    assert_eq!(app.requests(), 1);
-}
-
-#[tokio::test]
 async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
     let world = World::build().config(|config| config.timeouts.drain = 5 * SOON);
     let mut world = world.start().await;

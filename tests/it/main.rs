@@ -32,6 +32,7 @@ mod reload;
 mod renewal;
 mod replicas;
 mod revocation;
+mod sessions;
 
 mod kills;
 

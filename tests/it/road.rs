@@ -83,6 +83,12 @@ impl Road {
         Self { edge, world }
     }
 
+    /// Stops the gateway in order, waits for its end, and starts it again.
+    pub(crate) async fn restart_gateway(&mut self) {
+        self.world.stop_gateway().await;
+        self.world.start_gateway().await;
+    }
+
     /// The unix socket of `unix`.
     pub(crate) fn socket(&self) -> PathBuf {
         self.folder().join("connect.sock")

@@ -315,10 +315,15 @@ impl Tunnel {
     /// No further streams; the open ones go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Relaxed);
+        self.leave();
+    }
+
+    /// Ends what rests on the tunnel (see [`Tunnel::leaving`]); streams may still be opened.
+    pub fn leave(&self) {
         self.shared.leaving.cancel();
     }
 
-    /// Cancelled when the tunnel takes no further streams for good: one end leaves, or it is closed.
+    /// Cancelled when one end leaves, or the tunnel is closed: nothing is to be kept on it for later.
     pub fn leaving(&self) -> &CancellationToken {
         &self.shared.leaving
     }

@@ -12,7 +12,13 @@ use crate::{
 };
 use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{
+    collections::BTreeMap,
+    future::poll_fn,
+    net::IpAddr,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
 
 /// What a gateway says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -241,6 +247,9 @@ pub enum ToGateway {
         /// Whether what is open may take as long as it likes: the edge itself stays.
         #[serde(default)]
         until_idle: bool,
+        /// Whether the edge still takes new streams if no other tunnel of the node does. A second line without this follows.
+        #[serde(default)]
+        serves: bool,
     },
     /// What the edge believes now.
     Roots {
@@ -277,6 +286,8 @@ pub enum ControlError {
 pub struct Control {
     pub(crate) send: Send,
     receive: Receive,
+    /// Lines that the other end's window has not taken yet.
+    unsent: Bytes,
     unread: BytesMut,
     /// How much of it holds no end of a line.
     seen: usize,
@@ -287,19 +298,36 @@ impl Control {
         Self {
             send,
             receive,
+            unsent: Bytes::new(),
             unread: BytesMut::new(),
             seen: 0,
         }
     }
 
-    /// Sends one line.
+    /// Sends one line, behind those that are queued.
     ///
     /// # Errors
     /// If the stream is gone.
     pub async fn tell<M: Serialize>(&mut self, message: &M) -> Result<(), ControlError> {
-        let mut line = serde_json::to_vec(message)?;
-        line.push(b'\n');
-        Ok(self.send.data(Bytes::from(line)).await?)
+        self.queue(message)?;
+        poll_fn(|cx| self.poll_send(cx)).await
+    }
+
+    /// Queues one line, which [`Control::exchange`] sends.
+    ///
+    /// # Errors
+    /// If the line cannot be written.
+    pub fn queue<M: Serialize>(&mut self, message: &M) -> Result<(), ControlError> {
+        let mut lines = Vec::from(std::mem::take(&mut self.unsent));
+        serde_json::to_writer(&mut lines, message)?;
+        lines.push(b'\n');
+        self.unsent = lines.into();
+        Ok(())
+    }
+
+    /// Whether queued lines are not sent yet.
+    pub fn is_behind(&self) -> bool {
+        !self.unsent.is_empty()
     }
 
     /// The next line.
@@ -307,19 +335,49 @@ impl Control {
     /// # Errors
     /// If the stream is gone, or the line is too long or malformed.
     pub async fn hear<M: DeserializeOwned>(&mut self) -> Result<M, ControlError> {
+        poll_fn(|cx| self.poll_hear(cx)).await
+    }
+
+    /// Sends the queued lines and waits for the next line, which it returns, or `None` once all queued lines are sent.
+    /// Cancel-safe.
+    ///
+    /// # Errors
+    /// As [`Control::hear`].
+    pub async fn exchange<M: DeserializeOwned>(&mut self) -> Result<Option<M>, ControlError> {
+        poll_fn(|cx| {
+            if self.is_behind()
+                && let Poll::Ready(sent) = self.poll_send(cx)
+            {
+                return Poll::Ready(sent.map(|()| None));
+            }
+            self.poll_hear(cx).map_ok(Some)
+        })
+        .await
+    }
+
+    fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ControlError>> {
+        self.send
+            .poll_data(cx, &mut self.unsent)
+            .map_err(Into::into)
+    }
+
+    fn poll_hear<M: DeserializeOwned>(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<M, ControlError>> {
         loop {
             // A line that comes byte by byte is not looked through at each of them.
             let new = self.unread.get(self.seen..).unwrap_or_default();
             if let Some(end) = new.iter().position(|byte| *byte == b'\n') {
                 let line = self.unread.split_to(self.seen + end + 1);
                 self.seen = 0;
-                return parse(&line);
+                return Poll::Ready(parse(&line));
             }
             self.seen = self.unread.len();
             if self.unread.len() > MAX_MESSAGE {
-                return Err(ControlError::TooLong);
+                return Poll::Ready(Err(ControlError::TooLong));
             }
-            let chunk = self.receive.data().await.ok_or(ControlError::Closed)??;
+            let chunk = ready!(self.receive.poll_data(cx)).ok_or(ControlError::Closed)??;
             self.unread.extend_from_slice(&chunk);
         }
     }

@@ -23,13 +23,19 @@ pub const BULK_BYTES: u64 = 1024 * 1024;
 /// See [`BULK_BYTES`].
 pub const BULK_SPAN: Duration = Duration::from_secs(2);
 
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
 /// The load of one tunnel.
 #[derive(Debug)]
 pub struct Load {
     began: Instant,
     /// What makes a stream bulk, in bytes within [`BULK_SPAN`].
     bulk: u64,
-    streams: AtomicUsize,
+    /// Open streams in two generations.
+    streams: [AtomicUsize; 2],
+    /// Generation of streams that are opened now. The first one holds the control stream for good.
+    generation: AtomicUsize,
     siblings: Arc<Siblings>,
     opened: AtomicU64,
     sent: AtomicU64,
@@ -60,7 +66,8 @@ impl Load {
         Self {
             began: Instant::now(),
             bulk,
-            streams: AtomicUsize::new(0),
+            streams: Default::default(),
+            generation: AtomicUsize::new(0),
             opened: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -96,7 +103,25 @@ impl Load {
 
     /// Streams that are open now.
     pub fn streams(&self) -> usize {
-        self.streams.load(Relaxed)
+        self.streams.iter().map(|part| part.load(Relaxed)).sum()
+    }
+
+    /// Returns whether all streams that were open at the previous call have ended, and counts those that are open now for the
+    /// next call. The first call returns true. The tunnel's first stream is its control stream and does not count.
+    pub fn turn_over(&self) -> bool {
+        let ended = self.earlier() == 0;
+        if ended {
+            self.generation.fetch_xor(1, Relaxed);
+        }
+        ended
+    }
+
+    /// Returns the number of streams that were open at the last [`Load::turn_over`] that returned true, and still are.
+    pub fn earlier(&self) -> usize {
+        match self.generation.load(Relaxed) {
+            0 => self.streams[1].load(Relaxed),
+            _ => self.streams[0].load(Relaxed).saturating_sub(CONTROL),
+        }
     }
 
     /// Streams opened since the tunnel began.
@@ -166,15 +191,22 @@ impl Load {
 pub(crate) struct Open(Arc<OpenInner>);
 
 #[derive(Debug)]
-struct OpenInner(Arc<Load>);
+struct OpenInner {
+    load: Arc<Load>,
+    generation: usize,
+}
 
 impl Open {
     /// Counts a stream, unless there are `limit` already.
     pub(crate) fn new(load: &Arc<Load>, limit: usize) -> Option<Self> {
-        let streams = load.streams.fetch_add(1, Relaxed) + 1;
+        let generation = load.generation.load(Relaxed);
+        load.streams[generation].fetch_add(1, Relaxed);
         let crowd = load.siblings.count().fetch_add(1, Relaxed) + 1;
-        let open = Self(Arc::new(OpenInner(load.clone())));
-        if streams > limit {
+        let open = Self(Arc::new(OpenInner {
+            load: load.clone(),
+            generation,
+        }));
+        if load.streams() > limit {
             return None;
         }
         load.opened.fetch_add(1, Relaxed);
@@ -187,8 +219,8 @@ impl Open {
 
 impl Drop for OpenInner {
     fn drop(&mut self) {
-        self.0.streams.fetch_sub(1, Relaxed);
-        self.0.siblings.count().fetch_sub(1, Relaxed);
+        self.load.streams[self.generation].fetch_sub(1, Relaxed);
+        self.load.siblings.count().fetch_sub(1, Relaxed);
     }
 }
 
@@ -213,7 +245,7 @@ impl Moved {
 
     /// As [`Moved::new`], of the stream with this number, whose small frames are counted.
     pub(crate) fn of(open: Open, stream: u32) -> Self {
-        let small = Counted::new(&open.0.0.small, stream);
+        let small = Counted::new(&open.0.load.small, stream);
         Self {
             small: Some(small),
             ..Self::new(open)
@@ -222,22 +254,22 @@ impl Moved {
 
     /// Enters the stream among those that can hold unread bytes.
     pub(crate) fn holds(&self, stream: u32, flow: FlowControl) -> Entry {
-        Entry::new(&self.open.0.0.unread, stream, flow)
+        Entry::new(&self.open.0.load.unread, stream, flow)
     }
 
     /// Streams of the tunnel that are open now.
     pub(crate) fn streams(&self) -> usize {
-        self.open.0.0.streams()
+        self.open.0.load.streams()
     }
 
     /// Enters the stream among those whose senders may wait.
     pub(crate) fn waits(&self) -> SenderEntry {
-        SenderEntry::new(&self.open.0.0.unread)
+        SenderEntry::new(&self.open.0.load.unread)
     }
 
     pub(crate) fn sent(&mut self, bytes: usize) {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.open.0.0.sent.fetch_add(bytes, Relaxed);
+        self.open.0.load.sent.fetch_add(bytes, Relaxed);
         self.add(bytes);
     }
 
@@ -247,18 +279,18 @@ impl Moved {
             small.took(bytes);
         }
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        self.open.0.0.received.fetch_add(bytes, Relaxed);
+        self.open.0.load.received.fetch_add(bytes, Relaxed);
         self.add(bytes);
     }
 
     fn add(&mut self, bytes: u64) {
         self.recent += bytes;
-        if self.recent <= self.open.0.0.bulk {
+        if self.recent <= self.open.0.load.bulk {
             return;
         }
         let now = Instant::now();
         if now - self.since <= BULK_SPAN {
-            self.open.0.0.mark_bulk(now);
+            self.open.0.load.mark_bulk(now);
         }
         self.since = now;
         self.recent = 0;
@@ -299,5 +331,26 @@ mod tests {
         drop(half);
         assert_eq!(load.streams(), 0);
         assert_eq!(load.opened(), 1);
+    }
+
+    #[test]
+    fn streams_that_last_from_one_moment_to_the_next_are_told_from_those_that_follow_each_other() {
+        let load = Arc::new(Load::default());
+        let _control = Open::new(&load, 3).unwrap();
+        let session = Open::new(&load, 3).unwrap();
+        assert!(load.turn_over());
+        let mut request = Open::new(&load, 3).unwrap();
+        assert!(Open::new(&load, 3).is_none(), "over the limit");
+        assert!(!load.turn_over());
+        assert_eq!((load.earlier(), load.streams()), (1, 3));
+        drop(session);
+        for _ in 0..3 {
+            assert!(load.turn_over());
+            request = Open::new(&load, 3).unwrap();
+        }
+        assert!(load.turn_over());
+        assert!(!load.turn_over(), "the last one lasts");
+        drop(request);
+        assert!(load.turn_over());
     }
 }

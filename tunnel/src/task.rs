@@ -62,6 +62,12 @@ impl Tasks {
         self.tracker.is_empty()
     }
 
+    /// Waits until none runs.
+    pub async fn idle(&self) {
+        self.tracker.close();
+        self.tracker.wait().await;
+    }
+
     /// Waits for what runs, then cancels what is left. Says how much was left.
     pub async fn drain(&self, grace: Duration) -> usize {
         self.tracker.close();

@@ -11,6 +11,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -71,7 +72,15 @@ pub(crate) struct Dir(Arc<Path>);
 
 /// Held while a file is changed; dropping it lets the next one in.
 #[derive(Debug)]
-pub(crate) struct Lock(#[expect(dead_code, reason = "closing the file frees the lock")] File);
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// When its file was changed last.
+    pub(super) fn modified(&self) -> Option<SystemTime> {
+        let file = self.0.metadata();
+        file.and_then(|file| file.modified()).ok()
+    }
+}
 
 impl Dir {
     /// Makes the directory, 0700, where there is none.
@@ -230,12 +239,22 @@ impl Dir {
         let path = self.path(CLAIM);
         let file = open_lock(&path).map_err(failed("lock", &path))?;
         match file.try_lock() {
-            Ok(()) => Ok(Lock(file)),
+            Ok(()) => {
+                // By this time the process before sees that it has a successor. Without it that one keeps its ports longer.
+                let _ = file.set_modified(SystemTime::now());
+                Ok(Lock(file))
+            }
             Err(TryLockError::WouldBlock) => Err(StoreError::InUse {
                 path: self.0.to_path_buf(),
             }),
             Err(TryLockError::Error(error)) => Err(failed("lock", &path)(error)),
         }
+    }
+
+    /// When the directory was claimed last.
+    pub(crate) fn claimed(&self) -> Option<SystemTime> {
+        let claim = fs::metadata(self.path(CLAIM));
+        claim.and_then(|claim| claim.modified()).ok()
     }
 
     /// Reads a file, changes its value and writes it, all under the lock. An error from `change`

@@ -563,3 +563,13 @@ fn revocations_are_replaced_together_and_records_stay() {
     ];
     assert_eq!(revoked.collect::<Vec<_>>(), expected);
 }
+
+#[test]
+fn who_released_a_claim_sees_that_another_process_has_claimed_the_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), Access::Create).unwrap();
+    let released = store.claim().unwrap().release();
+    assert!(!released.is_taken());
+    let _successor = store.claim().unwrap();
+    assert!(released.is_taken());
+}

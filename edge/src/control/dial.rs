@@ -93,7 +93,7 @@ impl Dialler {
         self.tls.store(tls);
     }
 
-    /// The first of the gateways that answers, `avoid` left out.
+    /// The first of the gateways that answers. The place to `avoid` comes last: behind its address may be another gateway.
     ///
     /// # Errors
     /// The trouble that says most.
@@ -116,6 +116,12 @@ impl Dialler {
                     debug!(%gateway, trouble = trouble.what(), "gateway not reached");
                     worst = Some(trouble.or_worse(worst));
                 }
+            }
+        }
+        if let Some(place) = avoid {
+            match self.dial_at(place).await {
+                Ok(dialled) => return Ok(dialled),
+                Err(trouble) => worst = Some(trouble.or_worse(worst)),
             }
         }
         Err(worst.unwrap_or_else(|| Trouble::silent("no gateway is known")))

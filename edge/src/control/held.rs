@@ -9,7 +9,10 @@ use rustls_pki_types::CertificateDer;
 use std::{
     io,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
 };
 use tokio::{sync::watch, task::spawn_blocking};
 
@@ -21,6 +24,8 @@ pub(crate) struct Held(Arc<Inner>);
 struct Inner {
     store: Store,
     current: Mutex<EdgeIdentity>,
+    /// Whether another process has the data directory: it is not written any more.
+    released: AtomicBool,
     /// Held while the disk is written, by threads that may block.
     changing: Mutex<()>,
 }
@@ -41,6 +46,7 @@ impl Held {
         Self(Arc::new(Inner {
             store,
             current: Mutex::new(identity),
+            released: AtomicBool::new(false),
             changing: Mutex::default(),
         }))
     }
@@ -48,6 +54,11 @@ impl Held {
     /// The identity as it is now.
     pub(crate) fn identity(&self) -> EdgeIdentity {
         locked(&self.0.current).clone()
+    }
+
+    /// Leaves the data directory to another process: what changes from now on is kept in memory only.
+    pub(crate) fn release(&self) {
+        self.0.released.store(true, Relaxed);
     }
 
     /// Where it is kept.
@@ -69,7 +80,8 @@ impl Held {
             let mut next = held.identity();
             change(&mut next);
             // Of an identity that another system keeps only the gateways are kept here.
-            if !next.given || next.gateways != held.identity().gateways {
+            let is_kept = !next.given || next.gateways != held.identity().gateways;
+            if is_kept && !held.0.released.load(Relaxed) {
                 held.0.store.save_edge(&next)?;
             }
             *locked(&held.0.current) = next;
@@ -91,6 +103,9 @@ impl Held {
         let held = self.clone();
         let replaced = spawn_blocking(move || {
             let _changing = locked(&held.0.changing);
+            if held.0.released.load(Relaxed) {
+                return Ok(None);
+            }
             let kept = held.0.store.replace_edge(&next, token.as_deref())?;
             *locked(&held.0.current) = next;
             Ok(kept)

@@ -27,6 +27,7 @@ use arc_swap::ArcSwap;
 use causeway_tunnel::{backoff::Backoff, hello::Listed, server::Asked, unread::Pressure};
 use futures_util::future::BoxFuture;
 pub(crate) use reached::Reached;
+pub(crate) use session::NewestSessions;
 use slots::Slots;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio::sync::{Semaphore, watch};
@@ -52,6 +53,8 @@ pub(crate) struct Links {
     pub(crate) gateways: Gateways,
     /// Which gateways are reached, where all of them are.
     pub(crate) reached: Reached,
+    /// The newest session of each slot at each gateway.
+    pub(crate) newest: NewestSessions,
     pub(crate) serve: Serve,
     pub(crate) list: List,
     /// What hears with whom this node reads, where it does.
@@ -100,7 +103,10 @@ impl Links {
     pub(crate) async fn run(self: Arc<Self>, changes: Changes) {
         let stop = self.stop.clone();
         match self.config.tunnels.gateways {
-            AtGateways::One => Slots::anywhere(self).run(None, &stop, changes).await,
+            AtGateways::One => {
+                let leaving = Slots::anywhere(self).run(None, &stop, changes).await;
+                leaving.end(&stop).await;
+            }
             AtGateways::Every => Box::pin(every::run(self, changes)).await,
         }
     }

@@ -1,7 +1,7 @@
 //! Reading, as a part of an edge: its listeners are taken with the admin listener's, it begins with the tunnels, and when these
 //! are gone it leaves on the disk what it knows.
 
-use super::{Error, reload::Parts};
+use super::{Error, LOOK, reload::Parts};
 use crate::{
     config::Config,
     control::{
@@ -16,8 +16,13 @@ use std::{
     io,
     net::{SocketAddr, TcpListener},
     sync::Arc,
+    time::Duration,
 };
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+
+/// How long addresses that are in use are asked for.
+const GIVEN_UP: Duration = Duration::from_secs(2);
 
 /// Where this node's programs, and its neighbours, read.
 pub(super) struct Listeners {
@@ -113,6 +118,26 @@ pub(super) fn begin(
 pub(super) async fn end(last: Option<Last>) {
     if let Some(last) = last {
         last.end().await;
+    }
+}
+
+/// Takes the addresses of all listeners. Those that are in use are asked for again for a moment: a process before this one may
+/// be about to give them up.
+pub(super) async fn bind_all(config: &Config) -> Result<(TcpListener, Option<Listeners>), Error> {
+    let bind_once = || {
+        let admin = bind(config.admin.listen, "admin.listen")?;
+        Ok((admin, Listeners::bind(config)?))
+    };
+    let deadline = Instant::now() + GIVEN_UP;
+    loop {
+        match bind_once() {
+            Err(Error::Bind { source, .. })
+                if source.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline =>
+            {
+                sleep(LOOK).await;
+            }
+            bound => return bound,
+        }
     }
 }
 

@@ -3,8 +3,10 @@
 //! 1. The gateway says that it is not ready, so that nobody sends it new callers.
 //! 2. Each tunnel is told, spread over a short span: a fleet that dials anew at once is a storm. An edge that
 //!    has gone elsewhere says so (`control::admit` then drains its tunnel). Fronts stay open meanwhile.
-//! 3. The fronts close, and whoever has come already is served. Then a tunnel that is still here gets no new streams.
-//! 4. Open streams get the time that is left; then all tunnels are closed.
+//! 3. Edges that are still here have nowhere else to go. While any stream lasts, fronts stay open for them: the process that
+//!    follows this one is not there yet, and would be of no use without the port.
+//! 4. The fronts close, and whoever has come already is served. Then a tunnel that is still here gets no new streams.
+//! 5. Open streams get the time that is left; then all tunnels are closed.
 //!
 //! A caller that is refused here therefore finds the edge at another gateway, if there is one.
 
@@ -30,11 +32,10 @@ const SPREAD: Duration = Duration::from_secs(3);
 const LAME_DUCK: Duration = Duration::from_secs(3);
 /// How long whoever came before the fronts closed may take to say what they want, or half of the grace.
 const LATE: Duration = Duration::from_secs(1);
+/// A stream lasts from this age on, or from an eighth of the grace: short requests end within it.
+const SETTLE: Duration = Duration::from_secs(1);
 /// How often is looked whether what was waited for has come.
 const LOOK: Duration = Duration::from_millis(100);
-/// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
-
 const STARTING: u8 = 0;
 const READY: u8 = 1;
 const DRAINING: u8 = 2;
@@ -121,6 +122,8 @@ pub async fn drain(
 ) {
     readiness.drains();
     metrics.drains();
+    // An edge that is away does not come back here.
+    registry.close();
     let begin = Instant::now();
     let end = begin + grace;
     let going = async {
@@ -133,6 +136,7 @@ pub async fn drain(
         .await;
     };
     tokio::join!(going, sleep(LAME_DUCK.min(grace / 4)));
+    let end = serve_on(registry, end, grace).await;
     fronts.close.cancel();
     // Some are in the system's queue, and in no count before this.
     sleep(LOOK.min(grace / 4)).await;
@@ -141,14 +145,48 @@ pub async fn drain(
     for (_, edge) in registry.all() {
         edge.admitted.tunnel.drain();
     }
-    until(end, || registry.all().iter().all(|(_, edge)| is_idle(edge))).await;
+    until(end, || {
+        registry.all().iter().all(|(_, edge)| edge.streams() == 0)
+    })
+    .await;
     let left = registry.all();
-    let streams: usize = left.iter().map(|(_, edge)| open(edge)).sum();
+    let streams: usize = left.iter().map(|(_, edge)| edge.streams()).sum();
     if streams > 0 {
         tracing::warn!(streams, "the drain time is over: open streams are ended");
     }
     for (_, edge) in left {
         edge.admitted.tunnel.close();
+    }
+}
+
+/// Waits while edges are here that have not left, and streams last. Returns when the streams that are open then are ended:
+/// where edges stay nobody serves them in the meantime.
+async fn serve_on(registry: &Registry, end: Instant, grace: Duration) -> Instant {
+    let settle = SETTLE.min(grace / 8);
+    let last = end - LATE.min(grace / 8);
+    let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
+    if tunnels().all(|edge| edge.is_leaving()) {
+        return end;
+    }
+    for edge in tunnels() {
+        // What rests between two requests is no stream that lasts.
+        edge.admitted.tunnel.leave();
+    }
+    tracing::info!("edges have nowhere else to go: listeners stay open while streams last");
+    // Every tunnel is asked each time.
+    let lasts = || {
+        let lasting = tunnels().filter(|edge| !edge.admitted.tunnel.load().turn_over());
+        lasting.count() > 0
+    };
+    lasts();
+    loop {
+        sleep_until(last.min(Instant::now() + settle)).await;
+        if !lasts() {
+            return end.min(Instant::now() + LATE + settle);
+        }
+        if Instant::now() >= last {
+            return end;
+        }
     }
 }
 
@@ -184,20 +222,7 @@ async fn until(end: Instant, done: impl Fn() -> bool) {
 }
 
 fn is_leaving(edge: &Edge) -> bool {
-    edge.admitted.tunnel.is_draining() || !edge.admitted.welcome.elsewhere
-}
-
-fn is_idle(edge: &Edge) -> bool {
-    open(edge) == 0
-}
-
-/// Callers' streams on a tunnel.
-fn open(edge: &Edge) -> usize {
-    edge.admitted
-        .tunnel
-        .load()
-        .streams()
-        .saturating_sub(CONTROL)
+    edge.is_leaving() || !edge.admitted.welcome.elsewhere
 }
 
 #[cfg(test)]

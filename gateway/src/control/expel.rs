@@ -134,8 +134,8 @@ impl Roll {
         Ok(gone)
     }
 
-    /// Tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel from which another has taken over gets no new streams: it
-    /// keeps what it has where its root was retired and its process has come by one that is trusted.
+    /// Returns the tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel whose
+    /// root was retired keeps its streams, and gets no new ones, where its process has another one by a trusted root.
     fn leaving(&self) -> Vec<(NodeName, Edge, String)> {
         let (nodes, tls) = (self.nodes.reader(), self.tls.load());
         if let Some(reading) = &self.reading {
@@ -153,15 +153,19 @@ impl Roll {
         let judged: Vec<_> = judged.collect();
         let standing = judged
             .iter()
-            .filter(|(_, edge, gone)| !edge.is_taken_over() && gone.is_none());
+            .filter(|(_, edge, gone)| !edge.is_leaving() && gone.is_none());
         let standing: BTreeSet<_> = standing
             .map(|(node, edge, _)| process(node, edge))
             .collect();
         let unwelcome = |(node, edge, gone): (NodeName, Edge, Option<String>)| {
-            let spared = edge.is_taken_over() && standing.contains(&process(&node, &edge));
-            let why = unwelcome(&nodes, &node, &edge.admitted.certificate)
-                .or_else(|| gone.filter(|_| !spared))?;
-            Some((node, edge, why))
+            let why = unwelcome(&nodes, &node, &edge.admitted.certificate);
+            if why.is_none() && gone.is_some() && standing.contains(&process(&node, &edge)) {
+                edge.admitted.tunnel.drain();
+                self.registry.leaves(&node, edge.id);
+                edge.admitted.taken_over.cancel();
+                return None;
+            }
+            Some((node, edge, why.or(gone)?))
         };
         judged.into_iter().filter_map(unwelcome).collect()
     }

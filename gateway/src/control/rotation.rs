@@ -66,7 +66,7 @@ pub(crate) fn missing(
 pub(crate) fn tell(ca: &Ca, registry: &Registry) {
     let tunnels = registry.connected();
     announce(registry, |edge| {
-        let current = !edge.is_taken_over();
+        let current = !edge.is_leaving();
         let missing = current.then(|| missing(ca, &edge.admitted, || tunnels));
         missing.unwrap_or_default()
     });
@@ -97,7 +97,7 @@ pub(super) fn progress(ca: &LiveCa, registry: &Registry) -> Progress {
     let ca = ca.get();
     let edges = registry.all();
     // Certificates of another system are none of this CA's.
-    let counts = |edge: &Edge| !edge.is_taken_over() && edge.admitted.certificate.given.is_none();
+    let counts = |edge: &Edge| !edge.is_leaving() && edge.admitted.certificate.given.is_none();
     let current = || edges.iter().filter(|(_, edge)| counts(edge));
     let those = |is: &dyn Fn(&Edge) -> bool| {
         let found = current().filter(|(_, edge)| is(edge));

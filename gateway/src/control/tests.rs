@@ -110,6 +110,11 @@ impl FakeEdge {
         timeout(LONG, self.control.hear()).await.unwrap().unwrap()
     }
 
+    /// Whether the gateway has hung up.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.over.try_recv().is_ok() || self.over.is_terminated()
+    }
+
     /// Waits until the gateway has hung up.
     pub(crate) async fn ended(self) -> Ended {
         timeout(LONG, self.over).await.unwrap().unwrap()

@@ -153,7 +153,7 @@ async fn begin(
         path: "",
     };
     proxy.authorize(&ask, record).await?;
-    let picked = proxy.pick(&route)?;
+    let picked = proxy.pick(&route).await?;
     record.permit(shared.limits.admit(&caller.open, &picked.streams)?);
     record.tunnel(picked.id);
     open(Way {

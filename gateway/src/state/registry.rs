@@ -3,10 +3,11 @@
 //! Owns the only map from node name to live tunnels, and the choice among them.
 //! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
 //! The newest registration wins; removal compares generations, so the teardown
-//! of a half-dead tunnel cannot unregister its successor. A tunnel from which
-//! another has taken over stays on the list until its streams have ended, and is
-//! not chosen any more. It has a shard for each core: a request takes no lock that
-//! another core's requests hold.
+//! of a half-dead tunnel cannot unregister its successor. A tunnel that leaves (another
+//! one has taken over, or its edge has announced it) stays on the list until its streams
+//! have ended, whatever is registered beside it. Only a tunnel that its own process has
+//! given up is closed. The registry has a shard for each core: a request takes no lock
+//! that another core's requests hold.
 
 use crate::core::{CoreId, Cores};
 use arc_swap::ArcSwapOption;
@@ -21,13 +22,17 @@ use rustls::pki_types::CertificateDer;
 use std::{
     collections::{HashMap, VecDeque},
     net::SocketAddr,
+    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::{Notify, Semaphore, mpsc},
+    time::{Instant, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 /// The identity of one tunnel in this process; higher is newer.
@@ -49,7 +54,7 @@ pub struct Admitted {
     pub roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     /// Lines for the tunnel's control stream. Boxed: a channel has room for 32 of them from the start.
     pub control: mpsc::Sender<Box<ToEdge>>,
-    /// Cancelled when another tunnel of the same process has taken over: this one goes with its last stream.
+    /// Cancelled when another tunnel has taken over: this one closes with its last stream.
     pub taken_over: CancellationToken,
 }
 
@@ -77,14 +82,21 @@ pub struct Edge {
     pub admitted: Admitted,
     /// When it was registered.
     pub since: SystemTime,
-    /// Another tunnel has taken over from it.
-    taken_over: bool,
+    /// It closes with its last stream.
+    leaving: bool,
 }
 
 impl Edge {
-    /// Whether another tunnel of the same process has taken over from it.
-    pub fn is_taken_over(&self) -> bool {
-        self.taken_over
+    /// Whether the tunnel closes with its last stream: another one has taken over, or its edge has announced it. It gets a
+    /// new stream only if the edge stops and the node has no other tunnel.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving
+    }
+
+    /// Returns the number of clients' streams that are open on the tunnel.
+    pub fn streams(&self) -> usize {
+        let streams = self.admitted.tunnel.load().streams();
+        streams.saturating_sub(CONTROL)
     }
 }
 
@@ -135,7 +147,7 @@ pub struct Replaced {
 /// What becomes of a tunnel that a registration replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Another process took the node over.
+    /// Another process took the node over: it is told so, and its streams go on until they end.
     Superseded,
     /// Its own process dialled anew, and has given this one up.
     Lost,
@@ -151,14 +163,21 @@ struct Held {
     last: Option<(SystemTime, SocketAddr)>,
     streams: Arc<AtomicUsize>,
     siblings: Arc<Siblings>,
+    /// Wakes requests that wait for a tunnel of this node.
+    arrival: Option<Arc<Notify>>,
 }
+
+/// Requests that wait for tunnels at most. Further ones are refused at once.
+const MOST_WAITING: usize = 4096;
+
+/// Every tunnel has its control stream open.
+const CONTROL: usize = 1;
+
+/// Leaving tunnels of a node without streams that wait for their end; the oldest beyond these is closed.
+const MOST_IDLE: usize = 16;
 
 /// Replaced instances of a node that are remembered: two of them, or three, are an accident.
 const REMEMBERED: usize = 16;
-
-/// Tunnels of a node from which others have taken over and that still have streams; the oldest beyond these is closed.
-/// A certificate of a week is renewed ten weeks before that becomes of a stream.
-const MOST_TAKEN_OVER: usize = 16;
 
 type Shard = Mutex<HashMap<NodeName, Held>>;
 
@@ -168,6 +187,10 @@ pub struct Registry {
     shards: Arc<[Shard]>,
     cores: Cores,
     next: Arc<AtomicU64>,
+    began: Instant,
+    waiting: Arc<Semaphore>,
+    /// No tunnel is waited for any more.
+    closed: CancellationToken,
 }
 
 /// A choice for one request.
@@ -188,6 +211,9 @@ impl Registry {
             shards: cores.all().map(|_| Shard::default()).collect(),
             cores: cores.clone(),
             next: Arc::new(AtomicU64::new(1)),
+            began: Instant::now(),
+            waiting: Arc::new(Semaphore::new(MOST_WAITING)),
+            closed: CancellationToken::new(),
         }
     }
 
@@ -212,37 +238,39 @@ impl Registry {
         let successor = held
             .tunnels
             .iter()
-            .find(|edge| edge.admitted.welcome.instance != instance);
-        match successor {
-            Some(edge) if held.superseded.contains(&instance) => {
-                return Err(Unregistered::Superseded {
-                    by: edge.admitted.welcome.instance.clone(),
-                    from: edge.admitted.from,
-                });
-            }
-            Some(edge) => {
-                let old = edge.admitted.welcome.instance.clone();
-                held.superseded.push_back(old);
-                if held.superseded.len() > REMEMBERED {
-                    held.superseded.pop_front();
-                }
-            }
-            None if held.tunnels.is_empty() => held.superseded.clear(),
-            None => {}
+            .find(|edge| !edge.leaving && edge.admitted.welcome.instance != instance);
+        if let Some(edge) = successor.filter(|_| held.superseded.contains(&instance)) {
+            return Err(Unregistered::Superseded {
+                by: edge.admitted.welcome.instance.clone(),
+                from: edge.admitted.from,
+            });
         }
         let slot = admitted.welcome.slot;
         if held.others(&instance, slot) >= MOST_TUNNELS {
             return Err(Unregistered::Full);
         }
+        held.supersede_others(&instance);
         let replaced = held.make_room(&admitted.welcome);
         let id = TunnelId(self.next.fetch_add(1, Relaxed));
         held.tunnels.push(Edge {
             id,
             admitted,
             since: SystemTime::now(),
-            taken_over: false,
+            leaving: false,
         });
+        if let Some(arrival) = held.arrival.take() {
+            arrival.notify_waiters();
+        }
         Ok((id, replaced))
+    }
+
+    /// Notes that a tunnel's edge has announced that it leaves.
+    pub fn leaves(&self, node: &NodeName, id: TunnelId) {
+        let mut shard = self.shard(node);
+        let tunnels = shard.get_mut(node).map(|held| &mut held.tunnels);
+        if let Some(edge) = tunnels.into_iter().flatten().find(|edge| edge.id == id) {
+            edge.leaving = true;
+        }
     }
 
     /// Removes a tunnel, if it is still the one that is registered. True if it was.
@@ -262,7 +290,7 @@ impl Registry {
         true
     }
 
-    /// Chooses a tunnel for a new stream: open, not bulky, fewest streams.
+    /// Chooses a tunnel for a new stream: open, not leaving, not bulky, fewest streams.
     ///
     /// # Errors
     /// Why there is none.
@@ -276,7 +304,7 @@ impl Registry {
             .filter(|edge| edge.admitted.tunnel.is_open())
             .min_by_key(|edge| {
                 let load = edge.admitted.tunnel.load();
-                (load.is_bulky(now), load.streams())
+                (edge.leaving, load.is_bulky(now), load.streams())
             });
         match best {
             Some(edge) => Ok(Picked {
@@ -286,6 +314,56 @@ impl Registry {
             }),
             None => Err(held.away()),
         }
+    }
+
+    /// Chooses a tunnel as [`Registry::pick`] does. A node that had a tunnel less than `bound` ago is waited for until `bound`
+    /// is over, and so is any node as long ago as this gateway started: its edge is probably dialling.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub async fn pick_within(&self, node: &NodeName, bound: Duration) -> Result<Picked, Away> {
+        let away = match self.pick(node) {
+            Err(away) if !self.closed.is_cancelled() => away,
+            picked => return picked,
+        };
+        let since = match away {
+            Away::Last { seen, .. } => seen.elapsed().unwrap_or_default().min(self.began.elapsed()),
+            Away::Never => self.began.elapsed(),
+            Away::Draining => Duration::ZERO,
+            Away::Suspect { .. } => return Err(away),
+        };
+        let left = bound.saturating_sub(since);
+        let Ok(_place) = self.waiting.try_acquire() else {
+            return Err(away);
+        };
+        let come = self.closed.run_until_cancelled(self.arrival(node));
+        match timeout(left, come).await {
+            Ok(Some(picked)) => Ok(picked),
+            _ => self.pick(node),
+        }
+    }
+
+    /// Waits until the node has a tunnel that can be chosen.
+    async fn arrival(&self, node: &NodeName) -> Picked {
+        loop {
+            let arrival = {
+                let mut shard = self.shard(node);
+                let held = shard.entry(node.clone()).or_default();
+                held.arrival.get_or_insert_default().clone()
+            };
+            let mut arrived = pin!(arrival.notified());
+            // What arrives before the look below is noticed as well.
+            arrived.as_mut().enable();
+            if let Ok(picked) = self.pick(node) {
+                return picked;
+            }
+            arrived.await;
+        }
+    }
+
+    /// Lets no request wait for a tunnel any more: this gateway drains.
+    pub fn close(&self) {
+        self.closed.cancel();
     }
 
     /// Whether any tunnel of this node is registered.
@@ -340,38 +418,58 @@ impl Registry {
 }
 
 impl Held {
-    /// Puts the tunnels that a new one replaces out of use.
+    /// Remembers the other processes of this node, which must not take it back while their successor lives.
+    fn supersede_others(&mut self, instance: &str) {
+        let others = self.tunnels.iter().map(|edge| &edge.admitted.welcome);
+        for other in others.filter(|other| other.instance != instance) {
+            if !self.superseded.contains(&other.instance) {
+                self.superseded.push_back(other.instance.clone());
+            }
+        }
+        self.superseded.retain(|known| known != instance);
+        let beyond = self.superseded.len().saturating_sub(REMEMBERED);
+        self.superseded.drain(..beyond);
+    }
+
+    /// Puts the tunnels that a new one replaces out of use. Each keeps its streams, unless its own process has given it up.
+    /// A process that dials without end leaves no more idle tunnels than [`MOST_IDLE`].
     fn make_room(&mut self, new: &Welcome) -> Vec<Replaced> {
         let (mut replaced, mut kept) = (Vec::new(), Vec::new());
         for mut edge in std::mem::take(&mut self.tunnels) {
             let old = &edge.admitted.welcome;
-            let fate = if old.instance != new.instance {
-                Fate::Superseded
-            } else if edge.taken_over || old.slot != new.slot {
-                kept.push(edge);
-                continue;
+            let fate = if edge.leaving {
+                None
+            } else if old.instance != new.instance {
+                Some(Fate::Superseded)
+            } else if old.slot != new.slot {
+                None
             } else if new.takes_over {
-                edge.taken_over = true;
-                // At once: whoever chooses after this chooses the new one.
-                edge.admitted.tunnel.drain();
-                kept.push(edge.clone());
-                Fate::TakenOver
+                Some(Fate::TakenOver)
             } else {
-                Fate::Lost
+                Some(Fate::Lost)
             };
-            replaced.push(Replaced { edge, fate });
-        }
-        let mut beyond = kept.iter().filter(|edge| edge.taken_over).count();
-        beyond = beyond.saturating_sub(MOST_TAKEN_OVER);
-        kept.retain(|edge| {
-            let closes = edge.taken_over && beyond > 0;
-            if closes {
-                beyond -= 1;
-                let (edge, fate) = (edge.clone(), Fate::Lost);
+            if let Some(fate) = fate {
+                // At once: from here on the new one is selected.
+                edge.leaving = true;
+                edge.admitted.tunnel.drain();
+                let edge = edge.clone();
                 replaced.push(Replaced { edge, fate });
             }
-            !closes
-        });
+            if fate != Some(Fate::Lost) {
+                kept.push(edge);
+            }
+        }
+        let is_idle = |edge: &Edge| edge.leaving && edge.streams() == 0;
+        let mut beyond = kept.iter().filter(|edge| is_idle(edge)).count();
+        beyond = beyond.saturating_sub(MOST_IDLE);
+        for edge in kept.extract_if(.., |edge| {
+            let closes = beyond > 0 && is_idle(edge);
+            beyond -= usize::from(closes);
+            closes
+        }) {
+            let fate = Fate::Lost;
+            replaced.push(Replaced { edge, fate });
+        }
         self.tunnels = kept;
         replaced
     }
@@ -380,7 +478,7 @@ impl Held {
     fn others(&self, instance: &str, slot: u32) -> u32 {
         let others = self.tunnels.iter().filter(|edge| {
             let welcome = &edge.admitted.welcome;
-            welcome.instance == instance && welcome.slot != slot && !edge.taken_over
+            welcome.instance == instance && welcome.slot != slot && !edge.leaving
         });
         u32::try_from(others.count()).unwrap_or(u32::MAX)
     }

@@ -165,7 +165,7 @@ impl Edge {
         };
         let opened = timeout(PATIENCE, opening).await;
         let opened = opened.expect("the edge joins or is refused")?;
-        let bound = opened.rejoin(self.rejoin).bind()?;
+        let bound = opened.rejoin(self.rejoin).bind().await?;
         let reader = bound.reader();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));

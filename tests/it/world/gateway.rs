@@ -92,6 +92,8 @@ impl Build {
         config.timeouts.drain = DRAIN;
         // Other tests fill the same kernel's buffers.
         config.limits.tcp_memory = usize::MAX;
+        // Tests of errors want them at once.
+        config.timeouts.reconnect = Duration::ZERO;
         let log = Log::default();
         Self {
             config,

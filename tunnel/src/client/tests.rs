@@ -434,6 +434,7 @@ async fn the_control_stream_speaks_both_ways() {
             let leave = ToGateway::Leave {
                 detail: "bye".into(),
                 until_idle: false,
+                serves: false,
             };
             control.tell(&leave).await.unwrap();
             let end = control.hear::<ToEdge>().await;
@@ -449,6 +450,7 @@ async fn the_control_stream_speaks_both_ways() {
         ToGateway::Leave {
             detail: "bye".into(),
             until_idle: false,
+            serves: false,
         }
     );
     control.close();

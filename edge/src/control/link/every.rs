@@ -53,8 +53,8 @@ pub(super) async fn run(links: Arc<Links>, changes: Changes) {
         every.run(changes.clone()),
         seeker.run(changes.clone(), &tasks)
     );
-    // Each place waits for its slots, and then for what is open.
-    let grace = 2 * (links.config.timeouts.drain + LEAVING) + LEAVING;
+    // Each place waits for its slots, and then for open streams.
+    let grace = links.config.timeouts.drain + 3 * LEAVING;
     tasks.drain(grace).await;
 }
 
@@ -160,8 +160,10 @@ impl Every<'_> {
         let span = info_span!("gateway", %place);
         let slots = Slots::at(self.links.clone(), place, is_wanted);
         self.tasks.spawn(span, async move {
-            slots.run(None, &stop, changes).await;
+            let leaving = slots.run(None, &stop, changes).await;
+            // The place may be dialled anew meanwhile.
             drop(ended);
+            leaving.end(&stop).await;
         });
         Kept { wanted, over }
     }

@@ -23,6 +23,8 @@ use tracing::{debug, info};
 /// What a tunnel has once it is registered.
 pub(super) struct Greeted {
     pub(super) control: Control,
+    /// Identifies the gateway's process.
+    pub(super) gateway: String,
     /// Where all gateways are reached.
     pub(super) claim: Option<Claim>,
     /// What its gateway tells of the node's pool, where this node reads.
@@ -84,7 +86,7 @@ impl Greeting {
         &mut self,
         links: &Links,
         party: Party,
-        (slot, takes_over): (u32, bool),
+        (slot, keeps): (u32, bool),
     ) -> Result<Greeted, Missed> {
         let mut control = self.control().await?;
         let hello = match self.drive(control.hear()).await? {
@@ -92,14 +94,15 @@ impl Greeting {
             other => return Err(unexpected(&other).into()),
         };
         check(&hello, links)?;
-        let claim = claim(links, &hello, (party, slot > 0 || takes_over))?;
+        let claim = claim(links, &hello, (party, slot > 0 || keeps))?;
         info!(
             gateway = hello.gateway,
             version = hello.version,
             "the gateway said hello"
         );
         let welcome = ToGateway::Welcome(Welcome {
-            takes_over,
+            // Whichever way the earlier session of this slot ends, this one must not end its streams.
+            takes_over: links.newest.stands(process(&hello), slot),
             ..welcome(links, slot, &hello.gateways)
         });
         self.drive(control.tell(&welcome)).await?;
@@ -117,9 +120,11 @@ impl Greeting {
         }
         let told = links.members.as_ref();
         let voice = told.map(|told| told.voice(process(&hello)));
+        let gateway = process(&hello).to_owned();
         links.gateways.learn(hello.gateways).await;
         Ok(Greeted {
             control,
+            gateway,
             claim,
             voice,
         })

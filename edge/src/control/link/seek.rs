@@ -95,7 +95,8 @@ impl Seeker {
                 Ok(session) => {
                     let (stop, changes) = (links.stop.clone(), changes.clone());
                     tasks.spawn(info_span!("gateway", %place), async move {
-                        slots.run(Some(session), &stop, changes).await;
+                        let leaving = slots.run(Some(session), &stop, changes).await;
+                        leaving.end(&stop).await;
                     });
                     backoff.reset();
                     tries.found();

@@ -2,7 +2,8 @@
 //!
 //! The tunnel's connection moves only while this polls it, so everything here happens in one loop. Streams are
 //! tasks of the session: when the tunnel is lost each ends by itself, and passes the reset on to its app.
-//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11).
+//! To leave: say so, serve what is open, let the gateway close; the edge initiates no GOAWAY (design trap 11). An edge that
+//! stops while streams are open still serves new ones that have no other way to the node.
 
 use super::{
     super::{
@@ -19,8 +20,8 @@ use super::{
 };
 use crate::{metrics::Standing, state::Row};
 use causeway_tunnel::{
-    Ended, Refusal,
-    hello::{Control, ControlError, ToEdge, ToGateway},
+    Refusal,
+    hello::{Control, ControlError, Dismissal, ToEdge, ToGateway},
     load::Load,
     server::{self, Asked, Incoming, Server, Settings},
     socket::Counted,
@@ -28,14 +29,19 @@ use causeway_tunnel::{
     task::Tasks,
 };
 use rustls_pki_types::CertificateDer;
-use std::{net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 use tokio::{
     net::TcpStream,
     sync::oneshot,
     time::{Instant, interval, timeout},
 };
 use tokio_rustls::client::TlsStream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span};
 
 /// How long streams get to pass the loss of their tunnel on to their apps.
@@ -45,6 +51,9 @@ const LOSS: Duration = Duration::from_secs(5);
 const LINGER: Duration = Duration::from_secs(1);
 /// How often a leaving tunnel looks whether its streams are over.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// A stopping edge serves new streams while one is older than this; short requests end within it.
+const SETTLE: Duration = Duration::from_secs(1);
 
 pub(super) type Io = Tap<TlsStream<Counted<TcpStream>>, Fault>;
 
@@ -65,10 +74,34 @@ pub(super) struct Session {
     links: Arc<Links>,
     row: Row,
     _standing: Standing,
+    /// Says until when it counts among the newest sessions.
+    newest: Option<DropGuard>,
     /// Where all gateways are reached.
     claim: Option<Claim>,
     /// What its gateway tells of the node's pool, until it drains.
     voice: Option<Voice>,
+}
+
+/// The newest session of each slot at each gateway process, for as long as its tunnel stands.
+#[derive(Debug, Default)]
+pub(crate) struct NewestSessions(Mutex<HashMap<(String, u32), CancellationToken>>);
+
+impl NewestSessions {
+    /// Whether the newest session of this slot at this gateway process still has its tunnel.
+    pub(super) fn stands(&self, gateway: &str, slot: u32) -> bool {
+        let sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = sessions.get(&(gateway.to_owned(), slot));
+        session.is_some_and(|over| !over.is_cancelled())
+    }
+
+    /// Enters a session, which counts until the returned guard is dropped.
+    fn enter(&self, gateway: String, slot: u32) -> DropGuard {
+        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|_, over| !over.is_cancelled());
+        let over = CancellationToken::new();
+        sessions.insert((gateway, slot), over.clone());
+        over.drop_guard()
+    }
 }
 
 /// A tunnel that is served by a task of its own.
@@ -89,12 +122,28 @@ pub(super) fn leave(served: Option<Served>) {
     }
 }
 
+/// Stage of a tunnel's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Standing,
+    /// The edge stops, and serves what has no other way to its node.
+    Serving {
+        until: Instant,
+        /// When it is looked next whether a stream lasts.
+        next: Instant,
+    },
+    /// It ends when it has had no stream for a while.
+    Leaving {
+        quiet: Instant,
+    },
+}
+
 /// Whose tunnel it is.
 pub(super) struct Whose {
     pub(super) party: Party,
     pub(super) slot: u32,
-    /// The slot's tunnel before this one lives.
-    pub(super) takes_over: bool,
+    /// It belongs to a tunnel that stands: no other gateway than that one's will do.
+    pub(super) keeps: bool,
     /// Which slots move bulk.
     pub(super) bulk: Arc<Bulk>,
 }
@@ -148,7 +197,7 @@ impl Session {
                 fault: fault.clone(),
             };
             let greeted = greeting
-                .greet(links, whose.party, (slot, whose.takes_over))
+                .greet(links, whose.party, (slot, whose.keeps))
                 .await?;
             Ok((greeting, greeted))
         };
@@ -169,6 +218,7 @@ impl Session {
             fault: greeting.fault,
             load,
             bulk: whose.bulk,
+            newest: Some(links.newest.enter(greeted.gateway, slot)),
             links: links.clone(),
             _standing: links.metrics.standing(),
             claim: greeted.claim,
@@ -200,7 +250,7 @@ impl Session {
             "tunnel ended"
         );
         // Whoever hears that it is over dials anew, and may have this gateway again.
-        drop((self.claim.take(), self.voice.take()));
+        drop((self.claim.take(), self.voice.take(), self.newest.take()));
         let Self { server, row, .. } = self;
         // Whether another tunnel stands decides about the identity that was refused here.
         drop(row);
@@ -219,7 +269,7 @@ impl Session {
         streams: &Tasks,
     ) -> Trouble {
         let mut look = interval(LOOK);
-        let (mut heard, mut leaving) = (true, None);
+        let (mut heard, mut phase) = (true, Phase::Standing);
         loop {
             tokio::select! {
                 next = self.server.next() => match next {
@@ -227,11 +277,20 @@ impl Session {
                     Ok(Incoming::Control(_)) => debug!("a second control stream was opened"),
                     Err(ended) => return self.fault.trouble(&ended),
                 },
-                line = self.control.hear(), if heard => {
-                    if let Some(answer) = self.answer(&line).await {
-                        if let Err(ended) = self.tell(answer, streams).await {
-                            return self.fault.trouble(&ended);
+                line = self.control.exchange(), if heard => {
+                    let Some(line) = line.transpose() else { continue };
+                    if let Ok(line @ ToEdge::Dismiss { why: Dismissal::Superseded, .. }) = &line {
+                        // Another process of this node gets the new streams; the open ones go on until they end.
+                        self.leaves();
+                        phase = Phase::Leaving { quiet: Instant::now() };
+                        if let Some(told) = told.take() {
+                            // A slot that stopped does not listen.
+                            let _ = told.send(Finish::Ended(unexpected(line)));
                         }
+                        continue;
+                    }
+                    if let Some(answer) = self.answer(&line).await {
+                        self.tell(&answer);
                         continue;
                     }
                     match self.hear(line, told).await {
@@ -240,31 +299,69 @@ impl Session {
                     }
                 }
                 // What leaves takes no new streams that bulk could hold up.
-                () = self.load.bulk(), if leaving.is_none() => self.bulk.mark(self.slot),
-                () = leave.cancelled(), if leaving.is_none() => {
-                    self.row.leaves();
-                    leaving = Some(Instant::now());
-                    let leave = ToGateway::Leave {
-                        detail: "this edge leaves".into(),
-                        until_idle: !self.links.stop.is_cancelled(),
-                    };
-                    if let Err(ended) = self.tell(leave, streams).await {
-                        return self.fault.trouble(&ended);
-                    }
+                () = self.load.bulk(), if phase == Phase::Standing => self.bulk.mark(self.slot),
+                () = leave.cancelled(), if phase == Phase::Standing => {
+                    self.leaves();
+                    phase = self.leave();
                 }
-                _ = look.tick(), if leaving.is_some() => {
-                    if !streams.is_empty() {
-                        leaving = Some(Instant::now());
-                    } else if leaving.is_some_and(|quiet: Instant| quiet.elapsed() >= LINGER) {
+                _ = look.tick(), if phase != Phase::Standing => match &mut phase {
+                    Phase::Serving { until, next } => {
+                        let now = Instant::now();
+                        let settled = now >= *next && self.load.turn_over();
+                        if now >= *next {
+                            *next = now + self.settle();
+                        }
+                        if settled || now >= *until {
+                            phase = self.say_leave(false);
+                        }
+                    }
+                    Phase::Leaving { quiet } if !streams.is_empty() => *quiet = Instant::now(),
+                    Phase::Leaving { quiet } if quiet.elapsed() >= LINGER => {
                         return Trouble::silent("this edge left");
                     }
-                }
+                    Phase::Leaving { .. } | Phase::Standing => {}
+                },
             }
         }
     }
 
-    fn take(&self, asked: Asked, streams: &Tasks) {
-        take(&self.links, asked, streams);
+    /// Tells the gateway that this tunnel leaves. While streams of an edge that stops last, it serves new ones as well if the
+    /// gateway has no other tunnel for them.
+    fn leave(&mut self) -> Phase {
+        self.load.turn_over();
+        if !self.links.stop.is_cancelled() || self.load.earlier() == 0 {
+            return self.say_leave(false);
+        }
+        let drain = self.links.config.timeouts.drain;
+        let (now, settle) = (Instant::now(), self.settle());
+        self.say_leave(true);
+        Phase::Serving {
+            until: now + drain.saturating_sub(settle),
+            next: now + settle,
+        }
+    }
+
+    /// Returns the age from which a stream lasts: new streams are given up when none does, and so long before the drain ends.
+    fn settle(&self) -> Duration {
+        SETTLE.min(self.links.config.timeouts.drain / 4)
+    }
+
+    fn say_leave(&mut self, serves: bool) -> Phase {
+        self.tell(&ToGateway::Leave {
+            detail: "this edge leaves".into(),
+            until_idle: !self.links.stop.is_cancelled(),
+            serves,
+        });
+        let quiet = Instant::now();
+        Phase::Leaving { quiet }
+    }
+
+    /// Gives up what only a tunnel has that gets new streams.
+    fn leaves(&mut self) {
+        self.row.leaves();
+        // A gateway that is reached by leaving tunnels alone is dialled like any other.
+        self.claim = None;
+        self.voice = None;
     }
 
     /// What is answered at once.
@@ -325,34 +422,28 @@ impl Session {
         Ok(true)
     }
 
-    /// Says a line, while the tunnel moves.
-    async fn tell(&mut self, message: ToGateway, streams: &Tasks) -> Result<(), Ended> {
-        let mut telling = pin!(self.control.tell(&message));
-        loop {
-            tokio::select! {
-                // A gateway that does not hear it sees the tunnel close.
-                _ = &mut telling => return Ok(()),
-                next = self.server.next() => if let Incoming::Stream(asked) = next? {
-                    take(&self.links, *asked, streams);
-                },
-            }
+    /// Queues a line for the gateway. One that does not hear it sees the tunnel close.
+    fn tell(&mut self, message: &ToGateway) {
+        if let Err(error) = self.control.queue(message) {
+            debug!(%error, "a line for the gateway is lost");
         }
     }
-}
 
-fn take(links: &Links, asked: Asked, streams: &Tasks) {
-    let Ok(place) = links.places.clone().try_acquire_owned() else {
-        let most = links.config.limits.streams;
-        let detail = format!(
-            "{} has {most} streams open, which is its limit (limits.streams)",
-            links.node
-        );
-        return asked.reply.refuse(&Refusal::Busy.because(detail));
-    };
-    let span = info_span!("stream", target = %asked.target);
-    let serving = (links.serve)(asked);
-    streams.spawn(span, async move {
-        serving.await;
-        drop(place);
-    });
+    fn take(&self, asked: Asked, streams: &Tasks) {
+        let links = &self.links;
+        let Ok(place) = links.places.clone().try_acquire_owned() else {
+            let most = links.config.limits.streams;
+            let detail = format!(
+                "{} has {most} streams open, which is its limit (limits.streams)",
+                links.node
+            );
+            return asked.reply.refuse(&Refusal::Busy.because(detail));
+        };
+        let span = info_span!("stream", target = %asked.target);
+        let serving = (links.serve)(asked);
+        streams.spawn(span, async move {
+            serving.await;
+            drop(place);
+        });
+    }
 }

@@ -19,7 +19,7 @@ use super::{
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use crate::state::ANY;
 use causeway_tunnel::{backoff::Backoff, task::Tasks};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
     time::sleep,
@@ -39,6 +39,33 @@ pub(super) struct Slots {
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
 pub(super) type Begun = (Session, watch::Receiver<()>);
+
+/// Tunnels that have been told to leave.
+pub(super) struct Leaving {
+    sessions: Arc<Tasks>,
+    /// What their streams get from the edge's stop on.
+    grace: Duration,
+}
+
+impl Leaving {
+    /// Waits until their streams have ended: without a bound, until the edge stops.
+    pub(super) async fn end(self, stop: &CancellationToken) {
+        if stop
+            .run_until_cancelled(self.sessions.idle())
+            .await
+            .is_some()
+        {
+            return;
+        }
+        let left = self.sessions.drain(self.grace).await;
+        if left > 0 {
+            info!(
+                left,
+                "tunnels were closed with streams that had not ended in time"
+            );
+        }
+    }
+}
 
 /// Why a slot looks at its tunnel again.
 enum Event {
@@ -78,13 +105,13 @@ impl Slots {
     }
 
     /// Keeps the tunnels, of which the first may have `begun`, until `stop`, or until their place is wanted no more; then
-    /// leaves in order.
+    /// leaves. Returns the tunnels that still have streams.
     pub(super) async fn run(
         self,
         mut begun: Option<Begun>,
         stop: &CancellationToken,
         changes: Changes,
-    ) {
+    ) -> Leaving {
         let tasks = Arc::new(Tasks::default());
         let all = Tasks::default();
         let enough = stop.child_token();
@@ -105,16 +132,11 @@ impl Slots {
         }
         enough.cancelled().await;
         self.links.state.mended(&self.whose());
-        let grace = self.links.config.timeouts.drain + LEAVING;
-        all.drain(grace).await;
-        if let Some(tasks) = Arc::into_inner(tasks) {
-            let left = tasks.drain(grace).await;
-            if left > 0 {
-                info!(
-                    left,
-                    "tunnels were closed with streams that had not ended in time"
-                );
-            }
+        // Each of these ends as soon as it has told its tunnel to leave.
+        all.drain(LEAVING).await;
+        Leaving {
+            grace: self.links.config.timeouts.drain + LEAVING,
+            sessions: tasks,
         }
     }
 
@@ -206,14 +228,14 @@ impl Slots {
                 Event::Reached(_) => {
                     let woken = (sleep(elsewhere(&mut backoff)), &mut anew, stop);
                     self.wait(woken, &mut backoff, old.as_ref()).await;
-                    old = old.filter(|old| !old.over.is_cancelled());
+                    old = standing(old, &mut backoff);
                 }
                 Event::Ended(_) if old.is_none() && !self.is_wanted(slot) => {}
                 Event::Ended(trouble) => {
                     let woken = (&mut changes, &mut anew, stop);
                     self.pause(&trouble, &mut backoff, woken, old.as_ref())
                         .await;
-                    old = old.filter(|old| !old.over.is_cancelled());
+                    old = standing(old, &mut backoff);
                 }
             }
         }
@@ -241,7 +263,7 @@ impl Slots {
             let whose = Whose {
                 party: self.party,
                 slot,
-                takes_over: old.is_some_and(|old| !old.over.is_cancelled()),
+                keeps: old.is_some_and(|old| !old.over.is_cancelled()),
                 bulk: self.bulk.clone(),
             };
             Session::register(&self.links, dialled, whose).await
@@ -399,5 +421,42 @@ impl Slots {
             // While one stands another attempt is made all the same: at its time.
             () = self.unwanted(), if old.is_none() => {}
         }
+    }
+}
+
+/// Returns the old tunnel if it stands. With its end the back-off begins anew: its gateway is probably restarting, and attempts
+/// beside a tunnel that stood say nothing of how long that takes.
+fn standing(old: Option<Served>, backoff: &mut Backoff) -> Option<Served> {
+    let old = old?;
+    if old.over.is_cancelled() {
+        backoff.reset();
+        return None;
+    }
+    Some(old)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_an_old_tunnel_begins_the_back_off_anew() {
+        let mut backoff = Backoff::new(Duration::from_secs(2), Duration::from_mins(1));
+        let old = Served {
+            place: Place {
+                gateway: "gateway:10262".to_owned(),
+                address: None,
+            },
+            drains: true,
+            leave: CancellationToken::new(),
+            over: CancellationToken::new(),
+        };
+        let over = old.over.clone();
+        let before: Vec<_> = (0..4).map(|_| backoff.silent(1.0)).collect();
+        let old = standing(Some(old), &mut backoff);
+        assert!(old.is_some() && backoff.silent(1.0) > before[0]);
+        over.cancel();
+        assert!(standing(old, &mut backoff).is_none());
+        assert_eq!(backoff.silent(1.0), before[0]);
     }
 }

@@ -204,7 +204,7 @@ impl World {
         let edge = Edge::open(self.config(gateways, more), &CancellationToken::new())
             .await
             .unwrap();
-        Running::start(edge.bind().unwrap())
+        Running::start(edge.bind().await.unwrap())
     }
 }
 
@@ -412,6 +412,25 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
     edge.until(|status| status.tunnels.len() == 1).await;
 }
 
+/// Behind the address of a balancer may be another gateway.
+#[tokio::test]
+async fn a_drain_tries_the_same_address_if_there_is_no_other() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } } });
+    let _edge = world.run(&[gateway.address.to_string()], more).await;
+    let mut first = gateway.next().await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    let drain = ToEdge::Drain { grace_ms: 60_000 };
+    first.control.tell(&drain).await.unwrap();
+    let _second = gateway.next().await;
+    let left = timeout(SOON, first.control.hear::<ToGateway>()).await;
+    assert!(matches!(left.unwrap().unwrap(), ToGateway::Leave { .. }));
+    round_trip(&mut send, &mut receive, 1000).await;
+}
+
 #[tokio::test]
 async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
     let ca = ca();
@@ -515,6 +534,79 @@ async fn bulk_brings_a_second_tunnel_that_goes_when_it_is_over() {
     assert!(matches!(left, ToGateway::Leave { .. }));
     let status = edge.until(|status| status.tunnels.len() == 1).await;
     assert_eq!(status.tunnels[0].slot, 0);
+}
+
+#[tokio::test]
+async fn a_further_tunnel_that_leaves_is_kept_by_the_one_that_bulk_brings_next() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } }, "tunnels": { "bulk_idle": "500ms" } });
+    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let first = gateway.next().await;
+    let (mut send, mut receive) = session(&first.tunnel).await;
+    let mut sessions = Vec::new();
+    for round in 0..3 {
+        round_trip(&mut send, &mut receive, 4 << 20).await;
+        let mut further = gateway.next().await;
+        let before = round > 0;
+        assert_eq!(
+            (further.welcome.slot, further.welcome.takes_over),
+            (1, before)
+        );
+        let (mut send, mut receive) = session(&further.tunnel).await;
+        round_trip(&mut send, &mut receive, 1000).await;
+        let left = further.control.hear::<ToGateway>();
+        let left = timeout(SOON, left).await.unwrap().unwrap();
+        assert!(matches!(
+            left,
+            ToGateway::Leave {
+                until_idle: true,
+                ..
+            }
+        ));
+        sessions.push((further, send, receive));
+        for (_, send, receive) in &mut sessions {
+            round_trip(send, receive, 1000).await;
+        }
+    }
+    drop(sessions);
+    edge.until(|status| status.tunnels.len() == 1).await;
+    round_trip(&mut send, &mut receive, 4 << 20).await;
+    // Nothing is left whose streams could be kept.
+    assert!(!gateway.next().await.welcome.takes_over);
+}
+
+#[tokio::test]
+async fn an_edge_that_another_process_succeeds_keeps_its_open_streams() {
+    let (tasks, ca) = (Tasks::default(), ca());
+    let app = echo(&tasks).await;
+    let mut gateway = Gateway::start(&ca).await;
+    let world = World::joined(&ca);
+    let more = json!({ "ports": { "7": { "target": app.to_string() } } });
+    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let Registered {
+        tunnel,
+        mut control,
+        ..
+    } = gateway.next().await;
+    let (mut send, mut receive) = session(&tunnel).await;
+    let dismiss = ToEdge::Dismiss {
+        why: Dismissal::Superseded,
+        detail: "by a test".into(),
+        retry_after_ms: 90_000,
+    };
+    control.tell(&dismiss).await.unwrap();
+    let status = edge.until(|status| status.trouble.is_some()).await;
+    assert_eq!(
+        (status.state, status.tunnels[0].state),
+        ("refused", "leaving")
+    );
+    assert!(status.trouble.unwrap().what.contains("superseded"));
+    round_trip(&mut send, &mut receive, 1000).await;
+    drop((send, receive));
+    edge.until(|status| status.tunnels.is_empty()).await;
 }
 
 #[tokio::test]

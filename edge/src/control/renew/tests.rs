@@ -241,7 +241,7 @@ impl Joined {
         config.kubernetes = cluster.as_ref().map(|_| config::Kubernetes::default());
         let (cluster, stop) = (cluster.map(|api| api as _), CancellationToken::new());
         let edge = Edge::open_by(config, cluster, (&stop, &|_| {})).await;
-        edge.unwrap().bind().unwrap()
+        edge.unwrap().bind().await.unwrap()
     }
 
     /// Runs until its status is as wanted.

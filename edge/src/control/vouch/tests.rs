@@ -172,7 +172,7 @@ async fn a_certificate_that_ends_while_the_edge_runs_is_asked_of_the_cluster() {
     config.admin.listen = "127.0.0.1:0".parse().unwrap();
     let stop = CancellationToken::new();
     let edge = Edge::open_by(config, Some(api.clone()), (&stop, &|_| {}));
-    let bound = edge.await.unwrap().bind().unwrap();
+    let bound = edge.await.unwrap().bind().await.unwrap();
     assert!(api.asked.lock().unwrap().is_empty(), "it holds yet");
     let key = key.key_pem();
     let another = async {

@@ -13,9 +13,6 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// Every tunnel has its control stream open.
-const CONTROL: usize = 1;
-
 /// How a node is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -198,7 +195,7 @@ fn row(
             .map(rfc3339),
         last_seen: seen.map(rfc3339),
         rtt_ms: handles().map(Tunnel::round_trip).min().map(millis),
-        streams: handles().map(streams).sum(),
+        streams: edges.iter().map(Edge::streams).sum(),
         bytes_up: handles().map(|tunnel| tunnel.load().sent()).sum(),
         bytes_down: handles().map(|tunnel| tunnel.load().received()).sum(),
         version: welcome.map(|welcome| welcome.version.clone()),
@@ -238,7 +235,7 @@ fn tunnel(edge: &Edge) -> TunnelRow {
         state: condition(std::slice::from_ref(edge)),
         since: rfc3339(edge.since),
         rtt_ms: millis(tunnel.round_trip()),
-        streams: streams(tunnel),
+        streams: edge.streams(),
         // The control stream was the first.
         streams_opened: tunnel.load().opened().saturating_sub(1),
         bytes_up: tunnel.load().sent(),
@@ -253,21 +250,19 @@ fn tunnel(edge: &Edge) -> TunnelRow {
 
 /// The best of its tunnels says how a node is.
 fn condition(edges: &[Edge]) -> Condition {
-    let tunnels = || edges.iter().map(|edge| &edge.admitted.tunnel);
+    let is_open = |edge: &Edge| edge.admitted.tunnel.is_open();
     if edges.is_empty() {
         Condition::Away
-    } else if tunnels().any(Tunnel::is_open) {
+    } else if edges.iter().any(|edge| is_open(edge) && !edge.is_leaving()) {
         Condition::Connected
-    } else if tunnels().any(Tunnel::is_draining) {
+    } else if edges
+        .iter()
+        .any(|edge| is_open(edge) || edge.admitted.tunnel.is_draining())
+    {
         Condition::Draining
     } else {
         Condition::Suspect
     }
-}
-
-/// Callers' streams on a tunnel.
-fn streams(tunnel: &Tunnel) -> usize {
-    tunnel.load().streams().saturating_sub(CONTROL)
 }
 
 fn rfc3339(when: SystemTime) -> String {

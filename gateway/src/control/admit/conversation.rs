@@ -3,7 +3,7 @@
 //! HTTP/2 begins on the core of the node. The gateway says hello and hears who the edge is, within a bound.
 //! The edge is judged: certificate, version, known node. Its tunnel is registered; what that replaced is
 //! told. Then lines pass until the tunnel ends, or one end sends the other away. A tunnel from which another one
-//! of the same process has taken over closes when its last stream has ended by itself. The guard of the
+//! has taken over closes when its last stream has ended by itself. The guard of the
 //! registration unregisters on every path, and only what it has registered.
 
 use super::{
@@ -20,7 +20,7 @@ use crate::state::{Admitted, registry::Shown};
 use arc_swap::ArcSwapOption;
 use causeway_certs::{Fingerprint, NodeName, PeerRefused};
 use causeway_tunnel::{
-    Ended,
+    Ended, Tunnel,
     hello::{Control, ControlError, Dismissal, Hello, ToEdge, ToGateway, Welcome},
     wire,
 };
@@ -82,7 +82,7 @@ struct Conversation {
     /// What the edge believes.
     roots: Arc<ArcSwapOption<Vec<Fingerprint>>>,
     drain: Duration,
-    _registered: Registered,
+    registered: Registered,
 }
 
 impl Admission {
@@ -270,13 +270,13 @@ impl Admission {
             link.tunnel.drain();
             return Err(link.dismiss(&mut control, Dismissal::Unwelcome, why).await);
         }
-        link.tell(&mut control, &ToEdge::Registered).await?;
+        control.queue(&ToEdge::Registered)?;
         // What changed before it was registered is told here, and what changes now to all that are.
         for line in rotation::missing(&self.ca.get(), &admitted, || self.registry.connected()) {
-            link.tell(&mut control, &line).await?;
+            control.queue(&line)?;
         }
         if let Some(line) = listing(&admitted, &self.listed) {
-            link.tell(&mut control, &line).await?;
+            control.queue(&line)?;
         }
         self.metrics.registration("ok");
         info!(%node, %from, slot, ?instance, ?version, "{node} connected");
@@ -286,19 +286,21 @@ impl Admission {
             taken_over,
             roots,
             drain: self.drain,
-            _registered: registered,
+            registered,
         })
     }
 }
 
 impl Conversation {
-    /// Passes lines both ways until the tunnel ends or one end leaves.
+    /// Passes lines both ways until the tunnel ends or one end leaves. A line that the edge does not take yet waits for as
+    /// long as the tunnel lives: streams go on meanwhile.
     async fn talk(&mut self, link: &mut Link) -> End {
         let tunnel = link.tunnel.clone();
         let mut leaving: Option<Leaving> = None;
         loop {
             let goes = leaving.is_some();
-            tokio::select! {
+            let behind = self.control.is_behind();
+            let message = tokio::select! {
                 biased;
                 ended = link.ended() => return End::Tunnel(ended),
                 () = over(&mut leaving) => {
@@ -306,37 +308,58 @@ impl Conversation {
                 }
                 () = self.taken_over.cancelled(), if !goes => {
                     leaving = Some(Leaving::new(&tunnel, None, End::TakenOver));
+                    continue;
                 }
-                Some(message) = self.lines.recv() => {
-                    if let ToEdge::Dismiss { why, detail, .. } = *message {
-                        return link.dismiss(&mut self.control, why, detail).await;
+                Some(next) = self.lines.recv(), if !behind => *next,
+                bytes = tunnel.turn(), if !behind => ToEdge::Window { bytes },
+                heard = self.control.exchange() => match heard {
+                    Ok(said) => {
+                        if let Some(leave) = said.and_then(|said| self.hear(said, &tunnel)) {
+                            leaving = Some(leave);
+                        }
+                        continue;
                     }
-                    if let Err(error) = link.tell(&mut self.control, &message).await {
-                        return error.into();
-                    }
-                }
-                bytes = tunnel.turn() => {
-                    let message = ToEdge::Window { bytes };
-                    if let Err(error) = link.tell(&mut self.control, &message).await {
-                        return error.into();
-                    }
-                }
-                heard = self.control.hear() => match heard {
-                    Ok(ToGateway::Window { bytes }) => tunnel.turn_over(bytes),
-                    Ok(ToGateway::Leave { detail, until_idle }) => {
-                        debug!(?detail, until_idle, "the edge leaves");
-                        tunnel.drain();
-                        let until = (!until_idle).then(|| Instant::now() + self.drain);
-                        leaving = Some(Leaving::new(&tunnel, until, End::Left(detail)));
-                    }
-                    Ok(ToGateway::Roots { roots }) => {
-                        self.roots.store(Some(Arc::new(rotation::named(&roots))));
-                    }
-                    Ok(ToGateway::Welcome(_)) => debug!("the edge says a second welcome"),
-                    Ok(ToGateway::Unknown) => debug!("the edge says something that is not known here"),
                     Err(error) => return error.into(),
                 },
+            };
+            if let ToEdge::Dismiss { why, detail, .. } = &message {
+                let (why, detail) = (*why, detail.clone());
+                if why != Dismissal::Superseded {
+                    return link.dismiss(&mut self.control, why, detail).await;
+                }
+                // The other process may live as well: its streams go on until they end.
+                leaving = Some(Leaving::new(&tunnel, None, End::Dismissed(why, detail)));
+            }
+            if let Err(error) = self.control.queue(&message) {
+                return error.into();
             }
         }
+    }
+
+    /// Takes up a line of the edge. Returns how the tunnel leaves, if the edge says that it does.
+    fn hear(&self, line: ToGateway, tunnel: &Tunnel) -> Option<Leaving> {
+        match line {
+            ToGateway::Window { bytes } => tunnel.turn_over(bytes),
+            ToGateway::Leave {
+                detail,
+                until_idle,
+                serves,
+            } => {
+                debug!(?detail, until_idle, serves, "the edge leaves");
+                self.registered.leaves();
+                if serves {
+                    return None;
+                }
+                tunnel.drain();
+                let until = (!until_idle).then(|| Instant::now() + self.drain);
+                return Some(Leaving::new(tunnel, until, End::Left(detail)));
+            }
+            ToGateway::Roots { roots } => {
+                self.roots.store(Some(Arc::new(rotation::named(&roots))));
+            }
+            ToGateway::Welcome(_) => debug!("the edge says a second welcome"),
+            ToGateway::Unknown => debug!("the edge says something that is not known here"),
+        }
+        None
     }
 }

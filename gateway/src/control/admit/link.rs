@@ -215,6 +215,14 @@ impl Registered {
     }
 }
 
+impl Registered {
+    /// Notes that the edge has announced that this tunnel leaves.
+    pub(super) fn leaves(&self) {
+        self.tunnel.leave();
+        self.registry.leaves(&self.node, self.id);
+    }
+}
+
 impl Drop for Registered {
     fn drop(&mut self) {
         self.tunnel.close();
@@ -240,7 +248,6 @@ pub(super) fn explain(node: &NodeName, refused: &Unregistered) -> (Dismissal, St
 pub(super) fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>) {
     for Replaced { edge, fate } in replaced {
         let old = edge.admitted;
-        old.tunnel.drain();
         match fate {
             Fate::TakenOver => old.taken_over.cancel(),
             // The same process knows that it dialled anew.
@@ -250,7 +257,7 @@ pub(super) fn retire(node: &NodeName, from: SocketAddr, replaced: Vec<Replaced>)
                 let line = dismissal(Dismissal::Superseded, detail);
                 // One that reads no lines hears nothing.
                 if old.control.try_send(Box::new(line)).is_err() {
-                    old.tunnel.close();
+                    old.taken_over.cancel();
                 }
             }
         }

@@ -1,3 +1,5 @@
+mod streams;
+
 use super::Places;
 use crate::{
     control::{
@@ -14,8 +16,9 @@ use crate::{
 use causeway_certs::{Ca, CaError, EdgeIdentity, NodeRecord, Step, StoreError, verify};
 use causeway_tunnel::{
     Target,
-    client::Ask,
+    client::{Ask, Opened},
     hello::{Dismissal, ToEdge, ToGateway},
+    server::Asked,
     wire,
 };
 use futures_util::FutureExt;
@@ -339,6 +342,7 @@ async fn an_edge_that_leaves_gets_no_new_streams_and_its_open_ones_end() {
     let leave = ToGateway::Leave {
         detail: "the node restarts".to_owned(),
         until_idle: false,
+        serves: false,
     };
     edge.control.tell(&leave).await.unwrap();
     let gone = |world: &World| world.registry.pick(&name("edge-1")).is_err();
@@ -381,6 +385,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
     let leave = ToGateway::Leave {
         detail: "as edges say then".to_owned(),
         until_idle: true,
+        serves: false,
     };
     old.control.tell(&leave).await.unwrap();
     // One of the same kind that is idle has gone meanwhile.
@@ -404,7 +409,7 @@ async fn a_tunnel_from_which_another_takes_over_keeps_its_streams_and_goes_with_
 }
 
 #[tokio::test]
-async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revocation_ends_all() {
+async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revocation_ends_all() {
     let world = World::start();
     let identity = world.enrolled("edge-1");
     let (target, mut edges, mut open) = (Target::new("edge-1", 9100), Vec::new(), Vec::new());
@@ -422,7 +427,7 @@ async fn of_tunnels_that_were_taken_over_from_no_more_than_a_few_stay_and_revoca
         edges.push(edge);
     }
     world
-        .until(|world| world.registry.of(&name("edge-1")).0.len() == 17)
+        .until(|world| world.registry.of(&name("edge-1")).0.len() == 20)
         .await;
     let roll = world.roll();
     // The record of the node is removed. A directory without records would be refused.
@@ -496,7 +501,10 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
             .unwrap();
     }
     let mut late = world.joined(&world.enrolled("edge-1"), "a", 0).await;
-    let _before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    let mut before = world.joined(&world.enrolled("edge-2"), "b", 0).await;
+    let first = request(&world, "edge-2", &mut before).await;
+    let mut bulk = world.joined(&world.enrolled("edge-2"), "b", 1).await;
+    let second = request(&world, "edge-2", &mut bulk).await;
     turn(&world, Ca::prepare);
     turn(&world, Ca::activate);
     let takes_over = causeway_tunnel::hello::Welcome {
@@ -504,7 +512,7 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
         ..welcome("b", 0)
     };
     let renewed = identity(&world.live.get(), "edge-2");
-    let (_after, said) = world.says(&renewed, takes_over).await;
+    let (mut after, said) = world.says(&renewed, takes_over).await;
     assert_eq!(said, ToEdge::Registered);
     turn(&world, Ca::retire);
     world.roll().look();
@@ -516,7 +524,55 @@ async fn who_hangs_on_a_root_that_was_retired_is_sent_away_unless_its_process_ha
     world
         .until(|world| !world.registry.holds(&name("edge-1")))
         .await;
-    assert!(world.registry.pick(&name("edge-2")).is_ok());
+    // What its process has open by the old root goes on, and the rest comes by the new one.
+    let third = request(&world, "edge-2", &mut after).await;
+    for open in [first, second, third] {
+        answered(open).await;
+    }
+    before.ended().await;
+    bulk.ended().await;
+}
+
+/// A request that its edge has not answered.
+async fn request(world: &World, node: &str, edge: &mut FakeEdge) -> (Opened, Box<Asked>) {
+    let tunnel = world.registry.pick(&name(node)).unwrap().tunnel;
+    let (head, target) = (Request::new(()), Target::new(node, 9100));
+    let opened = tunnel.open(head, &Ask::Request, &target, true).await;
+    let asked = timeout(LONG, edge.streams.recv()).await.unwrap();
+    (opened.unwrap(), asked.unwrap())
+}
+
+/// The edge answers it, and its client gets the answer.
+async fn answered((opened, asked): (Opened, Box<Asked>)) {
+    asked.reply.send(http::Response::new(()), true).unwrap();
+    let answer = timeout(LONG, opened.answer).await.unwrap();
+    assert_eq!(answer.unwrap().status(), 200);
+}
+
+#[tokio::test]
+async fn lines_that_an_edge_does_not_take_end_none_of_its_streams() {
+    let world = World::start();
+    let mut edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
+    let open = request(&world, "edge-1", &mut edge).await;
+    let control = world.registry.of(&name("edge-1")).0[0]
+        .admitted
+        .control
+        .clone();
+    let telling = async {
+        let pem = "x".repeat(wire::MAX_MESSAGE / 2);
+        while control
+            .send(Box::new(ToEdge::Roots { pem: pem.clone() }))
+            .await
+            .is_ok()
+        {}
+    };
+    // Says for how long a gateway waits for a hello.
+    let bound = async { world.dial(&world.enrolled("edge-2")).await.ended().await };
+    tokio::select! {
+        () = telling => panic!("the tunnel was closed"),
+        _ = bound => {}
+    }
+    answered(open).await;
 }
 
 #[tokio::test]
@@ -619,12 +675,13 @@ async fn a_drain_tells_the_edges_lets_streams_end_and_closes() {
                 grace_ms: 1..=120_000
             }
         ));
-        world.until(|_| tunnel.is_draining()).await;
         assert!(world.readiness.is_draining());
+        assert!(tunnel.is_open() && !fronts.is_cancelled());
         asked.reply.send(http::Response::new(()), true).unwrap();
         assert_eq!(opened.answer.await.unwrap().status(), 200);
         drop((opened.send, asked.body));
         edge.ended().await;
+        assert!(fronts.is_cancelled());
     };
     timeout(LONG, async { tokio::join!(draining, serving) })
         .await

@@ -316,7 +316,7 @@ impl Leaders {
 fn gather(registry: &Registry, nodes: &Nodes) -> Vec<Here> {
     let mut all: BTreeMap<NodeName, Vec<Edge>> = BTreeMap::new();
     for (node, edge) in registry.all() {
-        if !edge.is_taken_over() && edge.admitted.welcome.site.is_some() {
+        if !edge.is_leaving() && edge.admitted.welcome.site.is_some() {
             all.entry(node).or_default().push(edge);
         }
     }

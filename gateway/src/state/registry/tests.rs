@@ -7,6 +7,7 @@ use causeway_tunnel::{
     socket::Counted,
     task::Tasks,
 };
+use futures_util::FutureExt;
 use http::{Request, Response};
 use tracing::info_span;
 
@@ -234,6 +235,59 @@ async fn a_tunnel_that_moves_bulk_is_chosen_last() {
         second,
         "bulk is better than nothing"
     );
+}
+
+#[tokio::test]
+async fn a_tunnel_whose_edge_stops_is_chosen_where_the_node_has_no_other() {
+    let world = World::new();
+    let (stops, _) = world.register("a", 0).await.unwrap();
+    world.registry.leaves(&node(), stops);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+    let (next, _) = world.register("b", 0).await.unwrap();
+    let picked = world.registry.pick(&node()).unwrap();
+    let _busy = (
+        open(&picked.tunnel, "/").await,
+        open(&picked.tunnel, "/").await,
+    );
+    assert_eq!(world.registry.pick(&node()).unwrap().id, next);
+    world.registry.unregister(&node(), next);
+    assert_eq!(world.registry.pick(&node()).unwrap().id, stops);
+}
+
+#[tokio::test]
+async fn a_node_that_may_be_back_soon_is_waited_for() {
+    let long = Duration::from_hours(1);
+    let world = World::new();
+    let name = node();
+    // From the start of the gateway on, and from the end of the last tunnel on.
+    for _ in 0..2 {
+        let mut waits = pin!(world.registry.pick_within(&name, long));
+        assert!((&mut waits).now_or_never().is_none());
+        let other = NodeName::parse("edge-2").unwrap();
+        let admitted = world.admitted("b", 0).await;
+        world.registry.register(&other, admitted).unwrap();
+        assert!((&mut waits).now_or_never().is_none(), "for another node");
+        let (id, _) = world.register("a", 0).await.unwrap();
+        assert_eq!(waits.await.unwrap().id, id);
+        world.registry.unregister(&name, id);
+    }
+    let away = world.registry.pick_within(&name, Duration::ZERO).await;
+    assert!(matches!(away, Err(Away::Last { .. })));
+    world.registry.close();
+    let away = world.registry.pick_within(&name, long).await;
+    assert!(matches!(away, Err(Away::Last { .. })));
+}
+
+#[tokio::test]
+async fn a_crowd_that_waits_is_bounded() {
+    let world = World::new();
+    let (name, long) = (node(), Duration::from_hours(1));
+    let waits = || Box::pin(world.registry.pick_within(&name, long));
+    let mut crowd: Vec<_> = (0..MOST_WAITING).map(|_| waits()).collect();
+    for one in &mut crowd {
+        assert!(one.now_or_never().is_none());
+    }
+    assert_eq!(waits().await.unwrap_err(), Away::Never);
 }
 
 #[tokio::test]

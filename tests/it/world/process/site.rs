@@ -132,6 +132,18 @@ impl Site {
         row.json()
     }
 
+    /// Waits until the gateway has ended by itself and starts it at the same tunnel port.
+    pub(crate) async fn start_again(self) -> Self {
+        let Self {
+            folder,
+            gateway: old,
+            tunnel,
+            ..
+        } = self;
+        old.ended().await.ok();
+        Self::anew(folder, (causeway(""), &[]), &tunnel).await
+    }
+
     async fn again(self, program: Causeway, flags: &[&str], change: impl FnOnce(&Path)) -> Self {
         let data = self.data();
         let Self {
@@ -142,7 +154,11 @@ impl Site {
         } = self;
         old.kill().await;
         change(&data);
-        let new = gateway(program, folder.path(), &tunnel).args(flags);
+        Self::anew(folder, (program, flags), &tunnel).await
+    }
+
+    async fn anew(folder: TempDir, (program, flags): (Causeway, &[&str]), tunnel: &str) -> Self {
+        let new = gateway(program, folder.path(), tunnel).args(flags);
         let (gateway, [tunnel, admin, front]) = open(new).await;
         Self {
             folder,

@@ -282,7 +282,9 @@ async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel_with_the_reason() 
                 _ = trickle.tick() => {
                     let detail = String::from("alive");
                     let until_idle = false;
-                    let _ = control.tell(&ToGateway::Leave { detail, until_idle }).await;
+                    let serves = false;
+                    let leave = ToGateway::Leave { detail, until_idle, serves };
+                    let _ = control.tell(&leave).await;
                 }
             }
         }

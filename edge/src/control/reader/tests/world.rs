@@ -438,7 +438,7 @@ impl Node {
         let edge = crate::Edge::open(config, &CancellationToken::new())
             .await
             .unwrap();
-        let bound = edge.bind().unwrap();
+        let bound = edge.bind().await.unwrap();
         let (stop, tasks) = (CancellationToken::new(), Tasks::default());
         let asked = stop.clone();
         let none = "127.0.0.1:9".parse().unwrap();

@@ -1,0 +1,295 @@
+//! Sessions outlast the tunnels beside them, and restarts of either end cost no request.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        World,
+        app::{App, answer},
+        caller::{Wire, assert_problem, exchange, read},
+        process::{Site, address_after, causeway},
+        tool::Tool,
+        until,
+    },
+};
+use causeway_edge::config::Scheme;
+use futures_util::future::join_all;
+use std::time::Duration;
+use tokio::{io::AsyncWriteExt, task::JoinSet};
+
+const GET: &str = "GET /bulk HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+const UPGRADE: &str = "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+
+/// An app that sends bulk, echoes sessions, and answers everything else.
+async fn app() -> App {
+    App::http(|head| match head.path().as_str() {
+        "/bulk" => answer::endless(),
+        "/session" => answer::switch("SPDY/3.1", b"hello"),
+        _ => answer::ok("here"),
+    })
+    .await
+}
+
+/// A session through an upgrade.
+async fn session(road: &Road) -> Box<dyn Wire> {
+    let mut wire = road.tls().await;
+    let head = exchange(&mut wire, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    assert_eq!(read(&mut wire, 5).await, b"hello");
+    Box::new(wire)
+}
+
+/// Bytes go there and back whole.
+async fn echoes(session: &mut Box<dyn Wire>) {
+    let bytes = answer::pattern(10_000);
+    session.write_all(&bytes).await.unwrap();
+    assert!(read(session, bytes.len()).await == bytes, "other bytes");
+}
+
+/// A download that goes on until this is dropped.
+async fn bulk(road: &Road) -> JoinSet<()> {
+    let mut wire = road.tls().await;
+    exchange(&mut wire, GET).await;
+    let mut reading = JoinSet::new();
+    reading.spawn(async move {
+        // It never ends by itself.
+        let _ = tokio::io::copy(&mut wire, &mut tokio::io::sink()).await;
+    });
+    reading
+}
+
+/// How many tunnels the edge has in this slot and state.
+fn tunnels(road: &Road, slot: u32, state: &str) -> usize {
+    let tunnels = road.edge.status().tunnels;
+    let those = tunnels.iter();
+    those
+        .filter(|tunnel| tunnel.slot == slot && tunnel.state == state)
+        .count()
+}
+
+#[tokio::test]
+async fn bulk_of_others_does_not_cut_sessions_on_a_tunnel_that_leaves() {
+    let app = app().await;
+    let world = Road::build().start().await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.config(|config| config.tunnels.bulk_idle = Duration::from_millis(200));
+    let edge = edge.join().await;
+    let road = Road::of(world, edge);
+    let mut sessions = Vec::new();
+    for round in 1..=3 {
+        let others = bulk(&road).await;
+        until("there is a tunnel beside the bulk", async || {
+            tunnels(&road, 1, "standing") == 1
+        })
+        .await;
+        for session in &mut sessions {
+            echoes(session).await;
+        }
+        sessions.push(session(&road).await);
+        drop(others);
+        // Each keeps the session that was begun on it.
+        until("the further tunnel leaves", async || {
+            tunnels(&road, 1, "leaving") == round
+        })
+        .await;
+        for session in &mut sessions {
+            echoes(session).await;
+        }
+    }
+    drop(sessions);
+    until("tunnels without sessions are gone", async || {
+        road.tunnels().await.len() == 1 && tunnels(&road, 1, "leaving") == 0
+    })
+    .await;
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+}
+
+/// The state of the node, as the gateway shows it.
+async fn until_state(world: &World, state: &str) {
+    until(&format!("edge-1 is {state}"), async || {
+        world.node("edge-1").await["state"] == state
+    })
+    .await;
+}
+
+/// No test waits that long for the end of a drain.
+const LONG: Duration = Duration::from_hours(1);
+
+/// An edge that gives its open streams an hour.
+async fn patient(app: &App) -> Road {
+    let world = Road::build().start().await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.config(|config| config.timeouts.drain = LONG);
+    let edge = edge.join().await;
+    Road::of(world, edge)
+}
+
+#[tokio::test]
+async fn an_edge_that_stops_serves_new_requests_while_a_session_is_open() {
+    let app = app().await;
+    let mut road = patient(&app).await;
+    let mut first = session(&road).await;
+    road.edge.drain();
+    until_state(&road, "draining").await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "here");
+    }
+    let mut connect = road.connect("edge-1:9100").await;
+    let answer = exchange(&mut connect, "GET / HTTP/1.1\r\nHost: app\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    let mut second = session(&road).await;
+    echoes(&mut first).await;
+    drop((first, connect));
+    // A session that began meanwhile counts like one from before.
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    echoes(&mut second).await;
+    drop(second);
+    road.edge.stop().await;
+    until_state(&road, "away").await;
+}
+
+#[tokio::test]
+async fn the_successor_of_an_edge_that_stops_gets_new_requests_at_once() {
+    let (app, next) = (app().await, App::saying("next").await);
+    let mut road = patient(&app).await;
+    let mut open = session(&road).await;
+    road.edge.drain();
+    until_state(&road, "draining").await;
+    let copy = road.folder().join("copy");
+    let copied = Tool::new("cp").args(["-a".as_ref(), road.edge.folder().as_path(), &copy]);
+    copied.run().await.ok();
+    let successor = World::edge(&road, "edge-1").port(9100, next.address());
+    let successor = successor.config(|config| config.data_dir = copy).join();
+    let _successor = successor.await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "next");
+    }
+    echoes(&mut open).await;
+    drop(open);
+    road.edge.stop().await;
+    assert_eq!(road.caller().get(URL).await.text(), "next");
+}
+
+/// A road over a gateway that drains for an hour, and has requests wait as long for a node.
+async fn lasting(app: &App) -> Road {
+    let build = Road::build().config(|config| {
+        config.timeouts.drain = LONG;
+        config.timeouts.reconnect = LONG;
+    });
+    Road::along(build, Scheme::Http, app.address()).await
+}
+
+#[tokio::test]
+async fn the_only_gateway_serves_on_while_a_session_is_open_and_holds_requests_once_it_is_back() {
+    let app = app().await;
+    let mut road = lasting(&app).await;
+    let mut first = session(&road).await;
+    road.drain_gateway();
+    until("listeners stay open", async || {
+        road.log().text().contains("listeners stay open")
+    })
+    .await;
+    for caller in [road.caller(), road.http2()] {
+        assert_eq!(caller.get(URL).await.text(), "here");
+    }
+    let mut second = session(&road).await;
+    echoes(&mut first).await;
+    drop(first);
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    echoes(&mut second).await;
+    drop(second);
+    // It ends long before its drain is over, and the edge dials anew by itself.
+    road.restart_gateway().await;
+    assert_eq!(road.caller().get(URL).await.text(), "here");
+    let mut third = session(&road).await;
+    echoes(&mut third).await;
+}
+
+#[tokio::test]
+async fn requests_wait_for_a_node_whose_edge_restarts_and_for_no_other() {
+    let app = app().await;
+    let mut road = lasting(&app).await;
+    let unknown = road.caller_at("plain").get("http://edge-2:9100/").await;
+    assert_eq!(unknown.status, 404);
+    road.edge.kill().await;
+    let callers = [road.caller(), road.http2()];
+    let asking = join_all(callers.iter().map(|caller| caller.get(URL)));
+    let (answers, started) = tokio::join!(asking, async {
+        until("the gateway has noticed", async || {
+            road.node("edge-1").await["state"] == "away"
+        })
+        .await;
+        road.edge.start().await
+    });
+    started.unwrap();
+    for answer in answers {
+        assert_eq!(answer.text(), "here");
+    }
+}
+
+#[tokio::test]
+async fn requests_wait_no_longer_than_configured() {
+    let app = app().await;
+    let build = Road::build();
+    let build = build.config(|config| config.timeouts.reconnect = Duration::from_millis(100));
+    let mut road = Road::along(build, Scheme::Http, app.address()).await;
+    road.edge.stop().await;
+    let answer = road.caller().get(URL).await;
+    assert_problem(&answer, 503, "node_away", "edge-1 is not connected since");
+}
+
+/// As a service manager restarts it: SIGTERM, the end, a new process.
+#[tokio::test]
+async fn a_gateway_that_is_restarted_in_order_costs_no_request_with_a_session_open() {
+    let app = app().await;
+    let mut site = Site::open_to_all("127.0.0.1:0").await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let caller = site.nobody();
+    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let head = exchange(&mut open, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    read(&mut open, 5).await;
+    site.gateway.signal("TERM").await;
+    site.gateway.said("listeners stay open").await;
+    assert_eq!(caller.get("http://edge-1:9100/").await.text(), "here");
+    echoes(&mut open).await;
+    drop(open);
+    let site = site.start_again().await;
+    let answer = site.nobody().get("http://edge-1:9100/").await;
+    assert_eq!(answer.text(), "here");
+}
+
+#[tokio::test]
+async fn a_successor_starts_beside_an_edge_that_stops_on_its_directory_and_its_ports() {
+    let (app, next) = (app().await, App::saying("next").await);
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    let mut first = site.join("edge-1", app.port()).await;
+    let written = first.written();
+    let runs = written.line(|line| line.contains("edge runs"));
+    let admin = address_after(runs.unwrap(), "admin=");
+    let caller = site.nobody();
+    let mut open = caller.wire("edge-1", &[]).await.unwrap();
+    let head = exchange(&mut open, UPGRADE).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    read(&mut open, 5).await;
+    let second = || {
+        let ports = format!("{{9100: {{target: \"{}\"}}}}", next.address());
+        let second = causeway("edge").flag("--gateway", &site.tunnel);
+        let second = second.flag("--data-dir", site.edge_data("edge-1"));
+        second.flag("--admin-listen", &admin).flag("--ports", ports)
+    };
+    second().run().await.failed(&["in use"]);
+    first.signal("TERM").await;
+    let mut second = second().start();
+    first
+        .said("another process has the node's data directory")
+        .await;
+    second.said("tunnel registered").await;
+    let url = "http://edge-1:9100/";
+    assert_eq!(caller.get(url).await.text(), "next");
+    echoes(&mut open).await;
+    drop(open);
+    first.ended().await.ok();
+    assert_eq!(caller.get(url).await.text(), "next");
+    let health = causeway("health").flag("--data-dir", site.edge_data("edge-1"));
+    health.run().await.ok();
+}
