@@ -31,7 +31,7 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
-    proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
+    proxy::{Shared, authorize::Authorize, pods::Pods, recheck, reviews::Reviews},
     state::{Hubs, NodesWriter, PolicyReader, pins::Met},
 };
 use causeway_certs::{Claim, HostName, Store};
@@ -309,6 +309,10 @@ impl Bound {
         let beside = Tasks::default();
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
+        for core in self.cores.all() {
+            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
+            beside.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
+        }
         let identity = self.reloader.parts().identity.clone();
         beside.spawn_on(runtime, info_span!("identity"), identity.renew());
         if let Some(nat) = self.nat {

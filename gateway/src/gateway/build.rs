@@ -33,6 +33,7 @@ use crate::{
         authorize::{Authorize, ByPolicy},
         limits::{Count, Limits},
         pods::Pods,
+        recheck::OpenStreams,
         reviews::{Answers, Reviews},
     },
     state::{
@@ -300,6 +301,7 @@ fn shared(
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone(), &metrics),
         direct: Count::default(),
+        streams: OpenStreams::new(cores.all().count()),
         authorizer,
         apps: Apps::new(by_port, kept, base.pins.clone()),
         pods,

@@ -102,6 +102,8 @@ impl Material {
             },
             tls: tls.map(ArcSwap::from_pointee),
             kubelets: front.subject_access_review.clone(),
+            revoked: front.callers.revoked.iter().cloned().collect(),
+            disconnect_expired: front.disconnect_expired,
             forward_authorization: front.forward_authorization,
             told: Told::of(&front.identity_headers).map_err(BindError::Name)?,
             errors: front.errors,
@@ -110,6 +112,7 @@ impl Material {
             proxy_protocol: front.proxy_protocol.clone(),
             metrics: shared.metrics.front(&front.name),
             retired: OnceLock::new(),
+            successor: OnceLock::new(),
         })
     }
 

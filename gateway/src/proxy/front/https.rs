@@ -6,10 +6,11 @@
 use super::{Arrival, Door, io::Io, serve};
 use crate::{
     audit,
+    config::Serial,
     core::CoreId,
     proxy::{
         Proxy,
-        caller::{Caller, Method, UID},
+        caller::{Caller, Method, UID, Validity},
     },
 };
 use causeway_certs::{
@@ -140,6 +141,8 @@ fn caller(
     let caller = Caller::new(&name, groups, Method::Certificate, &proxy.shared);
     Ok(Some(Caller {
         root: proven.root,
+        serial: Serial::try_from(proven.serial).ok(),
+        validity: Some(Validity::until(proven.not_after)),
         ..caller.with_uris(uris)
     }))
 }
