@@ -30,7 +30,7 @@ use causeway_tunnel::hello::Listed;
 
 pub use app::App;
 pub use dns::Dns;
-pub use front::{Callers, Certificate, ErrorForm, Front, Kind, TokenReview};
+pub use front::{Callers, Certificate, ErrorForm, Front, Kind, Serial, TokenReview};
 pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};

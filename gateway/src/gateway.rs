@@ -36,7 +36,7 @@ use crate::{
     },
     core::{CoreId, Cores},
     metrics::Metrics,
-    proxy::{Shared, authorize::Authorize, pods::Pods, reviews::Reviews},
+    proxy::{Shared, authorize::Authorize, pods::Pods, recheck, reviews::Reviews},
     state::{Hubs, NodesWriter, PolicyReader, pins::Met},
 };
 use causeway_certs::{Claim, HostName, Store};
@@ -334,6 +334,10 @@ impl Bound {
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
         let evicting = evicting(self.config, &self.shared);
         beside.spawn_on(runtime, info_span!("evict"), evicting);
+        for core in self.cores.all() {
+            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
+            beside.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
+        }
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

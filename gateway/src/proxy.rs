@@ -17,6 +17,7 @@ pub mod pods;
 
 pub mod authorize;
 pub mod limits;
+pub mod recheck;
 pub mod reviews;
 
 pub mod forward;
@@ -55,6 +56,7 @@ use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
 use pods::Pods;
+use recheck::{Allowed, OpenStreams};
 use request::Kind;
 use reviews::Answers;
 use route::{Asked, Route};
@@ -71,6 +73,8 @@ pub struct Shared {
     pub limits: Limits,
     /// Sessions that are dialled from here.
     pub direct: Count,
+    /// The streams that are open.
+    pub streams: OpenStreams,
     /// Apps to which this gateway itself speaks TLS.
     pub apps: Apps,
     /// Who knows where pods are, if anybody does.
@@ -113,7 +117,8 @@ impl Proxy {
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let switches = request.headers().contains_key(UPGRADE);
-        match self.serve(connection, request, &record).await {
+        let served = self.serve(connection, request, &record);
+        match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
             Err(error) => reply::of(&self.front, &record, (switches, &error)),
         }
@@ -138,6 +143,7 @@ impl Proxy {
             let caller = self.identify(connection, request.headers(), Some(target.port));
             let caller = caller.await?;
             record.caller(&caller);
+            record.allow(Allowed::new(Act::Connect, &request));
             let direct = direct::Direct {
                 proxy: self,
                 connection,
@@ -164,6 +170,7 @@ impl Proxy {
             method: request.method(),
             path: request.uri().path(),
         };
+        record.allow(Allowed::new(act, &request));
         self.authorize(&ask, record).await?;
         let picked = self.pick(&route).await?;
         record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);
@@ -218,6 +225,7 @@ impl Proxy {
             let why = "certificate: the root on which it hangs is trusted no more";
             return Err(Reason::Unauthenticated.says(why));
         }
+        caller.is_welcome(&self.front)?;
         Ok(caller)
     }
 

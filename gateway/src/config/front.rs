@@ -44,6 +44,9 @@ pub struct Front {
     /// Node ports that are kubelets': there the cluster's API has to allow as well what a caller does (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet asks it); empty is none.
     #[serde(default)]
     pub subject_access_review: Vec<u16>,
+    /// End the streams of a client whose certificate or JWT has expired, and refuse new ones on its open connections.
+    #[serde(default = "yes")]
+    pub disconnect_expired: bool,
     /// Pass the caller's `Authorization` on to the app instead of keeping it here.
     #[serde(default)]
     pub forward_authorization: bool,
@@ -95,6 +98,7 @@ impl Front {
             names: Vec::new(),
             callers: Callers::default(),
             subject_access_review: Vec::new(),
+            disconnect_expired: true,
             forward_authorization: false,
             identity_headers: IdentityHeaders::default(),
             anonymous: false,
@@ -121,6 +125,10 @@ impl Front {
         let bare = self.kind == Kind::Http || (self.kind == Kind::Tcp && self.anonymous);
         !bare && matches!(self.listen, Listen::Tcp(_))
     }
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// What callers of a front speak.
@@ -167,6 +175,8 @@ pub struct Callers {
     pub own_ca: bool,
     /// By a client certificate of these CAs (PEM files).
     pub client_ca: Vec<PathBuf>,
+    /// Serial numbers of client certificates that are revoked, in hexadecimal as `openssl x509 -serial` and the audit log write them. Their open streams end at the reload.
+    pub revoked: Vec<Serial>,
     /// By a bearer token of this file (`causeway caller token`), which keeps hashes only.
     pub tokens: Option<PathBuf>,
     /// By a JWT of these issuers.
@@ -181,10 +191,47 @@ impl Default for Callers {
             // The one CA that is always there: a front without a word about callers is closed, not broken.
             own_ca: true,
             client_ca: Vec::new(),
+            revoked: Vec::new(),
             tokens: None,
             jwt: Vec::new(),
             token_review: None,
         }
+    }
+}
+
+/// The serial number of a certificate (RFC 5280 section 4.1.2.2): hexadecimal, in lower case and without leading zeros.
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, schemars::JsonSchema,
+)]
+#[serde(try_from = "String", into = "String")]
+#[schemars(with = "String")]
+pub struct Serial(String);
+
+impl Serial {
+    /// Returns the serial number as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for Serial {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let digits = text.replace(':', "").to_ascii_lowercase();
+        let hexadecimal = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if digits.is_empty() || !hexadecimal {
+            return Err(format!(
+                "\"{text}\" is no serial number; write it in hexadecimal and in quotes, as `openssl x509 -serial` prints it"
+            ));
+        }
+        Ok(Self(digits.trim_start_matches('0').to_owned()))
+    }
+}
+
+impl From<Serial> for String {
+    fn from(serial: Serial) -> Self {
+        serial.0
     }
 }
 
@@ -207,4 +254,20 @@ pub enum ErrorForm {
     Problem,
     /// 502 with `text/plain` and no Retry-After, or for an upgrade a `Status`: what kubectl shows its user in every case.
     Kubernetes,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_serial_number_is_the_same_however_it_is_written() {
+        for text in ["0AB1:02", "ab102", "00:0a:b1:02"] {
+            let serial = Serial::try_from(text.to_owned()).unwrap();
+            assert_eq!(serial.as_str(), "ab102", "{text}");
+        }
+        for text in ["", "0x12", "ann"] {
+            assert!(Serial::try_from(text.to_owned()).is_err(), "{text}");
+        }
+    }
 }

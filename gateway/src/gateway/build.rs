@@ -35,6 +35,7 @@ use crate::{
         authorize::{Authorize, ByPolicy},
         limits::{Count, Limits},
         pods::Pods,
+        recheck::OpenStreams,
         reviews::{Answers, Reviews},
     },
     state::{
@@ -307,6 +308,7 @@ fn shared(
         registry: Registry::new(cores),
         limits: Limits::new(config.limits.clone(), &metrics),
         direct: Count::default(),
+        streams: OpenStreams::new(cores.all().count()),
         authorizer,
         apps: Apps::new(by_port, kept, base.pins.clone()),
         pods,

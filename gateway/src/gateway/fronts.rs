@@ -124,6 +124,7 @@ pub(super) struct Plan<'a> {
 #[derive(Debug)]
 pub(super) struct Turn<'a> {
     _standing: MutexGuard<'a, Standing>,
+    shared: &'a Shared,
     turned: Vec<(Arc<Front>, Tls)>,
 }
 
@@ -133,6 +134,7 @@ impl Turn<'_> {
         for (front, tls) in self.turned {
             front.turn_to(tls);
         }
+        self.shared.streams.changed();
     }
 }
 
@@ -249,6 +251,7 @@ impl Fronts {
         }
         Ok(Turn {
             _standing: standing,
+            shared: &self.shared,
             turned,
         })
     }
@@ -314,6 +317,8 @@ impl Plan<'_> {
                     .take()
                     .map(|stand| {
                         stand.entrance.replace(proxies);
+                        // Each front is replaced once.
+                        let _ = stand.front.successor.set(front.clone());
                         Stand {
                             material,
                             front,

@@ -182,6 +182,7 @@ impl Prepared<'_> {
             let redirected = Ports::new(&redirect, &configured, &parts.fronts.addresses());
             parts.ports.send_replace(redirected);
         }
+        parts.shared.streams.changed();
         // Behind the fronts, but for what is taken away: an edge refuses what is on its way here.
         if listed.replace(self.listed) {
             announce(&parts.shared.registry, |edge| {

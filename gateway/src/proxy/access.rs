@@ -6,7 +6,8 @@
 
 use crate::{
     audit::AUDIT,
-    config::AccessLog,
+    config::{AccessLog, Serial},
+    core::CoreId,
     error::{Error, Reason},
     metrics::{StreamGuard, StreamOver},
     proxy::{
@@ -14,16 +15,26 @@ use crate::{
         caller::Caller,
         front::{Connection, Front},
         limits::Permit,
+        recheck::{Allowed, Place},
         route::Route,
         trace::Trace,
     },
     state::{TunnelId, policy::Matched},
 };
-use causeway_tunnel::{connection_limit::Busy, copy::Passed, listener::Peer};
+use causeway_tunnel::{connection_limit::Busy, copy::Passed, socket::Abort as _};
+use futures_util::task::AtomicWaker;
 use http::{Method, Request, StatusCode};
 use std::{
     fmt::Write as _,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+    future::{Future, poll_fn},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+    task::{Context, Poll},
     time::{Duration, Instant},
 };
 
@@ -32,7 +43,8 @@ use std::{
 pub struct Record {
     shared: Arc<Shared>,
     front: Arc<Front>,
-    peer: Peer,
+    core: CoreId,
+    connection: Arc<Connection>,
     began: Instant,
     method: String,
     path: String,
@@ -42,6 +54,11 @@ pub struct Record {
     /// Bytes both ways: up is from the caller, down is to it.
     pub passed: Arc<Passed>,
     filled: Mutex<Filled>,
+    /// The changes ([`OpenStreams`](super::recheck::OpenStreams)) that the decision to allow this stream has seen.
+    decided_at: AtomicU64,
+    ended: AtomicBool,
+    /// The task that carries the stream.
+    carrier: AtomicWaker,
 }
 
 #[derive(Debug, Default)]
@@ -49,6 +66,8 @@ struct Filled {
     caller: Option<Caller>,
     route: Option<Route>,
     tunnel: Option<TunnelId>,
+    /// The request that was allowed, and the place of the stream among those that are open.
+    allowed: Option<(Arc<Allowed>, Place)>,
     by: Option<Matched>,
     status: u16,
     reason: Option<Reason>,
@@ -62,7 +81,11 @@ struct Filled {
 
 impl Record {
     /// Begins the record of an HTTP request.
-    pub fn begin<B>(proxy: &Proxy, connection: &Connection, request: &Request<B>) -> Arc<Self> {
+    pub fn begin<B>(
+        proxy: &Proxy,
+        connection: &Arc<Connection>,
+        request: &Request<B>,
+    ) -> Arc<Self> {
         let path = match request.uri().authority() {
             Some(authority) if super::is_connect(request.method()) => authority.as_str(),
             _ => request.uri().path(),
@@ -72,13 +95,13 @@ impl Record {
     }
 
     /// Begins the record of a TCP session.
-    pub fn session(proxy: &Proxy, connection: &Connection) -> Arc<Self> {
+    pub fn session(proxy: &Proxy, connection: &Arc<Connection>) -> Arc<Self> {
         Self::new(proxy, connection, ("TCP", ""), Trace::begin())
     }
 
     fn new(
         proxy: &Proxy,
-        connection: &Connection,
+        connection: &Arc<Connection>,
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
@@ -89,7 +112,8 @@ impl Record {
         Arc::new(Self {
             shared: proxy.shared.clone(),
             front: proxy.front.clone(),
-            peer: connection.peer,
+            core: proxy.core,
+            connection: connection.clone(),
             began: Instant::now(),
             method: method.to_owned(),
             path: path.to_owned(),
@@ -97,7 +121,93 @@ impl Record {
             _busy: connection.room.busy(),
             passed: Arc::default(),
             filled: Mutex::new(filled),
+            decided_at: AtomicU64::new(proxy.shared.streams.changes()),
+            ended: AtomicBool::new(false),
+            carrier: AtomicWaker::new(),
         })
+    }
+
+    /// Notes what is about to be allowed: from now on the stream is among those that are checked again.
+    pub(super) fn allow(self: &Arc<Self>, allowed: Allowed) {
+        let place = self.shared.streams.insert(self.core, self);
+        self.filled().allowed = Some((Arc::new(allowed), place));
+    }
+
+    /// Returns what was allowed, to whom and where, if it was.
+    pub(super) fn allowed(&self) -> Option<(Arc<Allowed>, Caller, Option<Route>)> {
+        let filled = self.filled();
+        let (allowed, _) = filled.allowed.as_ref()?;
+        let caller = filled.caller.clone()?;
+        Some((allowed.clone(), caller, filled.route.clone()))
+    }
+
+    /// Returns the front by which the stream came.
+    pub(super) fn front(&self) -> &Arc<Front> {
+        &self.front
+    }
+
+    /// Returns the connection of the client.
+    pub(super) fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// Returns the changes that the last decision about this stream has seen, and notes those of another one.
+    pub(super) fn decided_at(&self, changes: u64) -> u64 {
+        self.decided_at.swap(changes, Relaxed)
+    }
+
+    /// Whether the credential of the client no longer counts, in a front that ends streams for that.
+    pub(super) fn has_lapsed(&self) -> bool {
+        let filled = self.filled();
+        let validity = filled
+            .caller
+            .as_ref()
+            .and_then(|caller| caller.validity.as_ref());
+        validity.is_some_and(|validity| {
+            validity.has_other_keys()
+                || (validity.is_over() && self.front.latest().disconnect_expired)
+        })
+    }
+
+    /// Ends the stream because its client may no longer have it.
+    pub(super) fn end(&self, refusal: &Error) {
+        self.failed(refusal);
+        self.ended.store(true, Release);
+        self.carrier.wake();
+    }
+
+    /// Ready once the stream is to end, with the reason in [`Record::failure`]. Wakes the task that asked last.
+    pub(super) fn poll_ended(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.carrier.register(cx.waker());
+        if self.ended.load(Acquire) {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
+    }
+
+    /// Carries the stream by `work` unless it is ended before.
+    ///
+    /// # Errors
+    /// The refusal for which it was ended.
+    pub(super) async fn unless_ended<T>(&self, work: impl Future<Output = T>) -> Result<T, Error> {
+        let ended = poll_fn(|cx| self.poll_ended(cx));
+        tokio::select! {
+            biased;
+            done = work => Ok(done),
+            () = ended => Err(self
+                .failure()
+                .unwrap_or_else(|| Reason::Unauthenticated.says("the stream was ended"))),
+        }
+    }
+
+    /// Carries a session by `work`, and resets the connection of its client if the session is ended before.
+    pub(super) async fn session_unless_ended<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        let done = self.unless_ended(work).await;
+        if done.is_err() {
+            self.connection.condition.abort();
+        }
+        done.ok()
     }
 
     /// Notes who called.
@@ -180,6 +290,9 @@ impl Record {
 impl Drop for Record {
     fn drop(&mut self) {
         let filled = std::mem::take(&mut *self.filled());
+        if let Some((_, place)) = filled.allowed {
+            self.shared.streams.remove(place);
+        }
         let duration = self.began.elapsed();
         let (up, down) = (self.passed.up.load(Relaxed), self.passed.down.load(Relaxed));
         self.front.metrics.stream_ended(&StreamOver {
@@ -212,7 +325,7 @@ impl Record {
         tracing::info!(
             target: "access",
             front = self.front.name,
-            peer = %self.peer,
+            peer = %self.connection.peer,
             caller = caller.map_or("-", |caller| &caller.name),
             by = caller.map_or("-", |caller| caller.method.word()),
             node = filled.route.as_ref().map_or("-", |route| route.node.as_str()),
@@ -242,10 +355,11 @@ impl Record {
             target: AUDIT,
             event,
             front = self.front.name,
-            peer = %self.peer,
+            peer = %self.connection.peer,
             caller = caller.map(|caller| &*caller.name),
             groups = caller.map(|caller| caller.groups.join(",")),
             by = caller.map(|caller| caller.method.word()),
+            serial = caller.and_then(|caller| caller.serial.as_ref()).map(Serial::as_str),
             node = route.map(|route| route.node.as_str()),
             port = route.map(|route| route.target.port),
             method = self.method,

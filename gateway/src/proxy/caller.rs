@@ -10,8 +10,15 @@ pub mod jwt;
 pub mod review;
 
 use crate::{
+    config::Serial,
     error::{Error, Reason},
-    proxy::{Shared, front::Connection, limits::Count, reviews::Account},
+    proxy::{
+        Shared,
+        front::{Connection, Front},
+        limits::Count,
+        reviews::Account,
+    },
+    state::{KeySet, Keys},
 };
 use causeway_certs::{CallerTokens, Fingerprint, verify::PeerRefused};
 use causeway_tunnel::listener::Peer;
@@ -19,7 +26,11 @@ use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
 use jwt::Jwts;
 use review::TokenReview;
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 pub(crate) use bearer::LastToken;
 
@@ -70,6 +81,10 @@ pub struct Caller {
     pub method: Method,
     /// The root of ours on which its certificate hangs.
     pub root: Option<Fingerprint>,
+    /// The serial number of its certificate.
+    pub serial: Option<Serial>,
+    /// For how long its certificate or JWT counts.
+    pub validity: Option<Validity>,
     /// Who it is to the cluster, where that has said so.
     pub account: Option<Arc<Account>>,
     /// Its streams that are open.
@@ -93,7 +108,29 @@ impl Caller {
             uris: Arc::default(),
             method,
             root: None,
+            serial: None,
+            validity: None,
             account: None,
+        }
+    }
+
+    /// Checks a certificate against what the front has learned since the handshake.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the front refuses that.
+    pub(crate) fn is_welcome(&self, front: &Front) -> Result<(), Error> {
+        let Some(serial) = &self.serial else {
+            return Ok(());
+        };
+        if front.revoked.contains(serial) {
+            return Err(refusal(&PeerRefused::Revoked(self.name.to_string())));
+        }
+        match &self.validity {
+            Some(validity) if front.disconnect_expired && validity.is_over() => {
+                let not_after = validity.until;
+                Err(refusal(&PeerRefused::Expired { not_after }))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -112,9 +149,69 @@ impl Caller {
             uris: Arc::new([]),
             method: Method::Certificate,
             root: None,
+            serial: None,
+            validity: None,
             account: None,
             open: Count::default(),
         }
+    }
+}
+
+/// Returns the seconds since 1970.
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.unwrap_or_default().as_secs()
+}
+
+/// For how long a certificate or a JWT counts.
+#[derive(Clone, Debug)]
+pub struct Validity {
+    /// The last second, since 1970.
+    until: u64,
+    /// The keys of a JWT's issuer, and those of them that proved it.
+    keys: Option<(Keys, Arc<KeySet>)>,
+}
+
+impl Validity {
+    /// The validity of a certificate: up to this second since 1970.
+    pub fn until(until: u64) -> Self {
+        Self { until, keys: None }
+    }
+
+    /// The validity of a JWT that `set` has proved.
+    pub fn proved(until: u64, keys: Keys, set: Arc<KeySet>) -> Self {
+        Self {
+            until,
+            keys: Some((keys, set)),
+        }
+    }
+
+    /// Whether its last second is over.
+    pub fn is_over(&self) -> bool {
+        now() > self.until
+    }
+
+    /// Whether it counts without another proof: its time is not over, and the keys are the same.
+    pub fn holds(&self) -> bool {
+        let same = |(keys, set): &(Keys, Arc<KeySet>)| keys.are(set);
+        !self.is_over() && self.keys.as_ref().is_none_or(same)
+    }
+
+    /// Whether its issuer has other keys by now.
+    pub fn has_other_keys(&self) -> bool {
+        let other = |(keys, set): &(Keys, Arc<KeySet>)| keys.now().is_ok() && !keys.are(set);
+        self.keys.as_ref().is_some_and(other)
+    }
+
+    /// Whether it is a JWT's of whose issuer no keys are known now.
+    pub fn lacks_keys(&self) -> bool {
+        let lacks = |(keys, _): &(Keys, Arc<KeySet>)| keys.now().is_err();
+        self.keys.as_ref().is_some_and(lacks)
+    }
+
+    /// Whether it is a JWT's.
+    pub fn is_of_jwt(&self) -> bool {
+        self.keys.is_some()
     }
 }
 

@@ -176,7 +176,8 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
         };
         let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
         let far = Counted::new(tcp, record.passed.clone());
-        if let Err(error) = pass(session, far, hold).await {
+        let work = record.session_unless_ended(pass(session, far, hold));
+        if let Some(Err(error)) = work.await {
             tracing::debug!(%error, "a session that was dialled from here broke off");
         }
     };

@@ -16,7 +16,7 @@ pub mod http;
 pub mod tcp;
 
 use crate::{
-    config::{ErrorForm, Kind},
+    config::{ErrorForm, Kind, Serial},
     metrics::{ConnectionGuard, FrontMetrics},
     proxy::{
         Proxy, Shared,
@@ -42,6 +42,7 @@ use ipnet::IpNet;
 use rustls::ServerConfig;
 use rustls_pki_types::CertificateDer;
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     sync::{Arc, Mutex, OnceLock},
     time::Duration,
@@ -72,6 +73,10 @@ pub struct Front {
     pub authentication: Authentication,
     /// The node ports that are kubelets', at which the cluster's API decides too.
     pub kubelets: Vec<u16>,
+    /// The client certificates that are revoked.
+    pub revoked: BTreeSet<Serial>,
+    /// Whether streams end when the certificate or JWT of their client expires.
+    pub disconnect_expired: bool,
     /// Whether the caller's Authorization goes to the app.
     pub forward_authorization: bool,
     /// The fields that tell the app who calls.
@@ -90,6 +95,8 @@ pub struct Front {
     pub(crate) tls_refusals: Seldom,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
+    /// The front that has taken this one's place, if one has.
+    pub(crate) successor: OnceLock<Arc<Front>>,
 }
 
 /// What a front shows, and whom it trusts.
@@ -145,6 +152,15 @@ impl Front {
             (Some(root), Some(tls)) => tls.load().trust.knows(root),
             _ => true,
         }
+    }
+
+    /// Returns the front that is in this one's place now.
+    pub(crate) fn latest(self: &Arc<Self>) -> Arc<Self> {
+        let mut front = self;
+        while let Some(successor) = front.successor.get() {
+            front = successor;
+        }
+        front.clone()
     }
 
     /// Whether what comes from here begins with a PROXY v2 header.

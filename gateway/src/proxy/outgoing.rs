@@ -231,6 +231,10 @@ impl Streamed {
         cx: &mut Context<'_>,
         socket: Option<&Arc<Condition>>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        if self.broken.is_none() && self.record.poll_ended(cx).is_ready() {
+            let ended = StreamError::cancelled();
+            self.broken = Some((ended, Box::pin(tokio::time::sleep(FLUSH))));
+        }
         if self.broken.is_none() {
             match ready!(self.poll_source(cx)) {
                 Some(Err(error)) => {

@@ -14,6 +14,7 @@ use crate::{
         front::{Connection, idle::Busy, io::Io},
         held::{Waiting, weighed},
         outgoing::Outgoing,
+        recheck::Allowed,
     },
 };
 use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
@@ -110,8 +111,10 @@ pub(super) fn spawn(
         let waiting = Waiting::default();
         let session = Session::new(upgraded, connection, (window, waiting.clone()), busy);
         let work = copy::relay(session, send, receive, record.passed.clone(), hold);
-        let outcome = weighed(shared.limits.pressure(), &waiting, work).await;
-        note(&record, node.as_str(), &outcome);
+        let work = weighed(shared.limits.pressure(), &waiting, work);
+        if let Some(outcome) = record.session_unless_ended(work).await {
+            note(&record, node.as_str(), &outcome);
+        }
     });
 }
 
@@ -128,8 +131,10 @@ pub(super) async fn session(
     let begun = begin(proxy, connection, record).await;
     let (send, receive) = begun.inspect_err(|_| io.abort())?;
     record.opened(StatusCode::OK);
-    let outcome = copy::relay(io, send, receive, record.passed.clone(), false).await;
-    note(record, proxy.front.name.as_str(), &outcome);
+    let work = copy::relay(io, send, receive, record.passed.clone(), false);
+    if let Some(outcome) = record.session_unless_ended(work).await {
+        note(record, proxy.front.name.as_str(), &outcome);
+    }
     Ok(())
 }
 
@@ -152,6 +157,7 @@ async fn begin(
         method: &Method::CONNECT,
         path: "",
     };
+    record.allow(Allowed::session());
     proxy.authorize(&ask, record).await?;
     let picked = proxy.pick(&route).await?;
     record.permit(shared.limits.admit(&caller.open, &picked.streams)?);

@@ -125,6 +125,8 @@ impl Material {
             },
             tls: tls.map(ArcSwap::from_pointee),
             kubelets: front.subject_access_review.clone(),
+            revoked: front.callers.revoked.iter().cloned().collect(),
+            disconnect_expired: front.disconnect_expired,
             forward_authorization: front.forward_authorization,
             told: Told::of(&front.identity_headers).map_err(BindError::Name)?,
             errors: front.errors,
@@ -134,6 +136,7 @@ impl Material {
             metrics: shared.metrics.front(&front.name),
             tls_refusals: Seldom::default(),
             retired: OnceLock::new(),
+            successor: OnceLock::new(),
         })
     }
 

@@ -131,7 +131,8 @@ fn spawn(way: Way<'_>, near: OnUpgrade, far: OnUpgrade) {
         };
         let session = Session::new(near, connection, (None, Waiting::default()), busy);
         let far = Counted::new(far, record.passed.clone());
-        if let Err(error) = pass(session, far, false).await {
+        let work = record.session_unless_ended(pass(session, far, false));
+        if let Some(Err(error)) = work.await {
             if let Some(stream) = find::<StreamError>(&error) {
                 record.failed(&Error::of_stream(route.node.as_str(), stream));
             }

@@ -5,7 +5,7 @@
 //! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it. One that the API knows
 //! is not remembered here.
 
-use super::{Authentication, Caller, Method, jwt};
+use super::{Authentication, Caller, Method, Validity, jwt};
 use crate::{
     error::{Error, Reason},
     proxy::{Shared, front::Connection},
@@ -21,8 +21,6 @@ pub(crate) type LastToken = Mutex<Option<Remembered>>;
 pub(crate) struct Remembered {
     presented: Vec<u8>,
     caller: Caller,
-    /// What a JWT rests on.
-    holds: Option<jwt::Holds>,
 }
 
 /// Whom what stands in `Authorization` names.
@@ -43,7 +41,7 @@ pub(super) async fn identify(
             return Err(Reason::Unauthenticated.says(nothing));
         }
     };
-    let (caller, holds) = tried(front, token, connection.peer, shared).await?;
+    let caller = tried(front, token, connection.peer, shared).await?;
     if caller.method == Method::TokenReview {
         return Ok(caller);
     }
@@ -51,7 +49,6 @@ pub(super) async fn identify(
     *last = Some(Remembered {
         presented: presented.to_vec(),
         caller: caller.clone(),
-        holds,
     });
     Ok(caller)
 }
@@ -61,7 +58,7 @@ async fn tried(
     token: &str,
     from: Peer,
     shared: &Shared,
-) -> Result<(Caller, Option<jwt::Holds>), Error> {
+) -> Result<Caller, Error> {
     let refuse = |why| Reason::Unauthenticated.says(why).of_token();
     let for_jwts = |jwts: &jwt::Jwts| match &front.review {
         Some(_) => jwts.lists(token),
@@ -71,7 +68,10 @@ async fn tried(
         let bound = shared.timeouts.authorize;
         let named = jwts.identify(token, bound).await.map_err(refuse)?;
         let caller = Caller::new(&named.name, named.groups, Method::Jwt, shared);
-        return Ok((caller, Some(named.holds)));
+        return Ok(Caller {
+            validity: Some(named.validity),
+            ..caller
+        });
     }
     let found = front
         .tokens
@@ -79,10 +79,10 @@ async fn tried(
         .and_then(|tokens| tokens.lookup(token));
     match (found, &front.review) {
         (Some(found), _) => {
-            let caller = Caller::new(&found.name, found.groups.clone(), Method::Token, shared);
-            Ok((caller, None))
+            let groups = found.groups.clone();
+            Ok(Caller::new(&found.name, groups, Method::Token, shared))
         }
-        (None, Some(review)) => Ok((review.identify(token, from, shared).await?, None)),
+        (None, Some(review)) => review.identify(token, from, shared).await,
         (None, None) => Err(refuse("token: not one that this front knows".into())),
     }
 }
@@ -90,7 +90,8 @@ async fn tried(
 fn remembered(last_token: &LastToken, presented: &[u8]) -> Option<Caller> {
     let last = last(last_token);
     let known = last.as_ref().filter(|known| known.presented == presented)?;
-    let holds = known.holds.as_ref().is_none_or(jwt::Holds::still);
+    let validity = known.caller.validity.as_ref();
+    let holds = validity.is_none_or(Validity::holds);
     holds.then(|| known.caller.clone())
 }
 

@@ -11,6 +11,7 @@ pub(super) mod naming;
 
 pub use naming::Naming;
 
+use super::Validity;
 use crate::{
     config,
     state::{
@@ -28,7 +29,7 @@ use serde_json::{Map, Value};
 use std::{
     borrow::Cow,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, UNIX_EPOCH},
 };
 
 /// What two clocks may be apart, in seconds.
@@ -62,25 +63,8 @@ pub struct Named {
     pub name: String,
     /// The caller's groups.
     pub groups: Vec<String>,
-    /// What has to hold for it to count on.
-    pub holds: Holds,
-}
-
-/// What a token that counted rests on.
-#[derive(Clone, Debug)]
-pub struct Holds {
-    /// The last second, since 1970, that it counts.
-    until: u64,
-    keys: Keys,
-    /// Those that proved it.
-    set: Arc<KeySet>,
-}
-
-impl Holds {
-    /// Whether it would count still.
-    pub fn still(&self) -> bool {
-        now() <= self.until && self.keys.are(&self.set)
-    }
+    /// For how long it counts.
+    pub validity: Validity,
 }
 
 /// Whether a bearer token has the shape of a JWT: three parts in base64url, the last of which may be empty.
@@ -147,15 +131,11 @@ impl Issuer {
         let (set, claims) = proven.map_err(Tried::says)?;
         let until = claims.get("exp").and_then(seconds).unwrap_or_default();
         let (name, groups) = self.naming.read(&claims)?;
-        let holds = Holds {
-            until: until.saturating_add(LEEWAY),
-            keys: self.keys.clone(),
-            set,
-        };
+        let until = until.saturating_add(LEEWAY);
         Ok(Named {
             name,
             groups,
-            holds,
+            validity: Validity::proved(until, self.keys.clone(), set),
         })
     }
 
@@ -317,11 +297,6 @@ fn seconds(date: &Value) -> Option<u64> {
             .map(|date| date.as_secs())
     };
     date.as_u64().or_else(fraction)
-}
-
-fn now() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.unwrap_or_default().as_secs()
 }
 
 fn algorithm(algorithm: config::Algorithm) -> Algorithm {

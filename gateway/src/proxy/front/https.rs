@@ -6,11 +6,11 @@
 use super::{Arrival, Door, Tls, io::Io, serve};
 use crate::{
     audit,
-    config::Kind,
+    config::{Kind, Serial},
     core::CoreId,
     proxy::{
         Proxy,
-        caller::{Caller, Method, UID},
+        caller::{Caller, Method, UID, Validity},
     },
 };
 use arc_swap::ArcSwap;
@@ -194,6 +194,8 @@ fn caller(
     let caller = Caller::new(&name, groups, Method::Certificate, &proxy.shared);
     Ok(Some(Caller {
         root: proven.root,
+        serial: Serial::try_from(proven.serial).ok(),
+        validity: Some(Validity::until(proven.not_after)),
         ..caller.with_uris(uris)
     }))
 }

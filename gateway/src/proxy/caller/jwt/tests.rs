@@ -1,4 +1,5 @@
 use super::*;
+use crate::proxy::caller::now;
 use crate::state::KeysWriter;
 use aws_lc_rs::{
     encoding::{AsDer, Pkcs8V1Der},
@@ -145,7 +146,7 @@ async fn a_token_counts_whatever_its_issuers_keys_are() {
             (named.name.as_str(), named.groups),
             ("ann", vec!["ops".to_owned()])
         );
-        assert!(named.holds.still());
+        assert!(named.validity.holds());
     }
     // It need not say which key it means where only one can be meant.
     let token = ED.sign_as(Algorithm::EdDSA, None, &good());
@@ -337,12 +338,12 @@ async fn a_key_that_is_not_here_is_asked_for_and_a_token_counts_once_it_is() {
         );
         tokio::time::advance(crate::state::keys::PAUSE).await;
         let first = jwts.identify(&by_old, BOUND).await.unwrap();
-        assert!(first.holds.still());
+        assert!(first.validity.holds());
         // Just asked: not again so soon.
         assert_eq!(refusal(&jwts, &by_new).await, "jwt: no key with this id");
         tokio::time::advance(crate::state::keys::PAUSE).await;
         assert!(jwts.identify(&by_new, BOUND).await.is_ok());
-        assert!(!first.holds.still(), "the key that proved it is gone");
+        assert!(!first.validity.holds(), "the key that proved it is gone");
         assert!(jwts.identify(&by_old, BOUND).await.is_err());
         tokio::time::advance(Duration::from_secs(3700)).await;
         let refused = refusal(&jwts, &by_new).await;
@@ -359,12 +360,12 @@ async fn a_key_that_is_not_here_is_asked_for_and_a_token_counts_once_it_is() {
 async fn a_token_that_was_tried_holds_no_longer_than_it_says() {
     let jwts = all();
     let token = ED.sign(&claims(&json!({ "exp": now() - LEEWAY + 1 })));
-    let holds = jwts.identify(&token, BOUND).await.unwrap().holds;
+    let validity = jwts.identify(&token, BOUND).await.unwrap().validity;
     let end = now() + 1;
     while now() <= end {
         tokio::task::yield_now().await;
     }
-    assert!(!holds.still());
+    assert!(!validity.holds());
     assert!(refusal(&jwts, &token).await.starts_with("jwt: expired at "));
 }
 

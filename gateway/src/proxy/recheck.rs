@@ -1,0 +1,206 @@
+//! Streams that are open, and the check whether their clients may still have them.
+//!
+//! A stream begins with two decisions: who calls (`caller`), and whether they may (`authorize`). Both are made again for
+//! each open stream within [`INTERVAL`] of a change of listeners, policy, trusted roots, tokens or revocations, and for a
+//! stream whose certificate or JWT no longer counts. A stream that would be refused now ends, with the refusal as its
+//! reason. One that nobody can decide about goes on: an outage of the cluster's API ends no session.
+
+use super::{
+    Proxy, Shared,
+    access::Record,
+    authorize::{Act, Ask},
+    caller::Validity,
+};
+use crate::{
+    core::CoreId,
+    error::{Error, Reason},
+};
+use causeway_tunnel::task::Tasks;
+use futures_util::{StreamExt, stream};
+use http::{HeaderMap, HeaderValue, Method, Request, header::AUTHORIZATION};
+use slab::Slab;
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::time::{MissedTickBehavior, interval};
+
+/// Time between two checks.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Streams that are checked at once on a core: each may wait for somebody who decides.
+const AT_ONCE: usize = 32;
+
+/// The open streams of a gateway, by the core that serves them.
+#[derive(Debug)]
+pub struct OpenStreams {
+    cores: Box<[Mutex<Slab<Weak<Record>>>]>,
+    /// Rises with each change that may refuse a stream which is open.
+    changes: AtomicU64,
+}
+
+/// The place of a stream among those that are open.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place(CoreId, usize);
+
+impl OpenStreams {
+    /// No streams, of this many cores.
+    pub fn new(cores: usize) -> Self {
+        Self {
+            cores: (0..cores).map(|_| Mutex::default()).collect(),
+            changes: AtomicU64::new(0),
+        }
+    }
+
+    /// Has all open streams checked again.
+    pub fn changed(&self) {
+        self.changes.fetch_add(1, Relaxed);
+    }
+
+    /// Returns the number of changes.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Relaxed)
+    }
+
+    pub(super) fn insert(&self, core: CoreId, record: &Arc<Record>) -> Place {
+        Place(core, self.core(core).insert(Arc::downgrade(record)))
+    }
+
+    pub(super) fn remove(&self, Place(core, index): Place) {
+        self.core(core).try_remove(index);
+    }
+
+    fn core(&self, core: CoreId) -> MutexGuard<'_, Slab<Weak<Record>>> {
+        let streams = &self.cores[core.0 % self.cores.len()];
+        streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the streams of a core of which this holds.
+    fn select(&self, core: CoreId, wanted: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
+        // Outside the lock: the last holder of a record removes it.
+        let all: Vec<_> = self
+            .core(core)
+            .iter()
+            .map(|(_, open)| open.clone())
+            .collect();
+        let open = all.iter().filter_map(Weak::upgrade);
+        open.filter(|record| wanted(record)).collect()
+    }
+}
+
+/// The request that a stream was allowed for.
+#[derive(Debug)]
+pub(super) struct Allowed {
+    pub(super) act: Act,
+    pub(super) method: Method,
+    /// The path of the request, without its query.
+    pub(super) path: String,
+    /// The credential of the request, where it brought one.
+    pub(super) authorization: Option<HeaderValue>,
+}
+
+impl Allowed {
+    pub(super) fn new<B>(act: Act, request: &Request<B>) -> Self {
+        // Copied: a field may be a slice of a whole read buffer.
+        let copied = |value: &HeaderValue| HeaderValue::from_bytes(value.as_bytes()).ok();
+        Self {
+            act,
+            method: request.method().clone(),
+            path: match act {
+                Act::Connect => String::new(),
+                Act::Request | Act::Upgrade => request.uri().path().to_owned(),
+            },
+            authorization: request.headers().get(AUTHORIZATION).and_then(copied),
+        }
+    }
+
+    /// The session of a TCP front.
+    pub(super) fn session() -> Self {
+        Self {
+            act: Act::Connect,
+            method: Method::CONNECT,
+            path: String::new(),
+            authorization: None,
+        }
+    }
+}
+
+/// Checks the open streams of one core for as long as the gateway runs.
+pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
+    let mut ticks = interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let changes = shared.streams.changes();
+        let due = |record: &Record| record.decided_at(changes) != changes || record.has_lapsed();
+        let ended = stream::iter(shared.streams.select(core, due))
+            .map(|record| check(&shared, core, &tasks, record))
+            .buffer_unordered(AT_ONCE)
+            .filter(|ended| std::future::ready(*ended))
+            .count()
+            .await;
+        if ended > 0 {
+            tracing::info!(ended, "streams ended that their clients may no longer have");
+        }
+    }
+}
+
+/// Decides about a stream again, and ends it if it is refused. Returns whether it was.
+async fn check(
+    shared: &Arc<Shared>,
+    core: CoreId,
+    tasks: &Arc<Tasks>,
+    record: Arc<Record>,
+) -> bool {
+    let proxy = Proxy {
+        shared: shared.clone(),
+        front: record.front().latest(),
+        core,
+        tasks: tasks.clone(),
+    };
+    match proxy.decide_again(&record).await {
+        Err(refusal) if refusal.reason != Reason::Undecided => {
+            record.end(&refusal);
+            true
+        }
+        _ => false,
+    }
+}
+
+impl Proxy {
+    async fn decide_again(&self, record: &Record) -> Result<(), Error> {
+        let Some((allowed, caller, route)) = record.allowed() else {
+            return Ok(());
+        };
+        let mut fields = HeaderMap::new();
+        if let Some(authorization) = &allowed.authorization {
+            fields.insert(AUTHORIZATION, authorization.clone());
+        }
+        let connection = record.connection();
+        let port = route.as_ref().map(|route| route.target.port);
+        let keeps = |validity: &Validity| {
+            let expired = validity.is_over();
+            let may_be = expired && !self.front.disconnect_expired;
+            validity.is_of_jwt() && (may_be || (!expired && validity.lacks_keys()))
+        };
+        let caller = if caller.validity.as_ref().is_some_and(keeps) {
+            caller
+        } else {
+            self.identify(connection, &fields, port).await?
+        };
+        record.caller(&caller);
+        // A target that this gateway dialled itself has no route, and only the caller is decided about.
+        let Some(route) = &route else { return Ok(()) };
+        let ask = Ask {
+            caller: &caller,
+            from: connection.peer,
+            route,
+            act: allowed.act,
+            method: &allowed.method,
+            path: &allowed.path,
+        };
+        self.authorize(&ask, record).await
+    }
+}
