@@ -293,12 +293,31 @@ impl Bound {
         self.reloader.clone()
     }
 
+    /// Begins the work for whose end nobody waits.
+    fn beside(&self) -> Tasks {
+        let (tasks, runtime) = (Tasks::default(), self.cores.runtime(CoreId(0)));
+        watch(
+            (&tasks, runtime),
+            self.reloader.parts(),
+            &self.shared.metrics,
+            self.admin_app.certificates.clone(),
+        );
+        let evicting = evicting(self.config.clone(), &self.shared);
+        tasks.spawn_on(runtime, info_span!("evict"), evicting);
+        for core in self.cores.all() {
+            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
+            tasks.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
+        }
+        tasks
+    }
+
     /// Serves until `stop`, then drains for at most the configured time. Returns when nothing is left.
     pub async fn run(self, stop: CancellationToken) {
         let addresses = self.addresses();
         let grace = self.config.timeouts.drain;
         // Whoever drops this future ends the gateway: its tasks first, then the threads that it started.
-        let (_threads, _claim) = (self.threads, self.claim);
+        let begun = self.beside();
+        let (_threads, _claim, beside) = (self.threads, self.claim, begun);
         let _end = self.tasks.guard();
         let (control, closing) = (Tasks::default(), CancellationToken::new());
         let leaving = CancellationToken::new();
@@ -311,15 +330,6 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
-        // Nobody waits for these at the end.
-        let beside = Tasks::default();
-        let certificates = self.admin_app.certificates.clone();
-        watch(
-            (&beside, runtime),
-            self.reloader.parts(),
-            &self.shared.metrics,
-            certificates,
-        );
         let metrics = &self.shared.metrics;
         let limit = metrics.connection_limit("admin_connections", http::CONNECTIONS);
         let router = admin::router(self.admin_app);
@@ -332,12 +342,6 @@ impl Bound {
         }
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
-        let evicting = evicting(self.config, &self.shared);
-        beside.spawn_on(runtime, info_span!("evict"), evicting);
-        for core in self.cores.all() {
-            let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
-            beside.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
-        }
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
         }

@@ -60,7 +60,7 @@ use recheck::{Allowed, OpenStreams};
 use request::Kind;
 use reviews::Answers;
 use route::{Asked, Route};
-use std::{sync::Arc, time::SystemTime};
+use std::{pin::pin, sync::Arc, time::SystemTime};
 
 /// What all fronts of a gateway share.
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Proxy {
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let switches = request.headers().contains_key(UPGRADE);
-        let served = self.serve(connection, request, &record);
+        let served = pin!(self.serve(connection, request, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
             Err(error) => reply::of(&self.front, &record, (switches, &error)),

@@ -64,12 +64,12 @@ pub(crate) async fn app(span: Duration) -> App {
     app
 }
 
-/// A session that answers for as long as `ends` lasts.
-async fn session(caller: &Caller, ends: Instant) {
+/// A session that answers for as long as this holds.
+async fn session(caller: &Caller, goes_on: impl Fn() -> bool) {
     let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
     let head = exchange(&mut wire, EXEC).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
-    while Instant::now() < ends {
+    while goes_on() {
         wire.write_all(b"message").await.unwrap();
         assert_eq!(read(&mut wire, 7).await, b"message");
         // Time is the subject.
@@ -90,6 +90,14 @@ async fn download(caller: &Caller, span: Duration) {
         }
     }
     assert_eq!(at, PIECE * pieces(span));
+}
+
+/// A download that is reset before its end.
+async fn cut_download(caller: &Caller) {
+    let mut connection = caller.connect("edge-1").await.unwrap();
+    let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
+    let body = connection.open(request).await.unwrap().into_body();
+    assert!(body.collect().await.is_err(), "it came to its end");
 }
 
 /// Requests without a break, on a connection that is kept and on new ones. How many.
@@ -122,7 +130,7 @@ pub(crate) async fn nothing_is_lost(
 ) {
     let (requests, (), (), ()) = tokio::join!(
         requests(|| (0, caller.clone()), ends),
-        session(caller, ends),
+        session(caller, || Instant::now() < ends),
         download(caller, span),
         meanwhile
     );
@@ -260,10 +268,14 @@ async fn a_whole_rotation_of_the_root_drops_nothing_and_refuses_nothing() {
     let (ends, (_, first)) = (Instant::now() + span, caller());
     let mut kept = first.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
+    let retired = || current.lock().unwrap().0 == 1;
     let (requests, (), (), ()) = tokio::join!(
         requests(caller, ends),
-        session(&first, ends),
-        download(&first, span),
+        session(&first, || !retired()),
+        async {
+            cut_download(&first).await;
+            assert!(retired(), "it was cut before its root was retired");
+        },
         whole_rotation(&site, &app, &token, &current)
     );
     assert!(requests > 100, "{requests}");

@@ -27,6 +27,7 @@ mod balanced;
 mod certificates;
 mod company;
 mod given;
+mod recheck;
 mod rejoin;
 mod reload;
 mod renewal;

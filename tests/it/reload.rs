@@ -15,7 +15,7 @@ use causeway_gateway::{
 };
 use http_body_util::BodyExt;
 use hyper::Request;
-use std::fs;
+use std::{fs, path::Path};
 use tokio::net::{TcpListener, TcpStream};
 
 const URL: &str = "https://edge-1:9100/";
@@ -60,29 +60,37 @@ async fn a_front_that_is_new_opens_one_that_is_gone_closes_and_the_rest_keep_the
     assert_eq!(again.to_string(), "all fronts as they were");
 }
 
-#[tokio::test]
-async fn what_callers_have_begun_is_finished_and_nothing_new_begins_by_a_token_that_is_gone() {
-    let build = World::build();
-    let (old, tokens) = (build.token("old"), build.tokens());
-    let before = fs::read_to_string(&tokens).unwrap();
-    let new = build.token("new");
-    let both = fs::read_to_string(&tokens).unwrap();
-    let only_new = both.strip_prefix(&before).unwrap().to_owned();
-    fs::write(&tokens, &before).unwrap();
-    let by_token = Front {
+/// A listener that takes the tokens of a file alone.
+fn by_tokens(tokens: &Path) -> Front {
+    Front {
         callers: Callers {
             own_ca: false,
-            tokens: Some(tokens.clone()),
+            tokens: Some(tokens.to_owned()),
             ..Callers::default()
         },
         ..front("tokens", Kind::Https)
-    };
-    let mut world = build.front(by_token).start().await;
-    let gate = Gate::new();
-    let held = gate.clone();
-    let app = App::http(move |head| match head.path().as_str() {
-        "/slow" => answer::parts("text/plain", &["first ", "last"], &held),
-        _ => answer::ok("it"),
+    }
+}
+
+#[tokio::test]
+async fn a_token_that_is_gone_begins_nothing_new_and_its_streams_end_while_those_of_others_are_finished()
+ {
+    let build = World::build();
+    let (stays, tokens) = (build.token("stays"), build.tokens());
+    let only_stays = fs::read_to_string(&tokens).unwrap();
+    let old = build.token("old");
+    let before = fs::read_to_string(&tokens).unwrap();
+    let new = build.token("new");
+    let both = fs::read_to_string(&tokens).unwrap();
+    let without_old = only_stays + both.strip_prefix(&before).unwrap();
+    fs::write(&tokens, &before).unwrap();
+    let mut world = build.front(by_tokens(&tokens)).start().await;
+    // One for each download: the script of one that is cut waits on.
+    let gates: [Gate; 4] = std::array::from_fn(|_| Gate::new());
+    let held = gates.clone();
+    let app = App::http(move |head| match head.path()[1..].parse::<usize>() {
+        Ok(gate) => answer::parts("text/plain", &["first ", "last"], &held[gate]),
+        Err(_) => answer::ok("it"),
     });
     let app = app.await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
@@ -93,14 +101,26 @@ async fn what_callers_have_begun_is_finished_and_nothing_new_begins_by_a_token_t
         let (with_old, with_new) = (caller(&old), caller(&new));
         let with_old = if http2 { with_old.http2() } else { with_old };
         assert_eq!(with_new.get(URL).await.status, 401);
+        let with_stays = caller(&stays);
+        let with_stays = if http2 {
+            with_stays.http2()
+        } else {
+            with_stays
+        };
         let mut slow = with_old.connect("edge-1").await.unwrap();
+        let mut finished = with_stays.connect("edge-1").await.unwrap();
         let mut idle = with_old.connect("edge-1").await.unwrap();
         assert_eq!(idle.get(URL).await.unwrap().status, 200);
-        let request = Request::get("https://edge-1:9100/slow");
-        gate.open();
-        let begun = slow.open(request.body(whole("")).unwrap()).await.unwrap();
+        let [of_old, of_stays] = if http2 { [0, 1] } else { [2, 3] };
+        let request = |gate: usize| {
+            gates[gate].open();
+            let request = Request::get(format!("https://edge-1:9100/{gate}"));
+            request.body(whole("")).unwrap()
+        };
+        let begun = slow.open(request(of_old)).await.unwrap();
+        let kept = finished.open(request(of_stays)).await.unwrap();
 
-        fs::write(&tokens, &only_new).unwrap();
+        fs::write(&tokens, &without_old).unwrap();
         let changed = world.reload(|_| {}).unwrap();
         assert_eq!(changed.fronts, turnover(&[], &["tokens"], &[]));
         assert_eq!(with_old.get(URL).await.status, 401);
@@ -110,11 +130,13 @@ async fn what_callers_have_begun_is_finished_and_nothing_new_begins_by_a_token_t
             async || idle.get(URL).await.is_err(),
         )
         .await;
+        let cut = begun.into_body().collect().await;
+        assert!(cut.is_err(), "a stream by the old token goes on");
         // The last part, and the end.
-        gate.open();
-        gate.open();
-        let all = begun.into_body().collect().await.unwrap().to_bytes();
-        assert_eq!(all, "first last", "what had begun is whole");
+        gates[of_stays].open();
+        gates[of_stays].open();
+        let all = kept.into_body().collect().await.unwrap().to_bytes();
+        assert_eq!(all, "first last", "what had begun by another is whole");
     }
 }
 

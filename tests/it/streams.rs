@@ -488,7 +488,7 @@ async fn python(script: &str, arguments: &[&str]) -> (Running, Road) {
     let port = listening(&mut app).await;
     (
         app,
-        Road::to_as(Scheme::Http, ([127, 0, 0, 1], port).into()).await,
+        Box::pin(Road::to_as(Scheme::Http, ([127, 0, 0, 1], port).into())).await,
     )
 }
 
@@ -497,7 +497,7 @@ async fn python_as(scheme: Scheme, script: &str) -> (Running, Road) {
     let port = listening(&mut app).await;
     (
         app,
-        Road::to_as(scheme, ([127, 0, 0, 1], port).into()).await,
+        Box::pin(Road::to_as(scheme, ([127, 0, 0, 1], port).into())).await,
     )
 }
 

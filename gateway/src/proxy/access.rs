@@ -27,6 +27,7 @@ use http::{Method, Request, StatusCode};
 use std::{
     fmt::Write as _,
     future::{Future, poll_fn},
+    pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{
@@ -121,7 +122,7 @@ impl Record {
             _busy: connection.room.busy(),
             passed: Arc::default(),
             filled: Mutex::new(filled),
-            decided_at: AtomicU64::new(proxy.shared.streams.changes()),
+            decided_at: AtomicU64::new(proxy.shared.changes()),
             ended: AtomicBool::new(false),
             carrier: AtomicWaker::new(),
         })
@@ -190,7 +191,10 @@ impl Record {
     ///
     /// # Errors
     /// The refusal for which it was ended.
-    pub(super) async fn unless_ended<T>(&self, work: impl Future<Output = T>) -> Result<T, Error> {
+    pub(super) async fn unless_ended<T>(
+        &self,
+        work: Pin<&mut impl Future<Output = T>>,
+    ) -> Result<T, Error> {
         let ended = poll_fn(|cx| self.poll_ended(cx));
         tokio::select! {
             biased;
@@ -202,7 +206,10 @@ impl Record {
     }
 
     /// Carries a session by `work`, and resets the connection of its client if the session is ended before.
-    pub(super) async fn session_unless_ended<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    pub(super) async fn session_unless_ended<T>(
+        &self,
+        work: Pin<&mut impl Future<Output = T>>,
+    ) -> Option<T> {
         let done = self.unless_ended(work).await;
         if done.is_err() {
             self.connection.condition.abort();

@@ -57,6 +57,11 @@ pub enum Verdict {
 pub trait Authorize: Debug + Send + Sync + 'static {
     /// Decides, without waiting.
     fn authorize(&self, ask: &Ask<'_>) -> Verdict;
+
+    /// Returns a number that rises when what was allowed may be denied now: open streams are then decided about again.
+    fn changes(&self) -> u64 {
+        0
+    }
 }
 
 /// Whoever a front lets in may reach every node; what is served there is the edge's own decision.
@@ -106,6 +111,10 @@ impl Authorize for ByPolicy {
                 path: ask.path,
             })
         }))
+    }
+
+    fn changes(&self) -> u64 {
+        self.policy.replaced()
     }
 }
 

@@ -5,7 +5,7 @@
 //! then only from the networks and for the ports that it names. A wrong credential is never "nobody". A refusal
 //! begins with the method that was tried, says why it failed, and nothing else.
 
-mod bearer;
+pub(crate) mod bearer;
 pub mod jwt;
 pub mod review;
 

@@ -35,7 +35,7 @@ use ipnet::IpNet;
 use std::{
     io,
     net::{IpAddr, SocketAddr},
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
 };
@@ -176,8 +176,8 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
         };
         let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
         let far = Counted::new(tcp, record.passed.clone());
-        let work = record.session_unless_ended(pass(session, far, hold));
-        if let Some(Err(error)) = work.await {
+        let work = pin!(pass(session, far, hold));
+        if let Some(Err(error)) = record.session_unless_ended(work).await {
             tracing::debug!(%error, "a session that was dialled from here broke off");
         }
     };

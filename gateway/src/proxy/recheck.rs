@@ -9,7 +9,7 @@ use super::{
     Proxy, Shared,
     access::Record,
     authorize::{Act, Ask},
-    caller::Validity,
+    caller::{Validity, bearer},
 };
 use crate::{
     core::CoreId,
@@ -57,11 +57,6 @@ impl OpenStreams {
     /// Has all open streams checked again.
     pub fn changed(&self) {
         self.changes.fetch_add(1, Relaxed);
-    }
-
-    /// Returns the number of changes.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes.load(Relaxed)
     }
 
     pub(super) fn insert(&self, core: CoreId, record: &Arc<Record>) -> Place {
@@ -127,13 +122,20 @@ impl Allowed {
     }
 }
 
+impl Shared {
+    /// Returns the number of changes after which open streams are decided about again.
+    pub(super) fn changes(&self) -> u64 {
+        self.streams.changes.load(Relaxed) + self.authorizer.changes()
+    }
+}
+
 /// Checks the open streams of one core for as long as the gateway runs.
 pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        let changes = shared.streams.changes();
+        let changes = shared.changes();
         let due = |record: &Record| record.decided_at(changes) != changes || record.has_lapsed();
         let ended = stream::iter(shared.streams.select(core, due))
             .map(|record| check(&shared, core, &tasks, record))
@@ -188,6 +190,8 @@ impl Proxy {
         let caller = if caller.validity.as_ref().is_some_and(keeps) {
             caller
         } else {
+            // Nothing that another front has found out counts.
+            bearer::forget(&connection.last_token);
             self.identify(connection, &fields, port).await?
         };
         record.caller(&caller);

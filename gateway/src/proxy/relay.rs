@@ -26,7 +26,7 @@ use hyper::{
 use hyper_util::rt::TokioIo;
 use std::{
     io,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
 };
@@ -111,7 +111,7 @@ pub(super) fn spawn(
         let waiting = Waiting::default();
         let session = Session::new(upgraded, connection, (window, waiting.clone()), busy);
         let work = copy::relay(session, send, receive, record.passed.clone(), hold);
-        let work = weighed(shared.limits.pressure(), &waiting, work);
+        let work = pin!(weighed(shared.limits.pressure(), &waiting, work));
         if let Some(outcome) = record.session_unless_ended(work).await {
             note(&record, node.as_str(), &outcome);
         }
@@ -131,7 +131,7 @@ pub(super) async fn session(
     let begun = begin(proxy, connection, record).await;
     let (send, receive) = begun.inspect_err(|_| io.abort())?;
     record.opened(StatusCode::OK);
-    let work = copy::relay(io, send, receive, record.passed.clone(), false);
+    let work = pin!(copy::relay(io, send, receive, record.passed.clone(), false));
     if let Some(outcome) = record.session_unless_ended(work).await {
         note(record, proxy.front.name.as_str(), &outcome);
     }

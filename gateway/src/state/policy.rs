@@ -18,7 +18,15 @@ use arc_swap::ArcSwapOption;
 use causeway_certs::NodeName;
 use compile::{Compiled, Named};
 use index::{Exact, Labels, Paths, Patterns, Prefixes, Rules};
-use std::{borrow::Cow, collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    net::IpAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
 
 /// In which group everybody is who is known (Kubernetes' `user.AllAuthenticated`).
 pub const AUTHENTICATED: &str = "system:authenticated";
@@ -198,12 +206,18 @@ impl Policy {
 
 /// The reading side: a cheap clone that never waits.
 #[derive(Clone, Debug, Default)]
-pub struct PolicyReader(Arc<ArcSwapOption<Policy>>);
+pub struct PolicyReader(Arc<Current>);
+
+#[derive(Debug, Default)]
+struct Current {
+    policy: ArcSwapOption<Policy>,
+    replaced: AtomicU64,
+}
 
 impl PolicyReader {
     /// Decides by the rules that hold now; where there are none, everything is allowed.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
-        match self.0.load().as_ref() {
+        match self.0.policy.load().as_ref() {
             Some(rules) => rules.decide(asked),
             None => Decision {
                 allow: true,
@@ -215,6 +229,7 @@ impl PolicyReader {
     /// Whether any rule depends on the pool or the labels of a node.
     pub fn reads_nodes(&self) -> bool {
         self.0
+            .policy
             .load()
             .as_ref()
             .is_some_and(|rules| rules.reads_nodes())
@@ -222,7 +237,12 @@ impl PolicyReader {
 
     /// Whether there are no rules.
     pub fn is_open(&self) -> bool {
-        self.0.load().is_none()
+        self.0.policy.load().is_none()
+    }
+
+    /// Returns how often the rules were replaced.
+    pub fn replaced(&self) -> u64 {
+        self.0.replaced.load(Relaxed)
     }
 }
 
@@ -233,7 +253,10 @@ pub struct PolicyWriter(PolicyReader);
 impl PolicyWriter {
     /// With these rules to begin with; without any, everything is allowed.
     pub fn new(policy: Option<Policy>) -> Self {
-        Self(PolicyReader(Arc::new(ArcSwapOption::from_pointee(policy))))
+        Self(PolicyReader(Arc::new(Current {
+            policy: ArcSwapOption::from_pointee(policy),
+            replaced: AtomicU64::new(0),
+        })))
     }
 
     /// The reading side.
@@ -241,9 +264,11 @@ impl PolicyWriter {
         self.0.clone()
     }
 
-    /// Replaces the rules, for every stream that begins from now on.
+    /// Replaces the rules, for every stream that begins from now on, and soon for those that are open.
     pub fn replace(&self, policy: Option<Policy>) {
-        self.0.0.store(policy.map(Arc::new));
+        let rules = &self.0.0;
+        rules.policy.store(policy.map(Arc::new));
+        rules.replaced.fetch_add(1, Relaxed);
     }
 }
 

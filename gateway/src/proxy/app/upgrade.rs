@@ -35,7 +35,7 @@ use hyper::{
 use hyper_util::rt::TokioIo;
 use std::{
     io,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
 };
@@ -131,8 +131,8 @@ fn spawn(way: Way<'_>, near: OnUpgrade, far: OnUpgrade) {
         };
         let session = Session::new(near, connection, (None, Waiting::default()), busy);
         let far = Counted::new(far, record.passed.clone());
-        let work = record.session_unless_ended(pass(session, far, false));
-        if let Some(Err(error)) = work.await {
+        let work = pin!(pass(session, far, false));
+        if let Some(Err(error)) = record.session_unless_ended(work).await {
             if let Some(stream) = find::<StreamError>(&error) {
                 record.failed(&Error::of_stream(route.node.as_str(), stream));
             }

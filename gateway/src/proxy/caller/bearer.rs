@@ -87,6 +87,11 @@ async fn tried(
     }
 }
 
+/// Forgets the last token on a connection.
+pub(crate) fn forget(last_token: &LastToken) {
+    *last(last_token) = None;
+}
+
 fn remembered(last_token: &LastToken, presented: &[u8]) -> Option<Caller> {
     let last = last(last_token);
     let known = last.as_ref().filter(|known| known.presented == presented)?;
