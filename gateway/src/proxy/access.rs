@@ -55,7 +55,7 @@ pub struct Record {
     /// Bytes both ways: up is from the caller, down is to it.
     pub passed: Arc<Passed>,
     filled: Mutex<Filled>,
-    /// The changes ([`OpenStreams`](super::recheck::OpenStreams)) that the decision to allow this stream has seen.
+    /// The changes (`OpenStreams`) that the decision to allow this stream has seen.
     decided_at: AtomicU64,
     ended: AtomicBool,
     /// The task that carries the stream.

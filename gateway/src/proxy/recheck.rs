@@ -1,7 +1,7 @@
 //! Streams that are open, and the check whether their clients may still have them.
 //!
 //! A stream begins with two decisions: who calls (`caller`), and whether they may (`authorize`). Both are made again for
-//! each open stream within [`INTERVAL`] of a change of listeners, policy, trusted roots, tokens or revocations, and for a
+//! each open stream within a second or so of a change of listeners, policy, trusted roots, tokens or revocations, and for a
 //! stream whose certificate or JWT no longer counts. A stream that would be refused now ends, with the refusal as its
 //! reason. One that nobody can decide about goes on: an outage of the cluster's API ends no session.
 
