@@ -143,7 +143,7 @@ impl Proxy {
             let caller = self.identify(connection, request.headers(), Some(target.port));
             let caller = caller.await?;
             record.caller(&caller);
-            record.allow(Allowed::new(Act::Connect, &request));
+            record.allow(Allowed::new(Act::Connect, &request, connection));
             let direct = direct::Direct {
                 proxy: self,
                 connection,
@@ -170,7 +170,7 @@ impl Proxy {
             method: request.method(),
             path: request.uri().path(),
         };
-        record.allow(Allowed::new(act, &request));
+        record.allow(Allowed::new(act, &request, connection));
         self.authorize(&ask, record).await?;
         let picked = self.pick(&route).await?;
         record.permit(self.shared.limits.admit(&caller.open, &picked.streams)?);

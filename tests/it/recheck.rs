@@ -204,6 +204,21 @@ async fn a_certificate_that_is_revoked_ends_its_sessions_and_begins_nothing_new(
     echoes(&mut stays).await;
     assert_eq!(bob.get(URL).await.status, 200);
     refused(&world, "unauthenticated").await;
+    // The listener moves, and takes certificates of another CA there.
+    let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
+    std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
+    let changed = world.reload(|config| {
+        let listener = config
+            .fronts
+            .iter_mut()
+            .find(|front| front.name == "clients");
+        listener.unwrap().listen = "127.0.0.2:0"
+            .parse::<std::net::SocketAddr>()
+            .unwrap()
+            .into();
+    });
+    assert_eq!(changed.unwrap().fronts.opened, ["clients"]);
+    is_reset(&mut stays).await;
 }
 
 #[tokio::test]

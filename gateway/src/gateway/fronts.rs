@@ -337,6 +337,12 @@ impl Plan<'_> {
             self.standing.fronts.extend(stand);
         }
         for stand in before.into_iter().flatten() {
+            // The streams of a listener that has moved are decided about by its new rules.
+            let name = &stand.material.front.name;
+            let mut fronts = self.standing.fronts.iter();
+            if let Some(moved) = fronts.find(|moved| moved.material.front.name == *name) {
+                let _ = stand.front.successor.set(moved.front.clone());
+            }
             stand.entrance.close();
             if let config::Listen::Unix(path) = &stand.material.front.listen {
                 // Whoever has taken it away already has done the same.

@@ -6,7 +6,7 @@
 
 use crate::{
     audit::AUDIT,
-    config::{AccessLog, Serial},
+    config::AccessLog,
     core::CoreId,
     error::{Error, Reason},
     metrics::{StreamGuard, StreamOver},
@@ -60,6 +60,9 @@ pub struct Record {
     ended: AtomicBool,
     /// The task that carries the stream.
     carrier: AtomicWaker,
+    /// The task that carries the body of the request.
+    uploader: AtomicWaker,
+    checking: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -106,6 +109,13 @@ impl Record {
         (method, path): (&str, &str),
         trace: Trace,
     ) -> Arc<Self> {
+        // What begins at a front that another has replaced is decided about by that one, whatever it has seen.
+        let changes = proxy.shared.changes();
+        let changes = if proxy.front.is_retired() {
+            u64::MAX
+        } else {
+            changes
+        };
         let filled = Filled {
             _open: Some(proxy.front.metrics.stream()),
             ..Filled::default()
@@ -122,9 +132,11 @@ impl Record {
             _busy: connection.room.busy(),
             passed: Arc::default(),
             filled: Mutex::new(filled),
-            decided_at: AtomicU64::new(proxy.shared.changes()),
+            decided_at: AtomicU64::new(changes),
             ended: AtomicBool::new(false),
             carrier: AtomicWaker::new(),
+            uploader: AtomicWaker::new(),
+            checking: AtomicBool::new(false),
         })
     }
 
@@ -175,6 +187,30 @@ impl Record {
         self.failed(refusal);
         self.ended.store(true, Release);
         self.carrier.wake();
+        self.uploader.wake();
+    }
+
+    /// Has the stream decided about again with the next check.
+    pub(super) fn decide_anew(&self) {
+        self.decided_at.store(u64::MAX, Relaxed);
+    }
+
+    /// Notes that the stream is, or is no longer, being checked. Returns whether it was.
+    pub(super) fn checking(&self, now: bool) -> bool {
+        self.checking.swap(now, Relaxed)
+    }
+
+    /// Waits until the stream is to end, for the task that carries the body of the request.
+    pub(super) async fn upload_ended(&self) {
+        poll_fn(|cx| {
+            self.uploader.register(cx.waker());
+            if self.ended.load(Acquire) {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
     }
 
     /// Ready once the stream is to end, with the reason in [`Record::failure`]. Wakes the task that asked last.
@@ -366,7 +402,9 @@ impl Record {
             caller = caller.map(|caller| &*caller.name),
             groups = caller.map(|caller| caller.groups.join(",")),
             by = caller.map(|caller| caller.method.word()),
-            serial = caller.and_then(|caller| caller.serial.as_ref()).map(Serial::as_str),
+            serial = caller
+                .and_then(|caller| caller.certificate.as_ref())
+                .map(|certificate| certificate.serial.as_str()),
             node = route.map(|route| route.node.as_str()),
             port = route.map(|route| route.target.port),
             method = self.method,

@@ -20,16 +20,20 @@ use crate::{
     },
     state::{KeySet, Keys},
 };
-use causeway_certs::{CallerTokens, Fingerprint, verify::PeerRefused};
+use causeway_certs::{
+    CallerTokens, Fingerprint,
+    verify::{PeerRefused, Purpose, none_revoked, prove_peer},
+};
 use causeway_tunnel::listener::Peer;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
 use jwt::Jwts;
 use review::TokenReview;
+use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{
     fmt,
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 pub(crate) use bearer::LastToken;
@@ -81,8 +85,8 @@ pub struct Caller {
     pub method: Method,
     /// The root of ours on which its certificate hangs.
     pub root: Option<Fingerprint>,
-    /// The serial number of its certificate.
-    pub serial: Option<Serial>,
+    /// The certificate that it has shown.
+    pub certificate: Option<Arc<Shown>>,
     /// For how long its certificate or JWT counts.
     pub validity: Option<Validity>,
     /// Who it is to the cluster, where that has said so.
@@ -108,7 +112,7 @@ impl Caller {
             uris: Arc::default(),
             method,
             root: None,
-            serial: None,
+            certificate: None,
             validity: None,
             account: None,
         }
@@ -119,10 +123,10 @@ impl Caller {
     /// # Errors
     /// [`Reason::Unauthenticated`] if it is revoked, or if it has expired and the front refuses that.
     pub(crate) fn is_welcome(&self, front: &Front) -> Result<(), Error> {
-        let Some(serial) = &self.serial else {
+        let Some(certificate) = &self.certificate else {
             return Ok(());
         };
-        if front.revoked.contains(serial) {
+        if front.revoked.contains(&certificate.serial) {
             return Err(refusal(&PeerRefused::Revoked(self.name.to_string())));
         }
         match &self.validity {
@@ -149,11 +153,43 @@ impl Caller {
             uris: Arc::new([]),
             method: Method::Certificate,
             root: None,
-            serial: None,
+            certificate: None,
             validity: None,
             account: None,
             open: Count::default(),
         }
+    }
+}
+
+/// A certificate that a client has shown.
+#[derive(Debug)]
+pub struct Shown {
+    /// Its serial number.
+    pub serial: Serial,
+    /// It, and the intermediates that came with it.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// Its last second, since 1970.
+    pub not_after: u64,
+}
+
+impl Shown {
+    /// Proves the certificate again, by what the front trusts now.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it is not believed any more.
+    pub(crate) fn prove(&self, front: &Front) -> Result<(), Error> {
+        let Some(tls) = &front.tls else {
+            return Err(refusal(&PeerRefused::UnknownIssuer));
+        };
+        let seconds = if front.disconnect_expired {
+            now()
+        } else {
+            now().min(self.not_after)
+        };
+        let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+        let trust = &tls.load().trust;
+        let proven = prove_peer(Some(&self.chain), Purpose::Caller, at, trust, &none_revoked);
+        proven.map(drop).map_err(|refused| refusal(&refused))
     }
 }
 

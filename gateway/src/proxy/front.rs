@@ -176,7 +176,7 @@ impl Front {
         self.retired.get_or_init(|| Instant::now() + rest);
     }
 
-    fn is_retired(&self) -> bool {
+    pub(crate) fn is_retired(&self) -> bool {
         self.retired.get().is_some()
     }
 

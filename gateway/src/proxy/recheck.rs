@@ -10,19 +10,23 @@ use super::{
     access::Record,
     authorize::{Act, Ask},
     caller::{Validity, bearer},
+    front::Connection,
 };
 use crate::{
     core::CoreId,
     error::{Error, Reason},
 };
 use causeway_tunnel::task::Tasks;
-use futures_util::{StreamExt, stream};
+use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use http::{HeaderMap, HeaderValue, Method, Request, header::AUTHORIZATION};
 use slab::Slab;
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Release},
+        },
     },
     time::Duration,
 };
@@ -30,8 +34,9 @@ use tokio::time::{MissedTickBehavior, interval};
 
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Streams that are checked at once on a core: each may wait for somebody who decides.
-const AT_ONCE: usize = 32;
+
+/// Streams that are checked before others on their core have a turn.
+const TURN: usize = 32;
 
 /// The open streams of a gateway, by the core that serves them.
 #[derive(Debug)]
@@ -56,7 +61,7 @@ impl OpenStreams {
 
     /// Has all open streams checked again.
     pub fn changed(&self) {
-        self.changes.fetch_add(1, Relaxed);
+        self.changes.fetch_add(1, Release);
     }
 
     pub(super) fn insert(&self, core: CoreId, record: &Arc<Record>) -> Place {
@@ -92,14 +97,22 @@ pub(super) struct Allowed {
     pub(super) method: Method,
     /// The path of the request, without its query.
     pub(super) path: String,
-    /// The credential of the request, where it brought one.
+    /// The port that a CONNECT names.
+    pub(super) port: Option<u16>,
+    /// The credential of the request, where it counts.
     pub(super) authorization: Option<HeaderValue>,
 }
 
 impl Allowed {
-    pub(super) fn new<B>(act: Act, request: &Request<B>) -> Self {
+    pub(super) fn new<B>(act: Act, request: &Request<B>, connection: &Connection) -> Self {
         // Copied: a field may be a slice of a whole read buffer.
-        let copied = |value: &HeaderValue| HeaderValue::from_bytes(value.as_bytes()).ok();
+        let copied = |value: &HeaderValue| {
+            let mut copy = HeaderValue::from_bytes(value.as_bytes()).ok()?;
+            copy.set_sensitive(true);
+            Some(copy)
+        };
+        let credential = request.headers().get(AUTHORIZATION);
+        let credential = credential.filter(|_| matches!(connection.caller, Ok(None)));
         Self {
             act,
             method: request.method().clone(),
@@ -107,7 +120,8 @@ impl Allowed {
                 Act::Connect => String::new(),
                 Act::Request | Act::Upgrade => request.uri().path().to_owned(),
             },
-            authorization: request.headers().get(AUTHORIZATION).and_then(copied),
+            port: request.uri().port_u16(),
+            authorization: credential.and_then(copied),
         }
     }
 
@@ -117,6 +131,7 @@ impl Allowed {
             act: Act::Connect,
             method: Method::CONNECT,
             path: String::new(),
+            port: None,
             authorization: None,
         }
     }
@@ -125,7 +140,8 @@ impl Allowed {
 impl Shared {
     /// Returns the number of changes after which open streams are decided about again.
     pub(super) fn changes(&self) -> u64 {
-        self.streams.changes.load(Relaxed) + self.authorizer.changes()
+        let changes = self.streams.changes.load(Acquire);
+        changes.wrapping_add(self.authorizer.changes())
     }
 }
 
@@ -133,29 +149,32 @@ impl Shared {
 pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut waiting = FuturesUnordered::new();
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            _ = ticks.tick() => {}
+            Some(()) = waiting.next() => continue,
+        }
         let changes = shared.changes();
         let due = |record: &Record| record.decided_at(changes) != changes || record.has_lapsed();
-        let ended = stream::iter(shared.streams.select(core, due))
-            .map(|record| check(&shared, core, &tasks, record))
-            .buffer_unordered(AT_ONCE)
-            .filter(|ended| std::future::ready(*ended))
-            .count()
-            .await;
-        if ended > 0 {
-            tracing::info!(ended, "streams ended that their clients may no longer have");
+        for (index, record) in shared.streams.select(core, due).into_iter().enumerate() {
+            if index % TURN == TURN - 1 {
+                tokio::task::yield_now().await;
+            }
+            if record.checking(true) {
+                continue;
+            }
+            let mut checked = Box::pin(check(&shared, core, &tasks, record));
+            // Most decisions wait for nobody, and those that do hold up no other.
+            if checked.as_mut().now_or_never().is_none() {
+                waiting.push(checked);
+            }
         }
     }
 }
 
-/// Decides about a stream again, and ends it if it is refused. Returns whether it was.
-async fn check(
-    shared: &Arc<Shared>,
-    core: CoreId,
-    tasks: &Arc<Tasks>,
-    record: Arc<Record>,
-) -> bool {
+/// Decides about a stream again, and ends it if it is refused.
+async fn check(shared: &Arc<Shared>, core: CoreId, tasks: &Arc<Tasks>, record: Arc<Record>) {
     let proxy = Proxy {
         shared: shared.clone(),
         front: record.front().latest(),
@@ -163,12 +182,14 @@ async fn check(
         tasks: tasks.clone(),
     };
     match proxy.decide_again(&record).await {
-        Err(refusal) if refusal.reason != Reason::Undecided => {
+        Ok(()) => {}
+        Err(refusal) if refusal.reason == Reason::Undecided => record.decide_anew(),
+        Err(refusal) => {
+            tracing::debug!(%refusal, "a stream ended that its client may no longer have");
             record.end(&refusal);
-            true
         }
-        _ => false,
     }
+    record.checking(false);
 }
 
 impl Proxy {
@@ -182,21 +203,30 @@ impl Proxy {
         }
         let connection = record.connection();
         let port = route.as_ref().map(|route| route.target.port);
+        let port = port.or(allowed.port);
+        if let Some(certificate) = &caller.certificate {
+            certificate.prove(&self.front)?;
+        }
         let keeps = |validity: &Validity| {
             let expired = validity.is_over();
             let may_be = expired && !self.front.disconnect_expired;
             validity.is_of_jwt() && (may_be || (!expired && validity.lacks_keys()))
         };
-        let caller = if caller.validity.as_ref().is_some_and(keeps) {
-            caller
+        let (caller, undecided) = if caller.validity.as_ref().is_some_and(keeps) {
+            (caller, None)
         } else {
             // Nothing that another front has found out counts.
             bearer::forget(&connection.last_token);
-            self.identify(connection, &fields, port).await?
+            match self.identify(connection, &fields, port).await {
+                Err(error) if error.reason == Reason::Undecided => (caller, Some(error)),
+                identified => (identified?, None),
+            }
         };
         record.caller(&caller);
         // A target that this gateway dialled itself has no route, and only the caller is decided about.
-        let Some(route) = &route else { return Ok(()) };
+        let Some(route) = &route else {
+            return undecided.map_or(Ok(()), Err);
+        };
         let ask = Ask {
             caller: &caller,
             from: connection.peer,
@@ -205,6 +235,7 @@ impl Proxy {
             method: &allowed.method,
             path: &allowed.path,
         };
-        self.authorize(&ask, record).await
+        self.authorize(&ask, record).await?;
+        undecided.map_or(Ok(()), Err)
     }
 }

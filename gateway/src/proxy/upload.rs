@@ -46,7 +46,7 @@ pub(super) fn start(
     let told = OptionFuture::from(expects.then_some(told));
     let body = Upload::new(way, (inner, version), Waiting::default());
     let shared = way.proxy.shared.clone();
-    let waiting = body.waiting.clone();
+    let (waiting, record) = (body.waiting.clone(), way.record.clone());
     // It may go on behind an answer that is whole.
     let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
     let task = run(
@@ -57,7 +57,11 @@ pub(super) fn start(
     );
     way.proxy.tasks.spawn(debug_span!("body"), async move {
         let task = weighed(shared.limits.pressure(), &waiting, task);
-        given_up.run_until_cancelled(task).await;
+        tokio::select! {
+            biased;
+            () = record.upload_ended() => {}
+            _ = given_up.run_until_cancelled(task) => {}
+        }
         drop(busy);
     });
     expects.then_some(tell)

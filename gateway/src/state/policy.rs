@@ -24,7 +24,10 @@ use std::{
     net::IpAddr,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Release},
+        },
     },
 };
 
@@ -242,7 +245,7 @@ impl PolicyReader {
 
     /// Returns how often the rules were replaced.
     pub fn replaced(&self) -> u64 {
-        self.0.replaced.load(Relaxed)
+        self.0.replaced.load(Acquire)
     }
 }
 
@@ -268,7 +271,7 @@ impl PolicyWriter {
     pub fn replace(&self, policy: Option<Policy>) {
         let rules = &self.0.0;
         rules.policy.store(policy.map(Arc::new));
-        rules.replaced.fetch_add(1, Relaxed);
+        rules.replaced.fetch_add(1, Release);
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     core::CoreId,
     proxy::{
         Proxy,
-        caller::{Caller, Method, UID, Validity},
+        caller::{Caller, Method, Shown, UID, Validity},
     },
 };
 use arc_swap::ArcSwap;
@@ -194,7 +194,13 @@ fn caller(
     let caller = Caller::new(&name, groups, Method::Certificate, &proxy.shared);
     Ok(Some(Caller {
         root: proven.root,
-        serial: Serial::try_from(proven.serial).ok(),
+        certificate: Serial::try_from(proven.serial).ok().map(|serial| {
+            Arc::new(Shown {
+                serial,
+                chain: chain.to_vec(),
+                not_after: proven.not_after,
+            })
+        }),
         validity: Some(Validity::until(proven.not_after)),
         ..caller.with_uris(uris)
     }))
