@@ -199,7 +199,7 @@ fn now() -> u64 {
     now.unwrap_or_default().as_secs()
 }
 
-/// For how long a certificate or a JWT counts.
+/// For how long a certificate, a JWT or a token that the cluster knows counts.
 #[derive(Clone, Debug)]
 pub struct Validity {
     /// The last second, since 1970.
@@ -243,11 +243,6 @@ impl Validity {
     pub fn lacks_keys(&self) -> bool {
         let lacks = |(keys, _): &(Keys, Arc<KeySet>)| keys.now().is_err();
         self.keys.as_ref().is_some_and(lacks)
-    }
-
-    /// Whether it is a JWT's.
-    pub fn is_of_jwt(&self) -> bool {
-        self.keys.is_some()
     }
 }
 

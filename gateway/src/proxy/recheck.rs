@@ -9,7 +9,7 @@ use super::{
     Proxy, Shared,
     access::Record,
     authorize::{Act, Ask},
-    caller::{Validity, bearer},
+    caller::{self, Validity, bearer},
     front::Connection,
 };
 use crate::{
@@ -210,7 +210,8 @@ impl Proxy {
         let keeps = |validity: &Validity| {
             let expired = validity.is_over();
             let may_be = expired && !self.front.disconnect_expired;
-            validity.is_of_jwt() && (may_be || (!expired && validity.lacks_keys()))
+            caller.method != caller::Method::Certificate
+                && (may_be || (!expired && validity.lacks_keys()))
         };
         let (caller, undecided) = if caller.validity.as_ref().is_some_and(keeps) {
             (caller, None)

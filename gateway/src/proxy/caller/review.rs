@@ -4,7 +4,7 @@
 //! them: the kernel's, and those of our own CA. Nothing of a token is remembered here; `reviews` keeps answers by its hash.
 
 use super::{
-    Caller, Method,
+    Caller, Method, Validity,
     jwt::{self, naming},
 };
 use crate::{
@@ -47,7 +47,10 @@ impl TokenReview {
         let account = asked.map_err(|unanswered| unanswered.of(what))?;
         let account =
             account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?;
-        self.caller(account, shared)
+        Ok(Caller {
+            validity: jwt::end(token).map(Validity::until),
+            ..self.caller(account, shared)?
+        })
     }
 
     fn caller(&self, account: Arc<Account>, shared: &Shared) -> Result<Caller, Error> {
