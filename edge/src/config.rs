@@ -68,7 +68,7 @@ pub struct Config {
     pub reader: Option<Reader>,
     /// The tunnels to the gateway.
     pub tunnels: Tunnels,
-    /// What is served at most.
+    /// Limits on what is served.
     pub limits: Limits,
     /// How long is waited at most.
     pub timeouts: Timeouts,
@@ -232,7 +232,7 @@ impl Default for Tunnels {
     }
 }
 
-/// What is served at most.
+/// Limits on what is served.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// Where the API has events on what is in no namespace.
+/// Namespace of events on objects that have none.
 const NAMESPACE: &str = "default";
 /// As much of a note as fits into an event, in bytes.
 const NOTE: usize = 1000;
@@ -27,7 +27,7 @@ pub(crate) struct Warning<'a> {
     pub(crate) about: &'a ObjectReference,
     /// One word in camel case, as the API wants it.
     pub(crate) reason: &'static str,
-    /// What was done or not done, likewise.
+    /// Action that was taken, likewise.
     pub(crate) action: &'static str,
     /// The text.
     pub(crate) note: &'a str,

@@ -52,7 +52,7 @@ pub struct OwnCertificate {
     pub client: Client,
     /// Who is asked.
     pub signer: String,
-    /// What the certificate is for.
+    /// Purpose of the certificate.
     pub purpose: Purpose,
     /// Whether the request is approved here, and not by somebody else.
     pub approve: bool,
@@ -86,7 +86,7 @@ impl Purpose {
         }
     }
 
-    /// What a request asks for, in the words of the data directory.
+    /// Returns what a request asks for, in the words of the data directory.
     fn subject(&self, names: &[HostName]) -> String {
         match self {
             Self::TunnelPort(domain) => format!("{} of {domain}", listed(names)),

@@ -2,7 +2,7 @@
 //!
 //! Each gateway has them in its data directory as well. What was last the same in both is kept there, so that a change on
 //! either side is told from the other's: what changed here is written to the Secret, what changed there is taken up here.
-//! Where both sides changed one entry, the one here wins. A write names the version that was read, so that of two gateways
+//! If both sides changed one entry, the one here wins. A write names the version that was read, so that of two gateways
 //! that write at once the second reads again.
 
 use crate::{client::said, trouble::Trouble};
@@ -47,7 +47,7 @@ pub struct SharedState {
     pub roll: Roll,
 }
 
-/// What gateways share.
+/// State that gateways share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 struct State {

@@ -214,7 +214,7 @@ impl Parts {
         })
     }
 
-    /// What keeps revocations and pinned keys in a Secret.
+    /// Task that keeps revocations and pinned keys in a Secret.
     fn state(&self, bound: &Bound) -> Option<causeway_k8s::SharedState> {
         let (namespace, name) = self.rules.state.as_deref()?.split_once('/')?;
         Some(causeway_k8s::SharedState {
@@ -286,7 +286,7 @@ fn own(
     }))
 }
 
-/// What asks for the client certificates of apps, where the cluster is to be asked for them.
+/// Task that asks for the client certificates of apps, where the cluster is to be asked for them.
 #[cfg(feature = "k8s")]
 fn app_clients(
     client: &causeway_k8s::Client,

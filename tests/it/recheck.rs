@@ -121,7 +121,6 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
     echoes(&mut stays).await;
 }
 
-/// What ends when a CONNECT and a TCP session may no longer be.
 #[tokio::test]
 async fn sessions_over_connect_and_tcp_end_as_well() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));

@@ -316,7 +316,7 @@ async fn fill(wire: &mut impl Wire) {
     while let Ok(Ok(())) = timeout(Duration::from_millis(500), wire.write_all(&chunk)).await {}
 }
 
-/// What a stream that stands still counts at least.
+/// Bytes that a stream that stands still counts at least.
 const OVERHEAD: usize = 320 << 10;
 
 /// Readers that take nothing of an endless answer but its head, if they get one.

@@ -325,7 +325,7 @@ fn a_node_that_claims_anothers_address_gets_nothing_of_it() {
     });
 }
 
-/// What the admin listener at this port answers.
+/// Returns the answer of the admin listener at this port.
 fn asked(port: u16, path: &str) -> String {
     let url = format!("http://127.0.0.1:{port}{path}");
     Program::new("curl").words("-sS").args([url]).run().text()

@@ -29,7 +29,7 @@ const MOST: u64 = 10_000;
 const PER_SECOND: u64 = 1_000;
 /// Requests are worth as many points as a client's frames about one stream cost, with a PING and a priority besides.
 const PER_STREAM: u64 = 24;
-/// What a frame costs that an honest client sends seldom: SETTINGS, PING, unknown kinds.
+/// Points for a frame that an honest client sends seldom: SETTINGS, PING, unknown kinds.
 const RARE: u64 = 10;
 /// Error code of a peer that makes too much work (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;
@@ -259,7 +259,7 @@ mod tests {
         bytes
     }
 
-    /// What the client reads after it has sent this, to a server that reads on.
+    /// Returns what the client reads after it has sent this, to a server that reads on.
     async fn told(sent: &[u8]) -> (Vec<u8>, bool) {
         let (near, mut far): (DuplexStream, DuplexStream) = duplex(64 << 10);
         let floods = Cell::new(false);

@@ -63,7 +63,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// What happened to a connection for want of a place.
+/// Outcome for a connection for want of a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turned {
     /// It lost its place to another one.

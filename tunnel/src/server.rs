@@ -41,7 +41,7 @@ pub struct Settings {
     pub round_trip: Duration,
     /// A stream is bulk once it has moved more than this many bytes within [`load::BULK_SPAN`].
     pub bulk: u64,
-    /// What all tunnels of this process leave unread.
+    /// Bytes that all tunnels of this process leave unread.
     pub pressure: Arc<unread::Pressure>,
 }
 

@@ -60,7 +60,7 @@ pub(crate) struct Links {
     /// What hears with whom this node reads, where it does.
     pub(crate) members: Option<Told>,
     pub(crate) metrics: Arc<Metrics>,
-    /// What streams leave unread here, of all tunnels.
+    /// Bytes that streams of all tunnels leave unread here.
     pub(crate) pressure: Arc<Pressure>,
     /// Places for streams, of all tunnels.
     pub(crate) places: Arc<Semaphore>,

@@ -27,7 +27,7 @@ const OVERDUE: u64 = 24 * 3600;
 /// A certificate that the gateway shows or trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CertificateInUse {
-    /// What it is used for, such as `tunnel` or `listener_client_ca:NAME`.
+    /// Use of the certificate, such as `tunnel` or `listener_client_ca:NAME`.
     pub used_for: String,
     /// Its common name, or else its first URI.
     pub subject: String,

@@ -43,7 +43,7 @@ pub(super) type Begun = (Session, watch::Receiver<()>);
 /// Tunnels that have been told to leave.
 pub(super) struct Leaving {
     sessions: Arc<Tasks>,
-    /// What their streams get from the edge's stop on.
+    /// Time that their streams get once the edge stops.
     grace: Duration,
 }
 

@@ -58,7 +58,7 @@ pub(super) struct Door {
     pub(super) host: Arc<dyn Host>,
     /// A word for them in the log.
     pub(super) guests: &'static str,
-    /// What is counted.
+    /// Metrics of the edge.
     pub(super) metrics: Arc<Metrics>,
     /// Connections at once.
     pub(super) most: usize,
@@ -100,7 +100,7 @@ impl Door {
 struct Hall {
     shaking: ConnectionLimit,
     places: ConnectionLimit,
-    /// Whose connections there are.
+    /// Limit on connections, shared by their sources.
     staying: Shares<String>,
     each: usize,
     host: Arc<dyn Host>,

@@ -137,7 +137,7 @@ impl Condition {
         since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// What the socket says of a write.
+    /// Handles the outcome of a write to the socket.
     fn wrote<T>(&self, polled: &Poll<T>) {
         let blocked = self.blocked.load(Relaxed) > 0;
         if polled.is_pending() == blocked {

@@ -65,7 +65,7 @@ struct World {
     answers: Arc<Answers>,
 }
 
-/// Where clients are.
+/// Source addresses of clients.
 const HERE: Peer = Peer::Unix(0);
 const BOUND: Duration = Duration::from_secs(3);
 
