@@ -27,6 +27,7 @@ COPY certs/Cargo.toml certs/
 COPY gateway/Cargo.toml gateway/
 COPY edge/Cargo.toml edge/
 COPY k8s/Cargo.toml k8s/
+COPY tests/summary/Cargo.toml tests/summary/
 # Dependencies, from the manifests alone: this layer stays until one of them changes. The target is named so that
 # build scripts are not linked statically too. ARM kernels have pages of up to 64 KiB, whatever this one has. Where crates
 # lay at the build is in no message.
