@@ -151,7 +151,7 @@ impl Proxy {
                 target: &target,
                 record,
             };
-            return direct::connect(direct, request).await;
+            return Box::pin(direct::connect(direct, request)).await;
         }
         let (caller, routed) = self.known(connection, request.headers(), &asked).await?;
         record.caller(&caller);
@@ -273,7 +273,8 @@ pub struct Way<'a> {
 }
 
 impl Way<'_> {
-    /// The last step: opens the stream, or asks the app through one.
+    /// The last step: opens the stream, or asks the app through one. Only the way of most requests is a part of this
+    /// future, which is moved as a whole at each request; the larger ones are allocated.
     async fn open(
         self,
         kind: Kind,
@@ -281,10 +282,12 @@ impl Way<'_> {
     ) -> Result<Response<Outgoing>, Error> {
         match (kind, self.proxy.shared.apps.of(self.route)) {
             (Kind::Plain, None) => forward::run(self, request).await,
-            (Kind::Plain, Some(app)) => app::forward(self, &app, request).await,
-            (Kind::Upgrade(token), None) => upgrade::run(self, request, &token).await,
-            (Kind::Upgrade(token), Some(app)) => app::upgrade(self, &app, request, &token).await,
-            (Kind::Connect, _) => relay::connect(self, request).await,
+            (Kind::Plain, Some(app)) => Box::pin(app::forward(self, &app, request)).await,
+            (Kind::Upgrade(token), None) => Box::pin(upgrade::run(self, request, &token)).await,
+            (Kind::Upgrade(token), Some(app)) => {
+                Box::pin(app::upgrade(self, &app, request, &token)).await
+            }
+            (Kind::Connect, _) => Box::pin(relay::connect(self, request)).await,
         }
     }
 }

@@ -14,6 +14,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     fmt,
     net::IpAddr,
+    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -425,7 +426,7 @@ impl Slot {
     }
 
     /// Runs `work` to its end, or until the place was given to another connection: then nothing is returned.
-    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         tokio::select! {
             biased;
             done = work => Some(done),

@@ -6,6 +6,7 @@
 use std::{future::Future, time::Duration};
 use tokio::{runtime::Handle, time::timeout};
 use tokio_util::{
+    future::FutureExt,
     sync::{CancellationToken, DropGuard},
     task::TaskTracker,
 };
@@ -40,10 +41,8 @@ impl Tasks {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let stop = self.stop.clone();
-        let owned = async move {
-            let _ = stop.run_until_cancelled(task).await;
-        };
+        // An `async` block around the task would hold it twice or more, and each task is moved as a whole into its place.
+        let owned = task.with_cancellation_token_owned(self.stop.clone());
         self.tracker.spawn_on(owned.instrument(span), runtime);
     }
 

@@ -20,7 +20,7 @@ use socket2::{SockRef, TcpKeepalive};
 use std::{
     io,
     net::{IpAddr, SocketAddr},
-    pin::Pin,
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
     time::Duration,
@@ -136,7 +136,7 @@ impl<S> LimitedConnection<S> {
         Self {
             io,
             over: Box::pin(async move {
-                evicted.run(ended.cancelled()).await;
+                evicted.run(pin!(ended.cancelled())).await;
             }),
             _gone: token.drop_guard(),
             place,

@@ -38,7 +38,7 @@ use causeway_tunnel::{
     unread::Pressure,
     wire,
 };
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 pub use tls::{LiveTls, Tls};
 use tls::{Unshaken, Way};
 use tokio::{
@@ -275,8 +275,7 @@ impl Admission {
         let core = node.map_or(CoreId(0), |node| self.cores.of(node));
         let name = node.map_or("(refused)", NodeName::as_str);
         let span = info_span!("tunnel", node = name, from = %arrived.from);
-        // Boxed: what a task's wrappers copy would count for every idle edge.
-        let conversation = Box::pin(conversation::run(self.clone(), arrived));
+        let conversation = conversation::run(self.clone(), arrived);
         tasks.spawn_on(self.cores.runtime(core), span, conversation);
     }
 }
@@ -284,7 +283,7 @@ impl Admission {
 impl Desk {
     /// One connection, from its first byte to its tunnel or to the end of its requests.
     async fn greet(self, slot: Slot, socket: io::Result<Detached>, from: SocketAddr) {
-        let shaken = match slot.run(self.shake(&slot, socket, from)).await {
+        let shaken = match slot.run(pin!(self.shake(&slot, socket, from))).await {
             Some(Ok(Some(shaken))) => shaken,
             Some(Ok(None)) => return,
             Some(Err(failed)) => return self.refused(from, &failed),
@@ -402,7 +401,8 @@ impl Desk {
             vouched,
         };
         let (router, stop) = (self.admission.enrol.clone(), self.stop.clone());
-        let serving = http::serve(io, router, (peer, Some(&slot)), http::SHORT, stop);
+        let bounds = http::SHORT;
+        let serving = pin!(http::serve(io, router, (peer, Some(&slot)), bounds, stop));
         slot.run(serving).await.ok_or(Failed::Evicted)
     }
 

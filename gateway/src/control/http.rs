@@ -104,7 +104,7 @@ pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: 
         };
         let (router, stop) = (router.clone(), stop.clone());
         connections.spawn(info_span!("control", %from), async move {
-            let serving = serve(socket, router, (peer, Some(&slot)), SHORT, stop);
+            let serving = pin!(serve(socket, router, (peer, Some(&slot)), SHORT, stop));
             slot.run(serving).await;
         });
     }

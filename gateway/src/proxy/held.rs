@@ -8,7 +8,7 @@
 use causeway_tunnel::unread::{Part, Pressure, WEIGH_AFTER};
 use std::{
     future::{Future, poll_fn},
-    pin::pin,
+    pin::{Pin, pin},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
@@ -59,10 +59,10 @@ impl Waiting {
 pub(super) async fn weighed<F: Future>(
     pressure: &Arc<Pressure>,
     waiting: &Waiting,
-    work: F,
+    mut work: Pin<&mut F>,
 ) -> F::Output {
     let mut part = Part::new(pressure.clone());
-    let (mut work, mut look) = (pin!(work), pin!(sleep(WEIGH_AFTER)));
+    let mut look = pin!(sleep(WEIGH_AFTER));
     let mut looks = false;
     poll_fn(|cx| {
         waiting.begin();
@@ -145,6 +145,7 @@ mod tests {
             room.add_permits(1);
             assert_eq!(after(LONG).await, 30, "the next one waits");
         };
+        let work = pin!(work);
         tokio::select! {
             () = weighed(&pressure, &waiting, work) => unreachable!("it never ends"),
             () = seen => {}

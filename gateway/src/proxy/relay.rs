@@ -110,7 +110,13 @@ pub(super) fn spawn(
         };
         let waiting = Waiting::default();
         let session = Session::new(upgraded, connection, (window, waiting.clone()), busy);
-        let work = copy::relay(session, send, receive, record.passed.clone(), hold);
+        let work = pin!(copy::relay(
+            session,
+            send,
+            receive,
+            record.passed.clone(),
+            hold
+        ));
         let work = pin!(weighed(shared.limits.pressure(), &waiting, work));
         if let Some(outcome) = record.session_unless_ended(work).await {
             note(&record, node.as_str(), &outcome);

@@ -26,7 +26,7 @@ use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use std::{
     io,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
     time::Duration,
@@ -49,18 +49,14 @@ pub(super) fn start(
     let (waiting, record) = (body.waiting.clone(), way.record.clone());
     // It may go on behind an answer that is whole.
     let busy = (version == Version::HTTP_2).then(|| way.connection.idle.busy());
-    let task = run(
-        body,
-        send,
-        told,
-        (way.route.node.clone(), shared.timeouts.upload),
-    );
+    let node = way.route.node.clone();
     way.proxy.tasks.spawn(debug_span!("body"), async move {
-        let task = weighed(shared.limits.pressure(), &waiting, task);
+        let task = pin!(run(body, send, told, (node, shared.timeouts.upload)));
         tokio::select! {
             biased;
             () = record.upload_ended() => {}
-            _ = given_up.run_until_cancelled(task) => {}
+            () = given_up.cancelled() => {}
+            () = weighed(shared.limits.pressure(), &waiting, task) => {}
         }
         drop(busy);
     });

@@ -15,6 +15,7 @@ use rustls::InvalidMessage;
 use rustls_pki_types::CertificateDer;
 use std::{
     net::SocketAddr,
+    pin::pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -136,7 +137,7 @@ impl Hall {
             watch_over(&tcp);
             let hall = self.clone();
             tasks.spawn(info_span!("guest", kind = self.guests, %from), async move {
-                let shaken = hand.run(timeout(HANDSHAKE, hall.shake(tcp))).await;
+                let shaken = hand.run(pin!(timeout(HANDSHAKE, hall.shake(tcp)))).await;
                 match shaken {
                     Some(Ok(Ok(tls))) => {
                         drop(hand);
@@ -144,7 +145,7 @@ impl Hall {
                     }
                     Some(Ok(Err((why, tcp)))) => {
                         hall.refused(&why);
-                        hand.run(linger::close(tcp)).await;
+                        hand.run(pin!(linger::close(tcp))).await;
                     }
                     Some(Err(_)) => hall.refused("no TLS in time"),
                     // Counted and logged as such.

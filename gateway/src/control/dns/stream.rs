@@ -5,7 +5,7 @@
 
 use super::{Names, Over, QUESTION};
 use causeway_tunnel::{connection_limit::Slot, listener::Bound, socket::Socket, task::Tasks};
-use std::{io, time::Duration};
+use std::{io, pin::pin, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::{Instant, timeout},
@@ -47,7 +47,8 @@ pub(super) async fn run(listener: Bound, names: &Names, stop: &CancellationToken
         };
         let (names, stop) = (names.clone(), stop.clone());
         connections.spawn(info_span!("dns", %from), async move {
-            let ended = slot.run(serve(socket, &names, &slot, &stop)).await;
+            let serving = pin!(serve(socket, &names, &slot, &stop));
+            let ended = slot.run(serving).await;
             if let Some(Err(error)) = ended {
                 tracing::debug!(%error, "a connection for DNS ended out of order");
             }

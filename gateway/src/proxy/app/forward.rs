@@ -96,14 +96,18 @@ pub(super) async fn choose(way: Way<'_>, app: &Arc<AppTls>, after: u64) -> Resul
         Turn::Http1 => None,
         Turn::Dial(turn) => Some(turn),
     };
-    let dialled = Dialled::to(way, app, Offer::Any).await?;
-    if dialled.chose_http2() {
-        let stream = shared.begin(way, app, dialled).await?;
-        return Ok(Chosen::Stream(stream, false));
-    }
-    shared.chose_http1();
-    let line = Line::begin(way, app, dialled).await?;
-    Ok(Chosen::Line(line.asking(), false))
+    // Allocated, since most requests find a connection and the future is moved with each.
+    Box::pin(async {
+        let dialled = Dialled::to(way, app, Offer::Any).await?;
+        if dialled.chose_http2() {
+            let stream = shared.begin(way, app, dialled).await?;
+            return Ok(Chosen::Stream(stream, false));
+        }
+        shared.chose_http1();
+        let line = Line::begin(way, app, dialled).await?;
+        Ok(Chosen::Line(line.asking(), false))
+    })
+    .await
 }
 
 /// Asks on a line, and once more on a new one if it was used before.
@@ -141,7 +145,7 @@ pub(super) async fn by_line(
         return Err(unanswered(way, &asking, error.error()));
     };
     drop(asking);
-    let line = Line::open(way, app).await?;
+    let line = Box::pin(Line::open(way, app)).await?;
     let mut request = request.map(|body| body.moved(&line.life));
     let mut asking = line.asking();
     // A body that waits for a 100 waits for it no longer than its bound.

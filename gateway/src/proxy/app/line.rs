@@ -116,7 +116,8 @@ impl Line {
         let kept = Arc::downgrade(shared.apps.kept());
         let task = async move {
             let waiting = driven.life.waiting.clone();
-            weighed(&pressure, &waiting, drive(driven, kept)).await;
+            let driving = pin!(drive(driven, kept));
+            weighed(&pressure, &waiting, driving).await;
         };
         shared.apps.kept().spawn(debug_span!("app"), task);
         Ok(Self { sender, life, back })

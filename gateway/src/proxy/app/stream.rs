@@ -49,7 +49,9 @@ pub(super) async fn run(
         return Err(unanswered(way, &broke));
     };
     match choose(way, app, newest).await? {
-        Chosen::Line(asking, _) => by_line(way, app, (head, content), (asking, false)).await,
+        Chosen::Line(asking, _) => {
+            Box::pin(by_line(way, app, (head, content), (asking, false))).await
+        }
         Chosen::Stream(stream, _) => {
             let second = ask(way, &head, &mut Some(content), stream).await;
             second.unwrap_or_else(|broke| Err(unanswered(way, &broke)))

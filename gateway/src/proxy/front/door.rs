@@ -21,6 +21,7 @@ use causeway_tunnel::{
 };
 use std::{
     net::SocketAddr,
+    pin::pin,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -159,7 +160,8 @@ impl Door {
         let span = debug_span!("connection", %peer);
         proxy.tasks.spawn(span, async move {
             let place = room.clone();
-            place.run(door.welcome(core, socket, peer, room)).await;
+            let welcome = pin!(door.welcome(core, socket, peer, room));
+            place.run(welcome).await;
         });
     }
 
@@ -193,12 +195,12 @@ impl Door {
             };
             let connection = Arc::new(arrival.connection(&proxy, None, false, Ok(caller)));
             let place = connection.room.clone();
-            let serving = serve(
+            let serving = pin!(serve(
                 &proxy,
                 io::Io::plain(socket, &connection.condition),
                 connection,
                 door.stop.clone(),
-            );
+            ));
             place.run(serving).await;
         });
     }

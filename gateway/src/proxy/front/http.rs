@@ -13,15 +13,16 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
 };
+use pin_project_lite::pin_project;
 use std::{
     convert::Infallible,
-    future::{Future, poll_fn},
-    pin::pin,
+    future::Future,
+    pin::{Pin, pin},
     sync::{Arc, OnceLock},
-    task::{Poll, ready},
+    task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::time::sleep;
+use tokio::{task::futures::TaskLocalFuture, time::sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Runs hyper's tasks under our owner.
@@ -33,31 +34,53 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, task: F) {
-        self.0.spawn(tracing::Span::current(), until_evicted(task));
+        self.0
+            .spawn(tracing::Span::current(), UntilEvicted::new(task));
     }
 }
 
+type EvictionSlot = Arc<OnceLock<(Eviction, Arc<Connection>)>>;
+
 tokio::task_local! {
     /// Slot of the task that serves one stream of HTTP/2, for the handle of the stream that brings the answer.
-    static EVICTION: Arc<OnceLock<(Eviction, Arc<Connection>)>>;
+    static EVICTION: EvictionSlot;
 }
 
-/// Runs the task of one stream until it ends or the stream that brings its answer is evicted. Dropping the task resets the stream.
-async fn until_evicted(task: impl Future<Output = ()>) {
-    let slot = Arc::<OnceLock<(Eviction, Arc<Connection>)>>::default();
-    let mut task = pin!(EVICTION.scope(slot.clone(), task));
-    poll_fn(|cx| {
-        if task.as_mut().poll(cx).is_ready() {
+pin_project! {
+    /// The task of one stream, until it ends or the stream that brings its answer is evicted. Dropping the task resets the
+    /// stream.
+    struct UntilEvicted<F> {
+        #[pin]
+        task: TaskLocalFuture<EvictionSlot, F>,
+        slot: EvictionSlot,
+    }
+}
+
+impl<F: Future<Output = ()>> UntilEvicted<F> {
+    fn new(task: F) -> Self {
+        let slot = EvictionSlot::default();
+        Self {
+            task: EVICTION.scope(EvictionSlot::clone(&slot), task),
+            slot,
+        }
+    }
+}
+
+impl<F: Future<Output = ()>> Future for UntilEvicted<F> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.project();
+        if this.task.poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        let Some((eviction, connection)) = slot.get() else {
+        let Some((eviction, connection)) = this.slot.get() else {
             return Poll::Pending;
         };
         ready!(eviction.poll_evicted(cx));
         connection.condition.lost_stream();
         Poll::Ready(())
-    })
-    .await;
+    }
 }
 
 /// A stream window for callers that speak HTTP/2, in bytes: callers are near, 256 KiB fill 2 Gbit/s at 1 ms. Each
