@@ -164,7 +164,8 @@ impl Way {
         }
     }
 
-    /// Asks the app, as the stream's kind wants it.
+    /// Asks the app, as the stream's kind wants it. An upgrade is allocated, since it is rare and needs more room than a
+    /// request: this future is moved as a whole with each stream.
     async fn ask(
         &self,
         app: Result<Arc<App>, Refused>,
@@ -175,7 +176,7 @@ impl Way {
         let app = app?;
         match kind {
             Kind::Request => forward::ask(self, &app, (head, body), interim).await,
-            Kind::Upgrade(token) => upgrade::ask(self, &app, &token, (head, body)).await,
+            Kind::Upgrade(token) => Box::pin(upgrade::ask(self, &app, &token, (head, body))).await,
             Kind::Tcp => relay::ask(self, &app, body).await,
         }
     }

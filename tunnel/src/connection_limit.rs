@@ -5,7 +5,8 @@
 //! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. A source within
 //!    its share gets, where nothing is free, that of the source which holds most.
 //! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that is held. One that is
-//!    busy or settled is never evicted.
+//!    busy or settled is never evicted. Its use is counted by atomics of its own, since each request counts: the table may
+//!    list a connection that is busy by now, and takes it from the list when it looks for one to evict.
 //! 4. Each eviction and refusal is counted by an observer; the log says so at most once a minute.
 //! 5. [`ConnectionLimit::acquire`] waits for a place instead of evicting: sources take turns, and each is first in, first out.
 
@@ -15,7 +16,10 @@ use std::{
     fmt,
     net::IpAddr,
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
     time::Duration,
 };
 use tokio::{sync::oneshot, time::Instant};
@@ -126,16 +130,28 @@ struct Table {
 
 struct Entry {
     source: Source,
-    busy: usize,
-    spoke: bool,
+    activity: Arc<Activity>,
     evicted: CancellationToken,
+}
+
+/// The use of one connection.
+#[derive(Debug)]
+struct Activity {
+    /// Guards that are held.
+    busy: AtomicUsize,
+    /// A guard was held once.
+    spoke: AtomicBool,
+    /// The table lists the connection as one that can be evicted, unless it is busy.
+    listed: AtomicBool,
 }
 
 /// The places of one source.
 #[derive(Default)]
 struct Held {
     count: usize,
+    /// Connections that were silent when they were last looked at.
     silent: BTreeSet<u64>,
+    /// Connections that were idle when they were last looked at.
     idle: BTreeSet<u64>,
 }
 
@@ -171,22 +187,61 @@ impl Table {
     }
 
     /// The connection to evict for one of this source.
-    fn victim(&self, source: Source, free: usize) -> Option<u64> {
-        let own = self.sources.get(&source);
-        // While places are free, a source that gets none of them is beyond its share.
-        let from = if free > 0 {
-            own?
-        } else {
+    fn victim(&mut self, source: Source, free: usize) -> Option<u64> {
+        if free > 0 {
+            // A source that gets none of the places that are free is beyond its share.
+            return self.candidate(source);
+        }
+        loop {
             let (_, largest) = *self.evictable.last()?;
-            let held = self.sources.get(&largest)?;
-            let mine = own.map_or(0, |held| held.count);
-            if largest == source || held.count > mine {
-                held
-            } else {
-                own?
+            if largest != source && self.count(largest) <= self.count(source) {
+                return self.candidate(source);
             }
+            // A source of which none can be evicted is no longer among the evictable ones.
+            if let Some(id) = self.candidate(largest) {
+                return Some(id);
+            }
+        }
+    }
+
+    /// The oldest connection of this source that is silent, or else idle.
+    fn candidate(&mut self, source: Source) -> Option<u64> {
+        loop {
+            let held = self.sources.get(&source)?;
+            let id = *held.silent.first().or(held.idle.first())?;
+            let is_silent = held.silent.contains(&id);
+            let activity = self.slots.get(&id)?.activity.clone();
+            let is_busy = activity.busy.load(SeqCst) > 0 && {
+                // Whoever ends being busy from here on lists it again.
+                activity.listed.store(false, SeqCst);
+                activity.busy.load(SeqCst) > 0
+            };
+            if !is_busy {
+                activity.listed.store(true, SeqCst);
+                if !is_silent || !activity.spoke.load(SeqCst) {
+                    return Some(id);
+                }
+            }
+            self.change(source, |held| {
+                held.silent.remove(&id);
+                if is_busy {
+                    held.idle.remove(&id);
+                } else {
+                    held.idle.insert(id);
+                }
+            });
+        }
+    }
+
+    /// Lists a connection that is no longer busy.
+    fn list(&mut self, id: u64) {
+        let Some(entry) = self.slots.get(&id) else {
+            return;
         };
-        from.silent.first().or(from.idle.first()).copied()
+        entry.activity.listed.store(true, SeqCst);
+        self.change(entry.source, |held| {
+            held.idle.insert(id);
+        });
     }
 
     fn remove(&mut self, id: u64) -> Option<Entry> {
@@ -203,10 +258,14 @@ impl Table {
         let id = self.next;
         self.next += 1;
         let evicted = CancellationToken::new();
+        let activity = Arc::new(Activity {
+            busy: AtomicUsize::new(usize::from(!evictable)),
+            spoke: AtomicBool::new(false),
+            listed: AtomicBool::new(evictable),
+        });
         let entry = Entry {
             source,
-            busy: usize::from(!evictable),
-            spoke: false,
+            activity: activity.clone(),
             evicted: evicted.clone(),
         };
         self.slots.insert(id, entry);
@@ -217,7 +276,12 @@ impl Table {
             }
         });
         let limit = limit.clone();
-        Slot(Arc::new(Place { limit, id, evicted }))
+        Slot(Arc::new(Place {
+            limit,
+            id,
+            evicted,
+            activity,
+        }))
     }
 }
 
@@ -359,25 +423,6 @@ impl ConnectionLimit {
         }
         granted
     }
-
-    fn busy(&self, id: u64, more: bool) {
-        self.table(|table| {
-            let Some(entry) = table.slots.get_mut(&id) else {
-                return;
-            };
-            entry.spoke = true;
-            entry.busy = if more { entry.busy + 1 } else { entry.busy - 1 };
-            let (source, idle) = (entry.source, entry.busy == 0);
-            table.change(source, |held| {
-                held.silent.remove(&id);
-                if idle {
-                    held.idle.insert(id);
-                } else {
-                    held.idle.remove(&id);
-                }
-            });
-        });
-    }
 }
 
 /// The place of one connection, which is given back with its last clone.
@@ -389,6 +434,21 @@ struct Place {
     limit: ConnectionLimit,
     id: u64,
     evicted: CancellationToken,
+    activity: Arc<Activity>,
+}
+
+impl Place {
+    fn begin(&self) {
+        self.activity.busy.fetch_add(1, SeqCst);
+        self.activity.spoke.store(true, SeqCst);
+    }
+
+    fn end(&self) {
+        let was = self.activity.busy.fetch_sub(1, SeqCst);
+        if was == 1 && !self.activity.listed.load(SeqCst) {
+            self.limit.table(|table| table.list(self.id));
+        }
+    }
 }
 
 impl Drop for Place {
@@ -403,7 +463,7 @@ pub struct Busy(Slot);
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.0.0.limit.busy(self.0.0.id, false);
+        self.0.0.end();
     }
 }
 
@@ -411,13 +471,13 @@ impl Slot {
     /// Keeps the connection from being evicted until what is returned is dropped.
     #[must_use]
     pub fn busy(&self) -> Busy {
-        self.0.limit.busy(self.0.id, true);
+        self.0.begin();
         Busy(self.clone())
     }
 
     /// Keeps the connection from being evicted for good: its peer has proven who it is.
     pub fn settle(&self) {
-        self.0.limit.busy(self.0.id, true);
+        self.0.begin();
     }
 
     /// Returns once the place was given to another connection.

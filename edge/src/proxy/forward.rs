@@ -116,7 +116,8 @@ async fn open(
         way.metrics.connection(true);
         return Ok((Asking::Http1(Box::new(line)), true));
     }
-    let connection = app.connect(way, Offer::Http1, deadline).await?;
+    // Allocated: most requests find a connection that is kept.
+    let connection = Box::pin(app.connect(way, Offer::Http1, deadline)).await?;
     way.metrics.connection(false);
     Ok((begin(app, connection).await?, false))
 }
@@ -142,13 +143,13 @@ async fn open_http2(
         }
         Err(_) => return Err(target::slow(app, "did not take the connection in time").into()),
     };
-    let connection = app.connect(way, Offer::Any, deadline).await?;
+    let connection = Box::pin(app.connect(way, Offer::Any, deadline)).await?;
     way.metrics.connection(false);
     if app.tls.is_some() && !connection.chose_http2() {
         dialling.chose_http1();
         return Ok(Some((begin(app, connection).await?, false)));
     }
-    let stream = dialling.begin(app, connection, (&way.tasks, deadline));
+    let stream = Box::pin(dialling.begin(app, connection, (&way.tasks, deadline)));
     Ok(Some((Asking::Http2(stream.await?), false)))
 }
 
