@@ -122,6 +122,30 @@ async fn a_policy_that_denies_what_is_open_ends_it_with_the_reason_and_nothing_e
 }
 
 #[tokio::test]
+async fn a_client_that_reads_nothing_loses_its_download_as_well() {
+    let may = json!([{ "then": "allow" }]);
+    let rules = PolicyWriter::new(Some(compiled(&may)));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let caller = world.caller();
+    let mut http1 = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+    let request = "GET /endless HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    http1.write_all(request.as_bytes()).await.unwrap();
+    let mut http2 = caller.clone().http2().connect("edge-1").await.unwrap();
+    let request = hyper::Request::get("https://edge-1:9100/endless");
+    let request = request.body(crate::world::caller::whole("")).unwrap();
+    let unread = http2.open(request).await.unwrap();
+    until("both stand still", async || {
+        world.metrics().await.sum("stalled_streams", &[]) == 2
+    })
+    .await;
+    rules.replace(Some(compiled(&json!([]))));
+    world.until_idle().await;
+    drop((http1, unread));
+}
+
+#[tokio::test]
 async fn sessions_over_connect_and_tcp_end_as_well() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
     let tcp = Front {

@@ -150,6 +150,11 @@ impl Eviction {
         self.progress.is_evicted()
     }
 
+    /// Evicts the stream, for another reason than memory.
+    pub fn evict(&self) {
+        self.progress.evict();
+    }
+
     /// Makes the stream subject to [`Bounds::patience`].
     pub fn answer(&self) {
         self.progress.answer.store(true, Relaxed);

@@ -21,7 +21,9 @@ use crate::{
     },
     state::{TunnelId, policy::Matched},
 };
-use causeway_tunnel::{connection_limit::Busy, copy::Passed, socket::Abort as _};
+use causeway_tunnel::{
+    connection_limit::Busy, copy::Passed, eviction::Eviction, socket::Abort as _,
+};
 use futures_util::task::AtomicWaker;
 use http::{Method, Request, StatusCode};
 use std::{
@@ -73,6 +75,8 @@ struct Filled {
     /// The request that was allowed, and the place of the stream among those that are open.
     allowed: Option<(Arc<Allowed>, Place)>,
     by: Option<Matched>,
+    /// Ends the answer of a client that reads nothing.
+    eviction: Option<Eviction>,
     status: u16,
     reason: Option<Reason>,
     detail: String,
@@ -188,6 +192,18 @@ impl Record {
         self.ended.store(true, Release);
         self.carrier.wake();
         self.uploader.wake();
+    }
+
+    /// Notes by which handle the answer ends though its client reads nothing.
+    pub(super) fn evictable(&self, eviction: Eviction) {
+        self.filled().eviction = Some(eviction);
+    }
+
+    /// Ends the answer of a stream that [`Record::end`] has not ended, since its client reads nothing.
+    pub(super) fn evict(&self) {
+        if let Some(eviction) = &self.filled().eviction {
+            eviction.evict();
+        }
     }
 
     /// Has the stream decided about again with the next check.

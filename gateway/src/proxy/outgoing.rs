@@ -10,6 +10,7 @@ use crate::{
         access::Record,
         app::AppBody,
         front::{idle::Busy, io::Condition},
+        recheck,
     },
 };
 use bytes::Bytes;
@@ -96,6 +97,7 @@ impl Outgoing {
         let eviction = source.eviction();
         if let Some(eviction) = &eviction {
             eviction.answer();
+            record.evictable(eviction.clone());
         }
         let streamed = Streamed {
             eviction,
@@ -233,7 +235,7 @@ impl Streamed {
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
         if self.broken.is_none() && self.record.poll_ended(cx).is_ready() {
             let ended = StreamError::cancelled();
-            self.broken = Some((ended, Box::pin(tokio::time::sleep(FLUSH))));
+            self.broken = Some((ended, Box::pin(tokio::time::sleep(recheck::FLUSH))));
         }
         if self.broken.is_none() {
             match ready!(self.poll_source(cx)) {

@@ -30,10 +30,13 @@ use std::{
     },
     time::Duration,
 };
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 
 /// Time between two checks.
 const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Time in which a client may take what came before its stream ended. The stream of one that takes nothing ends without.
+pub(super) const FLUSH: Duration = Duration::from_secs(1);
 
 /// Streams that are checked before others on their core have a turn.
 const TURN: usize = 32;
@@ -187,6 +190,13 @@ async fn check(shared: &Arc<Shared>, core: CoreId, tasks: &Arc<Tasks>, record: A
         Err(refusal) => {
             tracing::debug!(%refusal, "a stream ended that its client may no longer have");
             record.end(&refusal);
+            let open = Arc::downgrade(&record);
+            drop(record);
+            sleep(FLUSH).await;
+            if let Some(record) = open.upgrade() {
+                record.evict();
+            }
+            return;
         }
     }
     record.checking(false);
