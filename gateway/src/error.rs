@@ -47,11 +47,13 @@ pub enum Reason {
     Malformed,
     /// The method is not served here.
     MethodNotAllowed,
+    /// The client went away before it had an answer.
+    ClientClosed,
 }
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -69,6 +71,7 @@ impl Reason {
         Self::HeaderTooLarge,
         Self::Malformed,
         Self::MethodNotAllowed,
+        Self::ClientClosed,
     ];
 
     /// The HTTP status.
@@ -88,6 +91,8 @@ impl Reason {
             Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
+            // Nobody reads it: the code that nginx has for this in its log.
+            Self::ClientClosed => StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
         }
     }
 
@@ -124,6 +129,7 @@ impl Reason {
             Self::HeaderTooLarge => "header_too_large",
             Self::Malformed => "malformed",
             Self::MethodNotAllowed => "method_not_allowed",
+            Self::ClientClosed => "client_closed",
         }
     }
 
@@ -144,7 +150,8 @@ impl Reason {
             | Self::Misdirected
             | Self::HeaderTooLarge
             | Self::Malformed
-            | Self::MethodNotAllowed => "http_request_error",
+            | Self::MethodNotAllowed
+            | Self::ClientClosed => "http_request_error",
         }
     }
 
@@ -165,7 +172,8 @@ impl Reason {
             | Self::TargetTimeout
             | Self::HeaderTooLarge
             | Self::Malformed
-            | Self::MethodNotAllowed => None,
+            | Self::MethodNotAllowed
+            | Self::ClientClosed => None,
         }
     }
 
@@ -189,6 +197,7 @@ impl Reason {
             Self::HeaderTooLarge => "Request head too large",
             Self::Malformed => "Malformed request",
             Self::MethodNotAllowed => "Method not allowed",
+            Self::ClientClosed => "Client gone",
         }
     }
 

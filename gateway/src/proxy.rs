@@ -21,6 +21,7 @@ pub mod recheck;
 pub mod reviews;
 
 pub mod forward;
+mod request_body;
 pub mod told;
 mod upload;
 
@@ -49,15 +50,20 @@ use app::Apps;
 use authorize::{Act, Ask, Authorize};
 use caller::Caller;
 use causeway_certs::NodeName;
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{headers, task::Tasks};
 use front::{Connection, Front};
-use http::{HeaderMap, Method, Request, Response, header::UPGRADE};
+use http::{
+    HeaderMap, Method, Request, Response,
+    header::{EXPECT, UPGRADE},
+};
+use http_body::Body;
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
 use pods::Pods;
 use recheck::{Allowed, OpenStreams};
 use request::Kind;
+use request_body::RequestBody;
 use reviews::Answers;
 use route::{Asked, Route};
 use std::{pin::pin, sync::Arc, time::SystemTime};
@@ -117,6 +123,9 @@ impl Proxy {
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let switches = request.headers().contains_key(UPGRADE);
+        let is_awaited = !request.body().is_end_stream()
+            && headers::lists(request.headers(), &EXPECT, "100-continue");
+        let request = request.map(|body| RequestBody::new(body, is_awaited, &self.tasks));
         let served = pin!(self.serve(connection, request, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
@@ -127,7 +136,7 @@ impl Proxy {
     async fn serve(
         &self,
         connection: &Arc<Connection>,
-        request: Request<Incoming>,
+        request: Request<RequestBody>,
         record: &Arc<Record>,
     ) -> Result<Response<Outgoing>, Error> {
         if self.front.is_over() {
@@ -278,7 +287,7 @@ impl Way<'_> {
     async fn open(
         self,
         kind: Kind,
-        request: Request<Incoming>,
+        request: Request<RequestBody>,
     ) -> Result<Response<Outgoing>, Error> {
         match (kind, self.proxy.shared.apps.of(self.route)) {
             (Kind::Plain, None) => forward::run(self, request).await,

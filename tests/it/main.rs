@@ -32,6 +32,7 @@ mod rejoin;
 mod reload;
 mod renewal;
 mod replicas;
+mod requests;
 mod revocation;
 mod sessions;
 

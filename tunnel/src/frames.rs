@@ -152,6 +152,11 @@ impl ClientFrames {
         self.preface == Some(PREFACE.len())
     }
 
+    /// Whether something else than the preface has come.
+    pub fn is_other(&self) -> bool {
+        self.preface.is_none()
+    }
+
     /// Shows what the next bytes are, however they are cut.
     pub fn pass<'a>(&mut self, bytes: &'a [u8], seen: impl FnMut(Part<'a>)) {
         let Some(have) = self.preface else { return };

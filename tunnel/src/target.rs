@@ -82,6 +82,8 @@ pub fn split(text: &str) -> Result<(&str, Option<u16>), TargetError> {
     if !host_is_sound(host) {
         return Err(TargetError::BadHost);
     }
+    // An empty port is as good as none (RFC 3986, section 3.2.3).
+    let port = port.filter(|port| !port.is_empty());
     port.map(parse_port).transpose().map(|port| (host, port))
 }
 
@@ -133,7 +135,7 @@ mod tests {
     fn what_is_no_target_is_refused_with_its_reason() {
         for (text, why) in [
             ("edge-1", TargetError::NoPort),
-            ("edge-1:", TargetError::BadPort),
+            ("edge-1:", TargetError::NoPort),
             ("edge-1:0", TargetError::BadPort),
             ("edge-1:+80", TargetError::BadPort),
             ("edge-1:65536", TargetError::BadPort),

@@ -12,6 +12,8 @@ pub const ALPN_TUNNEL: &[u8] = b"rh2";
 pub const ALPN_H2: &[u8] = b"h2";
 /// ALPN of an edge's own connection over HTTP/1.1.
 pub const ALPN_HTTP11: &[u8] = b"http/1.1";
+/// ALPN of HTTP/1.0, which is served as well.
+pub const ALPN_HTTP10: &[u8] = b"http/1.0";
 
 /// The version of the hello and of the private headers. A change that an older peer cannot bear raises it.
 pub const VERSION: u32 = 1;

@@ -107,6 +107,11 @@ impl Record {
         Self::new(proxy, connection, ("TCP", ""), Trace::begin())
     }
 
+    /// Begins the record of an HTTP request whose head cannot be parsed.
+    pub fn unparsed(proxy: &Proxy, connection: &Arc<Connection>) -> Arc<Self> {
+        Self::new(proxy, connection, ("-", "-"), Trace::begin())
+    }
+
     fn new(
         proxy: &Proxy,
         connection: &Arc<Connection>,
@@ -323,6 +328,15 @@ impl Record {
         }
     }
 
+    /// Notes that the client went away, if it has no answer yet.
+    pub fn client_closed(&self, detail: &str) {
+        let mut filled = self.filled();
+        if filled.reason.is_none() && filled.status == 0 {
+            filled.reason = Some(Reason::ClientClosed);
+            detail.clone_into(&mut filled.detail);
+        }
+    }
+
     /// Why the stream failed, if it has.
     pub fn failure(&self) -> Option<Error> {
         let filled = self.filled();
@@ -348,7 +362,11 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        let filled = std::mem::take(&mut *self.filled());
+        self.client_closed("the client left before there was an answer");
+        let mut filled = std::mem::take(&mut *self.filled());
+        if filled.reason == Some(Reason::ClientClosed) {
+            filled.status = Reason::ClientClosed.status().as_u16();
+        }
         if let Some((_, place)) = filled.allowed {
             self.shared.streams.remove(place);
         }

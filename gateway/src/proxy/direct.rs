@@ -13,6 +13,7 @@ use super::{
     held::Waiting,
     outgoing::Outgoing,
     relay::Session,
+    request_body::RequestBody,
     route::{self, Asked},
 };
 use crate::{
@@ -27,10 +28,7 @@ use causeway_tunnel::{
     socket::{self, Abort},
 };
 use http::{Request, Response, StatusCode};
-use hyper::{
-    body::Incoming,
-    upgrade::{self, OnUpgrade},
-};
+use hyper::upgrade::{self, OnUpgrade};
 use ipnet::IpNet;
 use std::{
     io,
@@ -81,7 +79,7 @@ pub(crate) fn target(networks: &[IpNet], asked: &Asked<'_>, nodes: &Nodes) -> Op
 /// If the caller has too much open, or the target lies in no network of the front, or cannot be dialled.
 pub(super) async fn connect(
     direct: Direct<'_>,
-    mut request: Request<Incoming>,
+    mut request: Request<RequestBody>,
 ) -> Result<Response<Outgoing>, Error> {
     let shared = &direct.proxy.shared;
     let permit = shared.limits.admit(&direct.caller.open, &shared.direct)?;

@@ -5,7 +5,7 @@
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, outgoing::Outgoing, request, upload},
+    proxy::{Way, outgoing::Outgoing, request, request_body::RequestBody, upload},
 };
 use causeway_tunnel::{
     Receive, Refusal, StreamError,
@@ -18,7 +18,6 @@ use http::{
     uri,
 };
 use http_body::Body;
-use hyper::body::Incoming;
 use std::{sync::PoisonError, time::Duration};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -31,7 +30,7 @@ pub(super) const CONTINUE: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// If the stream cannot be opened, or breaks before the answer's head.
-pub async fn run(way: Way<'_>, request: Request<Incoming>) -> Result<Response<Outgoing>, Error> {
+pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response<Outgoing>, Error> {
     let (parts, body) = request.into_parts();
     let expects = headers::lists(&parts.headers, &EXPECT, "100-continue");
     let version = parts.version;

@@ -15,14 +15,12 @@ use crate::{
         held::{Waiting, weighed},
         outgoing::Outgoing,
         recheck::Allowed,
+        request_body::RequestBody,
     },
 };
 use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
 use http::{Method, Request, Response, StatusCode, Version};
-use hyper::{
-    body::Incoming,
-    upgrade::{OnUpgrade, Upgraded},
-};
+use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
     io,
@@ -39,7 +37,7 @@ use tracing::debug_span;
 /// If the stream cannot be opened or the target cannot be dialled.
 pub async fn connect(
     way: Way<'_>,
-    mut request: Request<Incoming>,
+    mut request: Request<RequestBody>,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);
     let window = (request.version() == Version::HTTP_2).then_some(way.connection.window);

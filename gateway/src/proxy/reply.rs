@@ -29,6 +29,7 @@ struct Problem<'a> {
     status: u16,
     detail: &'a str,
     reason: &'static str,
+    #[serde(skip_serializing_if = "str::is_empty")]
     trace: &'a str,
 }
 
@@ -60,15 +61,52 @@ pub fn of(front: &Front, record: &Record, (switches, error): (bool, &Error)) -> 
     response
 }
 
+/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed, or is too large to be.
+pub(super) fn unparsed(form: ErrorForm, is_too_large: bool) -> Vec<u8> {
+    let (reason, detail) = unparsed_detail(is_too_large);
+    let (status, kind, text) = match form {
+        ErrorForm::Problem => {
+            let problem = problem_of(reason, detail, "");
+            (reason.status(), "application/problem+json", problem)
+        }
+        ErrorForm::Kubernetes => {
+            let text = format!("{detail}\n");
+            (StatusCode::BAD_GATEWAY, "text/plain; charset=utf-8", text)
+        }
+    };
+    let (word, error) = (reason.word(), reason.proxy_status());
+    let phrase = status.canonical_reason().unwrap_or_default();
+    format!(
+        "HTTP/1.1 {} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\
+         Proxy-Status: causeway; error={error}; details=\"{word}: {detail}\"\r\n\r\n{text}",
+        status.as_u16(),
+        text.len(),
+    )
+    .into_bytes()
+}
+
+/// The reason and the sentence for a head that cannot be parsed, or is too large to be.
+pub(super) fn unparsed_detail(is_too_large: bool) -> (Reason, &'static str) {
+    if is_too_large {
+        let detail = "the head of the request, or its target alone, is larger than can be parsed";
+        return (Reason::HeaderTooLarge, detail);
+    }
+    (Reason::Malformed, "the head of the request is not HTTP/1.1")
+}
+
 fn problem(error: &Error, record: &Record) -> String {
-    let word = error.reason.word();
+    problem_of(error.reason, &error.detail, record.trace().as_str())
+}
+
+fn problem_of(reason: Reason, detail: &str, trace: &str) -> String {
+    let word = reason.word();
     let problem = Problem {
         r#type: format!("urn:causeway:problem:{word}"),
-        title: error.reason.title(),
-        status: error.reason.status().as_u16(),
-        detail: &error.detail,
+        title: reason.title(),
+        status: reason.status().as_u16(),
+        detail,
         reason: word,
-        trace: record.trace().as_str(),
+        trace,
     };
     serde_json::to_string(&problem).unwrap_or_default()
 }

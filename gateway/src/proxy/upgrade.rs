@@ -5,14 +5,13 @@
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, forward, outgoing::Outgoing, relay, request},
+    proxy::{Way, forward, outgoing::Outgoing, relay, request, request_body::RequestBody},
 };
 use causeway_tunnel::{client::Ask, wire};
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
 };
-use hyper::body::Incoming;
 
 /// Forwards an upgrade to the protocol that `token` names.
 ///
@@ -20,7 +19,7 @@ use hyper::body::Incoming;
 /// If the stream cannot be opened, or the app does not answer in time.
 pub async fn run(
     way: Way<'_>,
-    mut request: Request<Incoming>,
+    mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);

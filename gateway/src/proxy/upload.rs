@@ -11,6 +11,7 @@ use crate::{
         access::Record,
         held::{Waiting, weighed},
         request,
+        request_body::RequestBody,
         told::Told,
     },
 };
@@ -23,7 +24,6 @@ use causeway_tunnel::{
 use futures_util::future::OptionFuture;
 use http::Version;
 use http_body::{Body, Frame};
-use hyper::body::Incoming;
 use std::{
     io,
     pin::{Pin, pin},
@@ -38,7 +38,7 @@ use tracing::debug_span;
 /// Sends the body in a task of its own. With `expects` it waits for the sender that is returned.
 pub(super) fn start(
     way: Way<'_>,
-    (inner, version): (Incoming, Version),
+    (inner, version): (RequestBody, Version),
     (send, given_up): (Send, CancellationToken),
     expects: bool,
 ) -> Option<oneshot::Sender<()>> {
@@ -94,7 +94,7 @@ async fn run(
 
 /// A request's body, counted.
 pub(super) struct Upload {
-    inner: Incoming,
+    inner: RequestBody,
     /// Where the caller speaks HTTP/2.
     window: Option<u32>,
     waiting: Waiting,
@@ -107,7 +107,7 @@ impl Upload {
     /// The body of the way's request; `waiting` is told what it brings.
     pub(super) fn new(
         way: Way<'_>,
-        (inner, version): (Incoming, Version),
+        (inner, version): (RequestBody, Version),
         waiting: Waiting,
     ) -> Self {
         Self {
@@ -145,6 +145,9 @@ impl Upload {
             if is_malformed(&error) {
                 let detail = format!("the request's body is malformed: {error}");
                 self.record.failed(&Reason::Malformed.says(detail));
+            } else {
+                let detail = format!("the client broke the body of its request off: {error}");
+                self.record.client_closed(&detail);
             }
             Fault::Broken(error)
         })?;

@@ -241,8 +241,8 @@ impl Material {
         };
         // A TCP front speaks the app's protocol and names none; kube-apiserver offers none on CONNECT.
         let alpn: &[&[u8]] = match self.front.kind {
-            Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11],
-            Kind::Connect | Kind::Http => &[wire::ALPN_HTTP11],
+            Kind::Https => &[wire::ALPN_H2, wire::ALPN_HTTP11, wire::ALPN_HTTP10],
+            Kind::Connect | Kind::Http => &[wire::ALPN_HTTP11, wire::ALPN_HTTP10],
             Kind::Tcp => &[],
         };
         let required = trust.require;

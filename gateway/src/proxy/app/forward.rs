@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     error::Error,
-    proxy::{Way, forward, outgoing::Outgoing, request, upload::Upload},
+    proxy::{Way, forward, outgoing::Outgoing, request, request_body::RequestBody, upload::Upload},
 };
 use causeway_tunnel::{headers, places::Turn, wire};
 use http::{
@@ -36,7 +36,7 @@ use tokio::sync::oneshot;
 
 /// What a request brings behind its head.
 pub(super) struct Content {
-    pub(super) body: Incoming,
+    pub(super) body: RequestBody,
     /// The caller's.
     pub(super) version: Version,
     /// It waits for a 100.
@@ -58,7 +58,7 @@ pub(super) enum Chosen {
 pub(in crate::proxy) async fn run(
     way: Way<'_>,
     app: &Arc<AppTls>,
-    request: Request<Incoming>,
+    request: Request<RequestBody>,
 ) -> Result<Response<Outgoing>, Error> {
     let (parts, body) = request.into_parts();
     let content = Content {

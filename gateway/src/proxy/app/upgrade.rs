@@ -21,6 +21,7 @@ use crate::{
         outgoing::Outgoing,
         relay::Session,
         request,
+        request_body::RequestBody,
     },
 };
 use causeway_tunnel::{StreamError, socket::Abort};
@@ -28,10 +29,7 @@ use http::{
     HeaderValue, Method, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
 };
-use hyper::{
-    body::Incoming,
-    upgrade::{OnUpgrade, Upgraded},
-};
+use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
     io,
@@ -52,7 +50,7 @@ use tracing::debug_span;
 pub(in crate::proxy) async fn run(
     way: Way<'_>,
     app: &Arc<AppTls>,
-    mut request: Request<Incoming>,
+    mut request: Request<RequestBody>,
     token: &str,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);

@@ -37,6 +37,18 @@ impl Blocks {
     }
 }
 
+impl Blocks {
+    /// Whether HTTP/2 is spoken, as far as is known.
+    pub(super) fn is_http2(&self) -> bool {
+        self.frames.is_http2()
+    }
+
+    /// Whether something else than HTTP/2 is spoken, as far as is known.
+    pub(super) fn is_other(&self) -> bool {
+        self.frames.is_other()
+    }
+}
+
 impl List {
     /// A frame begins. True where a list begins with it.
     fn begins(&mut self, head: Head) -> Option<bool> {

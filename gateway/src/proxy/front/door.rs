@@ -197,7 +197,7 @@ impl Door {
             let place = connection.room.clone();
             let serving = pin!(serve(
                 &proxy,
-                io::Io::plain(socket, &connection.condition),
+                io::Io::plain(socket, &connection.condition, proxy.front.errors),
                 connection,
                 door.stop.clone(),
             ));

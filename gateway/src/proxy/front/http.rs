@@ -5,10 +5,13 @@
 //! on a public front they are the protection. Control frames have a budget below hyper, see [`Calm`].
 
 use super::{Connection, io::Io};
-use crate::proxy::{Proxy, outgoing::Outgoing};
+use crate::{
+    config::ErrorForm,
+    proxy::{Proxy, access::Record, outgoing::Outgoing, reply},
+};
 use causeway_tunnel::{calm::Calm, eviction::Eviction, task::Tasks};
-use http::{Request, Response, Version};
-use hyper::{body::Incoming, service::service_fn};
+use http::{Request, Response, StatusCode, Version};
+use hyper::{body::Incoming, ext::ReasonPhrase, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
@@ -133,6 +136,7 @@ pub(super) async fn serve(
             ended = served.as_mut() => {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a caller's connection ended");
+                    unparsed(proxy, &connection, error.downcast_ref());
                 }
                 return;
             }
@@ -163,6 +167,20 @@ pub(super) async fn serve(
     }
 }
 
+/// Records a request whose head cannot be parsed: no other part of the gateway has seen it.
+fn unparsed(proxy: &Proxy, connection: &Arc<Connection>, error: Option<&hyper::Error>) {
+    if let Some(error) = error.filter(|error| error.is_parse()) {
+        let is_too_large = error.is_parse_too_large();
+        let (reason, detail) = reply::unparsed_detail(is_too_large);
+        let record = Record::unparsed(proxy, connection);
+        record.failed(&reason.because(detail, error.to_string()));
+        record.answered(match proxy.front.errors {
+            ErrorForm::Problem => reason.status(),
+            ErrorForm::Kubernetes => StatusCode::BAD_GATEWAY,
+        });
+    }
+}
+
 async fn answer(
     proxy: &Proxy,
     connection: &Arc<Connection>,
@@ -179,7 +197,12 @@ async fn answer(
     }
     connection.condition.asked();
     connection.condition.evictable(None);
-    let response = proxy.handle(connection, request).await;
+    let mut response = proxy.handle(connection, request).await;
+    if response.status().canonical_reason().is_none() {
+        // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
+        let extensions = response.extensions_mut();
+        extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
+    }
     connection.condition.evictable(response.body().eviction());
     response.map(|body| body.over(Some(connection.condition.clone())))
 }

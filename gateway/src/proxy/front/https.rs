@@ -31,6 +31,13 @@ use tokio_rustls::{LazyConfigAcceptor, StartHandshake, server::TlsStream};
 
 /// A fatal alert `unrecognized_name` as a record: before the keys are agreed on, alerts are plaintext (RFC 8446, section 5.1).
 const UNRECOGNIZED_NAME: [u8; 7] = [21, 3, 3, 0, 2, 2, 112];
+/// The answer to a request without TLS.
+const PLAINTEXT_REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n\
+    Content-Type: text/plain; charset=utf-8\r\n\
+    Content-Length: 62\r\n\
+    Connection: close\r\n\
+    Proxy-Status: causeway; error=http_request_error; details=\"malformed: this listener speaks TLS\"\r\n\r\n\
+    This listener speaks TLS: the URL has to begin with https://.\n";
 /// Time between two log lines of refusals at one listener.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
 
@@ -38,6 +45,13 @@ const LOG_INTERVAL: Duration = Duration::from_mins(1);
 pub(super) async fn welcome(door: Door, core: CoreId, socket: Socket, arrival: Arrival) {
     let proxy = &door.proxies[core.0];
     let deadline = Instant::now() + proxy.shared.timeouts.tls;
+    let first = timeout_at(deadline, first_byte(&socket)).await;
+    if proxy.front.kind != Kind::Tcp
+        && let Ok(Some(b'A'..=b'Z')) = first
+    {
+        failed(proxy, "plaintext", &"the client speaks HTTP without TLS");
+        return refuse_plaintext(socket).await;
+    }
     let hello = timeout_at(
         deadline,
         LazyConfigAcceptor::new(Acceptor::default(), socket),
@@ -85,6 +99,20 @@ fn is_unrecognized(proxy: &Proxy, server_name: &str, arrival: &Arrival) -> bool 
         && arrival.original.is_none();
     let lacks = |tls: &ArcSwap<Tls>| tls.load().lacks(server_name);
     by_name && proxy.shared.nodes.pending().is_none() && front.tls.as_ref().is_some_and(lacks)
+}
+
+/// Returns the first byte that a client sends over TCP, and leaves it to be read.
+async fn first_byte(socket: &Socket) -> Option<u8> {
+    let mut first = [0];
+    let length = socket.tcp()?.peek(&mut first).await.ok()?;
+    (length > 0).then_some(first[0])
+}
+
+/// Answers a client that speaks HTTP where TLS is spoken: its user sees a sentence instead of the bytes of an alert.
+async fn refuse_plaintext(mut socket: Socket) {
+    if socket.write_all(PLAINTEXT_REFUSED.as_bytes()).await.is_ok() {
+        linger::close(socket).await;
+    }
 }
 
 /// Ends a handshake with the alert `unrecognized_name` (RFC 6066, section 3). rustls sends `access_denied` where it has no
@@ -150,7 +178,7 @@ async fn begin(stream: TlsStream<Socket>, arrival: Arrival, door: Door, home: Co
         failed(proxy, "certificate", refused);
     });
     let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
-    let io = Io::tls(stream, &connection.condition);
+    let io = Io::tls(stream, &connection.condition, proxy.front.errors);
     serve(proxy, io, connection, door.stop.clone()).await;
 }
 

@@ -6,20 +6,22 @@
 //! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
 use super::blocks::Blocks;
+use crate::{config::ErrorForm, proxy::reply};
 use causeway_tunnel::{
     eviction::Eviction,
     socket::{Abort, Socket},
+    wire,
 };
 use futures_util::task::AtomicWaker;
 use std::{
-    future::poll_fn,
+    future::{Future, poll_fn},
     io,
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio::{
@@ -86,6 +88,11 @@ impl Condition {
         } else {
             Poll::Ready(())
         }
+    }
+
+    /// Whether a head is on its way: nothing that is written is an answer of the service.
+    fn reads_head(&self) -> bool {
+        self.head.load(Relaxed) > 0
     }
 
     /// A request's head is complete. For HTTP/2 the socket itself says so.
@@ -209,9 +216,82 @@ pub struct Io {
     transport: Transport,
     condition: Arc<Condition>,
     blocks: Blocks,
+    agreed: Agreed,
+    unparsed: Unparsed,
     watch: Watch,
     /// Our half was ended in order.
     ended: bool,
+    /// Bytes that were discarded behind that, and the time that is left for it.
+    discarded: usize,
+    lingers: Option<Pin<Box<Sleep>>>,
+}
+
+/// The answer to a head that the engine cannot parse, in place of its own, which has no text.
+///
+/// The engine answers such a head by itself before it returns the error. Its answer is known by its status, by the length of
+/// its body, and by the lack of the fields that all answers of a gateway have.
+#[derive(Debug)]
+struct Unparsed {
+    form: ErrorForm,
+    text: Vec<u8>,
+    written: usize,
+}
+
+impl Unparsed {
+    fn new(form: ErrorForm) -> Self {
+        Self {
+            form,
+            text: Vec::new(),
+            written: 0,
+        }
+    }
+
+    /// Prepares the answer if these bytes are one of the engine's own. Returns whether there is one.
+    fn replaces(&mut self, bytes: &[u8]) -> bool {
+        if self.text.is_empty()
+            && let Some(status) = bytes.strip_prefix(b"HTTP/1.1 4")
+            && bytes.ends_with(b"\r\n\r\n")
+        {
+            let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
+            if head.contains("\r\ncontent-length: 0\r\n") && !head.contains("\r\nvia: ") {
+                self.text = reply::unparsed(self.form, !status.starts_with(b"00"));
+            }
+        }
+        !self.text.is_empty()
+    }
+}
+
+/// Version of HTTP that the handshake agreed on, which binds both ends (RFC 7301, section 3.2).
+#[derive(Clone, Copy, Debug)]
+enum Agreed {
+    /// The client offered no protocol, or speaks no TLS: its first bytes decide.
+    Nothing,
+    Http1,
+    Http2,
+}
+
+impl Agreed {
+    fn of(stream: &TlsStream<Socket>) -> Self {
+        match stream.get_ref().1.alpn_protocol() {
+            None => Self::Nothing,
+            Some(wire::ALPN_H2) => Self::Http2,
+            Some(_) => Self::Http1,
+        }
+    }
+
+    /// Checks what is spoken.
+    fn check(self, blocks: &Blocks) -> io::Result<()> {
+        let breaks = match self {
+            Self::Nothing => false,
+            Self::Http1 => blocks.is_http2(),
+            Self::Http2 => blocks.is_other(),
+        };
+        if breaks {
+            let why = "the client speaks another version of HTTP than ALPN has agreed on";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -222,27 +302,90 @@ enum Transport {
 
 impl Io {
     /// A connection without TLS.
-    pub fn plain(socket: Socket, condition: &Arc<Condition>) -> Self {
+    pub fn plain(socket: Socket, condition: &Arc<Condition>, form: ErrorForm) -> Self {
         Self {
             transport: Transport::Plain(socket),
             condition: condition.clone(),
             blocks: Blocks::default(),
+            agreed: Agreed::Nothing,
+            unparsed: Unparsed::new(form),
             watch: Watch::default(),
             ended: false,
+            discarded: 0,
+            lingers: None,
         }
     }
 
     /// A connection whose TLS is done.
-    pub fn tls(stream: TlsStream<Socket>, condition: &Arc<Condition>) -> Self {
+    pub fn tls(stream: TlsStream<Socket>, condition: &Arc<Condition>, form: ErrorForm) -> Self {
         Self {
+            agreed: Agreed::of(&stream),
             transport: Transport::Tls(Box::new(stream)),
             condition: condition.clone(),
             blocks: Blocks::default(),
+            unparsed: Unparsed::new(form),
             watch: Watch::default(),
             ended: false,
+            discarded: 0,
+            lingers: None,
         }
     }
 }
+
+impl Transport {
+    fn poll_read(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
+            Self::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
+        }
+    }
+
+    fn poll_write(&mut self, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+}
+
+impl Io {
+    fn poll_write_unparsed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let unparsed = &mut self.unparsed;
+        while let Some(rest @ [_, ..]) = unparsed.text.get(unparsed.written..) {
+            unparsed.written += ready!(self.transport.poll_write(cx, rest))?;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Whether bytes of the client may wait that nobody has read: closed over them, the connection would be reset, and the
+    /// client would lose the answer (RFC 9112, section 9.6).
+    fn is_unread(&self) -> bool {
+        !self.watch.reads && !self.condition.broken.load(Relaxed)
+    }
+
+    /// Discards what still comes; ready once the client has hung up, or had its time.
+    fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let lingers = self.lingers.get_or_insert_with(|| Box::pin(sleep(LINGER)));
+        if lingers.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        let mut scratch = [0; 8192];
+        while self.discarded < MOST_DISCARDED {
+            let mut buf = ReadBuf::new(&mut scratch);
+            let read = ready!(self.transport.poll_read(cx, &mut buf));
+            if read.is_err() || buf.filled().is_empty() {
+                break;
+            }
+            self.discarded += buf.filled().len();
+        }
+        Poll::Ready(())
+    }
+}
+
+/// Time for which the bytes of a client are discarded behind the last answer.
+const LINGER: Duration = Duration::from_secs(2);
+/// Bytes that are discarded: more than a head which is refused for its size.
+const MOST_DISCARDED: usize = 4 << 20;
 
 /// How often a caller whose bytes nobody asks for is looked after.
 const LOOK: Duration = Duration::from_secs(5);
@@ -301,14 +444,12 @@ impl AsyncRead for Io {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
-        let polled = match &mut this.transport {
-            Transport::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
-            Transport::Tls(stream) => quiet(Pin::new(stream).poll_read(cx, buf)),
-        };
+        let polled = this.transport.poll_read(cx, buf);
         this.watch.reads = polled.is_pending();
         if let Some(new @ [_, ..]) = buf.filled().get(before..) {
             this.condition.read();
             this.condition.passed(this.blocks.pass(new));
+            this.agreed.check(&this.blocks)?;
         }
         polled
     }
@@ -331,10 +472,11 @@ impl AsyncWrite for Io {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let polled = match &mut this.transport {
-            Transport::Plain(socket) => Pin::new(socket).poll_write(cx, buf),
-            Transport::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
-        };
+        if this.condition.reads_head() && this.unparsed.replaces(buf) {
+            ready!(this.poll_write_unparsed(cx))?;
+            return Poll::Ready(Ok(buf.len()));
+        }
+        let polled = this.transport.poll_write(cx, buf);
         this.condition.wrote(&polled);
         polled
     }
@@ -358,12 +500,17 @@ impl AsyncWrite for Io {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let polled = match &mut this.transport {
-            Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
-            Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
-        };
-        this.ended |= polled.is_ready();
-        polled
+        if !this.ended {
+            ready!(match &mut this.transport {
+                Transport::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+                Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+            })?;
+            this.ended = true;
+        }
+        if this.is_unread() {
+            ready!(this.poll_discard(cx));
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn poll_write_vectored(
@@ -372,6 +519,13 @@ impl AsyncWrite for Io {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        if let [buf] = bufs
+            && this.condition.reads_head()
+            && this.unparsed.replaces(buf)
+        {
+            ready!(this.poll_write_unparsed(cx))?;
+            return Poll::Ready(Ok(buf.len()));
+        }
         let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),

@@ -1,0 +1,92 @@
+//! Body of a client's request, which is read to its end even where nobody wants it.
+//!
+//! A client that is in the middle of a body may look for the answer behind its end only, and a connection that is closed
+//! over bytes which nobody has read is reset: the answer is lost with it (RFC 9112, section 9.6). HTTP/2 resets the stream
+//! in the same place, and some clients drop the answer that came before (RFC 9113, section 8.1). So a body that is dropped
+//! before its end is discarded for a while instead. HTTP/1.1 then keeps its connection where the end has come.
+
+use bytes::Bytes;
+use causeway_tunnel::task::Tasks;
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tokio::time::timeout;
+
+/// Time for which a body is discarded.
+const LONGEST: Duration = Duration::from_secs(10);
+/// Bytes of a body that are discarded.
+const MOST: usize = 256 << 20;
+
+/// The body of a request.
+#[derive(Debug)]
+pub struct RequestBody {
+    inner: Option<Incoming>,
+    /// Owner of the task that discards the rest; none where there is no body, or where the client waits to be asked for it.
+    tasks: Option<Arc<Tasks>>,
+}
+
+impl RequestBody {
+    /// The body of a request, whose client waits for a 100 before it sends any where that `is_awaited`.
+    pub fn new(inner: Incoming, is_awaited: bool, tasks: &Arc<Tasks>) -> Self {
+        let discards = !is_awaited && !inner.is_end_stream();
+        Self {
+            inner: Some(inner),
+            tasks: discards.then(|| tasks.clone()),
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut self.inner {
+            Some(inner) => Pin::new(inner).poll_frame(cx),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let hint = self.inner.as_ref().map(Body::size_hint);
+        hint.unwrap_or_else(|| SizeHint::with_exact(0))
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        if let (Some(inner), Some(tasks)) = (self.inner.take(), self.tasks.take())
+            && !inner.is_end_stream()
+        {
+            tasks.spawn(tracing::debug_span!("unwanted"), discard(inner));
+        }
+    }
+}
+
+async fn discard(mut body: Incoming) {
+    let discarded = async {
+        let mut left = MOST;
+        while let Some(Ok(frame)) = body.frame().await {
+            let length = frame.data_ref().map_or(0, Bytes::len);
+            left = left.saturating_sub(length);
+            if left == 0 {
+                return;
+            }
+        }
+    };
+    // A body that goes on is broken off, with its connection where HTTP/1.1 is spoken.
+    let _ = timeout(LONGEST, discarded).await;
+}

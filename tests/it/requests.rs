@@ -1,0 +1,296 @@
+//! Requests that are refused, broken off or no HTTP at all: the client can read why, and the record says whose doing it was.
+
+use crate::world::{
+    World,
+    app::{App, Script},
+    caller::{exchange, read, read_head, read_to_end},
+    frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE},
+    gateway::{anonymous, fixed},
+    until,
+};
+use causeway_gateway::config::{ErrorForm, Kind};
+use serde_json::Value;
+use tokio::io::AsyncWriteExt;
+
+/// More than all buffers on the way hold.
+const LARGE: usize = 20 << 20;
+
+async fn site() -> (World, impl Sized) {
+    let world = World::start().await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    (world, (app, edge))
+}
+
+fn records(world: &World, reason: &str) -> Vec<Value> {
+    let records = world.log().records().into_iter();
+    records
+        .filter(|record| record["reason"] == reason)
+        .collect()
+}
+
+/// Waits for a record with this reason and returns it.
+async fn recorded(world: &World, reason: &str) -> Value {
+    until("it is recorded", async || {
+        !records(world, reason).is_empty()
+    })
+    .await;
+    records(world, reason).remove(0)
+}
+
+/// A POST of a body to a port that is not served, whose client looks for an answer behind the body's end only.
+#[tokio::test]
+async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
+    let (world, _site) = site().await;
+    let mut wire = world
+        .caller()
+        .tls_stream("edge-1", &["http/1.1"])
+        .await
+        .unwrap();
+    for _ in 0..2 {
+        let head =
+            format!("POST / HTTP/1.1\r\nHost: edge-1:9999\r\nContent-Length: {LARGE}\r\n\r\n");
+        wire.write_all(head.as_bytes()).await.unwrap();
+        wire.write_all(&vec![b'x'; LARGE]).await.unwrap();
+        let answer = read_head(&mut wire).await;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+        let length = answer.to_ascii_lowercase();
+        let (_, length) = length.split_once("content-length: ").unwrap();
+        let length = length.split_once('\r').unwrap().0.parse().unwrap();
+        read(&mut wire, length).await;
+    }
+}
+
+#[tokio::test]
+async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
+    let (world, _site) = site().await;
+    let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
+    let list = frames::fields(&[
+        (":method", "POST"),
+        (":scheme", "https"),
+        (":path", "/"),
+        (":authority", "edge-1:9999"),
+    ]);
+    let begin = [
+        PREFACE.to_vec(),
+        frames::settings(&[]),
+        frames::frame(HEADERS, END_HEADERS, 1, &list),
+        frames::frame(DATA, 0, 1, &[0; 1000]),
+    ];
+    frames::send(&mut *wire, &begin.concat()).await.unwrap();
+    let mut status = 0;
+    loop {
+        let frame = frames::next(&mut *wire).await.unwrap();
+        assert_ne!(frame.kind, RST_STREAM, "{status}");
+        if frame.kind == HEADERS {
+            status = frame.status();
+        }
+        if frame.ends() {
+            break;
+        }
+    }
+    assert_eq!(status, 403);
+    // The answer is whole, and the rest of the body is taken as well: its window is opened again and again.
+    let (mut sent, mut opened) = (0, 0);
+    while opened < 2 * 256 * 1024 {
+        while sent + 10_000 <= 60_000 + opened {
+            let data = frames::frame(DATA, 0, 1, &[0; 10_000]);
+            frames::send(&mut *wire, &data).await.unwrap();
+            sent += 10_000;
+        }
+        let frame = frames::next(&mut *wire).await.unwrap();
+        assert_ne!(frame.kind, RST_STREAM, "{:?} after {sent}", frame.payload);
+        if frame.kind == WINDOW_UPDATE && frame.stream == 1 {
+            let bytes: [u8; 4] = frame.payload.try_into().unwrap();
+            opened += usize::try_from(u32::from_be_bytes(bytes)).unwrap();
+        }
+    }
+    let end = frames::frame(DATA, END_STREAM, 1, &[]);
+    frames::send(&mut *wire, &end).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_within_its_upload_is_not_the_targets_fault() {
+    let (world, _site) = site().await;
+    let mut wire = world
+        .caller()
+        .tls_stream("edge-1", &["http/1.1"])
+        .await
+        .unwrap();
+    let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000\r\n\r\nsome of it";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    until("it is on its way", async || {
+        world.metrics().await.sum("open_streams", &[]) == 1
+    })
+    .await;
+    drop(wire);
+    let record = recorded(&world, "client_closed").await;
+    assert_eq!(record["status"], 499, "{record}");
+
+    let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
+    let list = frames::fields(&[
+        (":method", "POST"),
+        (":scheme", "https"),
+        (":path", "/"),
+        (":authority", "edge-1:9100"),
+    ]);
+    let begin = [
+        PREFACE.to_vec(),
+        frames::settings(&[]),
+        frames::frame(HEADERS, END_HEADERS, 1, &list),
+        frames::frame(DATA, 0, 1, b"some of it"),
+    ];
+    frames::send(&mut *wire, &begin.concat()).await.unwrap();
+    until("it is on its way", async || {
+        world.metrics().await.sum("open_streams", &[]) == 1
+    })
+    .await;
+    let cancel = frames::frame(RST_STREAM, 0, 1, &8_u32.to_be_bytes());
+    frames::send(&mut *wire, &cancel).await.unwrap();
+    until("both are recorded", async || {
+        records(&world, "client_closed").len() == 2
+    })
+    .await;
+    assert_eq!(world.metrics().await.outcomes("https", "target_broken"), 0);
+    assert!(records(&world, "target_broken").is_empty());
+}
+
+#[tokio::test]
+async fn a_head_that_cannot_be_parsed_has_an_answer_and_a_record() {
+    let (world, _site) = site().await;
+    let long = format!(
+        "GET /{} HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
+        "x".repeat(70_000)
+    );
+    for (head, status, reason) in [
+        (
+            "GET /<x>{ HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n",
+            400,
+            "malformed",
+        ),
+        ("GARBAGE\r\n\r\n", 400, "malformed"),
+        ("GET / HTTP/1.1\r\nHost edge-1\r\n\r\n", 400, "malformed"),
+        (&*long, 431, "header_too_large"),
+    ] {
+        let before = records(&world, reason).len();
+        let mut wire = world
+            .caller()
+            .tls_stream("edge-1", &["http/1.1"])
+            .await
+            .unwrap();
+        wire.write_all(head.as_bytes()).await.unwrap();
+        let answer = String::from_utf8(read_to_end(&mut wire).await.unwrap()).unwrap();
+        let (fields, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(
+            fields.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{answer}"
+        );
+        assert!(
+            fields.contains("Proxy-Status: causeway; error="),
+            "{answer}"
+        );
+        let problem: Value = serde_json::from_str(body).unwrap();
+        assert_eq!(problem["reason"], reason, "{answer}");
+        until("it is recorded", async || {
+            records(&world, reason).len() == before + 1
+        })
+        .await;
+        assert_eq!(records(&world, reason)[before]["status"], status);
+    }
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.outcomes("https", "malformed"), 3);
+    assert_eq!(metrics.outcomes("https", "header_too_large"), 1);
+}
+
+#[tokio::test]
+async fn kubectl_reads_that_a_head_is_too_large() {
+    let mut front = anonymous("kubelets", Kind::Https);
+    front.errors = ErrorForm::Kubernetes;
+    front.node = Some("edge-1".to_owned());
+    let world = World::build().front(front).start().await;
+    let mut wire = world
+        .caller_at("kubelets")
+        .tls_stream("gateway.test", &["http/1.1"])
+        .await
+        .unwrap();
+    let head = format!(
+        "POST /exec?{} HTTP/1.1\r\nHost: edge-1\r\n\r\n",
+        "x".repeat(70_000)
+    );
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let answer = String::from_utf8(read_to_end(&mut wire).await.unwrap()).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 502 "), "{answer}");
+    assert!(answer.ends_with("larger than can be parsed\n"), "{answer}");
+}
+
+/// RFC 7301, section 3.2; RFC 9113, section 3.4.
+#[tokio::test]
+async fn what_alpn_agreed_on_is_what_is_spoken() {
+    let (world, _site) = site().await;
+    let request = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    let preface = [PREFACE, &frames::settings(&[])].concat();
+    for (alpn, first) in [
+        ("h2", request.as_bytes()),
+        ("http/1.1", &*preface),
+        ("http/1.0", &*preface),
+    ] {
+        let mut wire = world.caller().wire("edge-1", &[alpn]).await.unwrap();
+        wire.write_all(first).await.unwrap();
+        let said = read_to_end(&mut wire).await.unwrap_or_default();
+        assert!(!said.starts_with(b"HTTP/1.1 200"), "{alpn}");
+        assert!(
+            said.is_empty() || said[3] == frames::SETTINGS || said[3] == frames::GOAWAY,
+            "{alpn}: {said:?}"
+        );
+    }
+    let mut old = world
+        .caller()
+        .tls_stream("edge-1", &["http/1.0"])
+        .await
+        .unwrap();
+    let answer = exchange(&mut old, "GET / HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await;
+    assert!(
+        answer.starts_with("HTTP/1.0 200 ") || answer.starts_with("HTTP/1.1 200 "),
+        "{answer}"
+    );
+    // Without ALPN the first bytes decide.
+    for first in [request.as_bytes(), &*preface] {
+        let mut wire = world.caller().wire("edge-1", &[]).await.unwrap();
+        wire.write_all(first).await.unwrap();
+        let said = read(&mut wire, 9).await;
+        assert!(
+            said.starts_with(b"HTTP/1.1 ") || said[3] == frames::SETTINGS,
+            "{said:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn http_without_tls_is_told_that_tls_is_spoken() {
+    let (world, _site) = site().await;
+    let mut tcp = world.caller().tcp_stream().await;
+    tcp.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n")
+        .await
+        .unwrap();
+    let answer = String::from_utf8(read_to_end(&mut tcp).await.unwrap()).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 400 Bad Request\r\n"), "{head}");
+    assert!(
+        head.contains(&format!("Content-Length: {}", body.len())),
+        "{head}"
+    );
+    assert!(body.contains("https://"), "{body}");
+}
+
+#[tokio::test]
+async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
+    let mut front = fixed("app", Kind::Http, "edge-1", 9100);
+    front.anonymous = true;
+    let world = World::build().front(front).start().await;
+    let app =
+        App::http(|_| Script::new().write("HTTP/1.1 299 Odd\r\nContent-Length: 0\r\n\r\n")).await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut wire = world.caller_at("app").wire("", &[]).await.unwrap();
+    let answer = exchange(&mut wire, "GET / HTTP/1.1\r\nHost: edge-1:\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.1 299 \r\n"), "{answer}");
+}
