@@ -26,6 +26,9 @@ use tokio::{
 /// Memory of a stream that stands still, in bytes, besides what waits in its window: the buffers of HTTP and TLS. Stalled
 /// downloads cost 200 KiB each at the gateway, and 270 KiB at the edge.
 pub const OVERHEAD: usize = 320 << 10;
+/// Memory of the kernel that a stream can hold on one machine, in bytes: what the default `net.ipv4.tcp_wmem` and `tcp_rmem`
+/// let an app's send buffer and the edge's receive buffer grow to.
+const LARGEST: usize = (4 << 20) + (6 << 20);
 /// Interval between two looks while streams may stand still.
 const LOOK: Duration = Duration::from_millis(50);
 /// Time that a stream stands still before it may be evicted. Shorter pauses are those of readers on long links.
@@ -297,10 +300,11 @@ impl Shortage {
 }
 
 /// Number of the `stalled` streams, the longest first, whose eviction brings `used` bytes of the kernel's memory below `bound`.
-/// The kernel does not tell how much of it is whose, so each is taken to hold an equal part of all.
+/// The kernel does not tell how much of it is whose, so each is taken to hold an equal part of all; but streams that cannot
+/// hold an eighth of it together stay, since other programs use it and their end would help nobody.
 fn excess_of_kernel(stalled: usize, used: usize, bound: usize) -> usize {
     let over = used.saturating_sub(bound);
-    if over == 0 {
+    if over == 0 || stalled.saturating_mul(LARGEST) < used / 8 {
         return 0;
     }
     stalled.saturating_mul(over).div_ceil(used).min(stalled)
@@ -422,6 +426,8 @@ mod tests {
         assert_eq!(excess_of_kernel(100, 100, 75), 25);
         assert_eq!(excess_of_kernel(3, 101, 100), 1, "at least one");
         assert_eq!(excess_of_kernel(0, 101, 100), 0);
+        assert_eq!(excess_of_kernel(100, 8_000 << 20, 0), 100);
+        assert_eq!(excess_of_kernel(99, 8_000 << 20, 0), 0, "others hold it");
     }
 
     #[tokio::test(start_paused = true)]
