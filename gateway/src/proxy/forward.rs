@@ -5,7 +5,7 @@
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, outgoing::Outgoing, request, upload},
+    proxy::{Way, outgoing::Outgoing, request, trace, upload},
 };
 use causeway_tunnel::{
     Receive, Refusal, StreamError,
@@ -97,7 +97,7 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     request::clean(&mut fields);
     forwarded(way, &mut fields, authority.as_ref());
     via(&mut fields, version);
-    way.record.trace().put(&mut fields);
+    trace::never_index(&mut fields);
     // Behind `clean`, so that no `Connection` of the caller's names it away.
     way.proxy.front.told.put(&mut fields, way.caller);
 
