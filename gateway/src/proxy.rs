@@ -51,12 +51,13 @@ use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::task::Tasks;
 use front::{Connection, Front};
-use http::{HeaderMap, Method, Request, Response, header::UPGRADE};
+use http::{HeaderMap, Method, Request, Response};
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
 use pods::Pods;
 use recheck::{Allowed, OpenStreams};
+use reply::Protocol;
 use request::Kind;
 use reviews::Answers;
 use route::{Asked, Route};
@@ -116,11 +117,11 @@ impl Proxy {
         request: Request<Incoming>,
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
-        let switches = request.headers().contains_key(UPGRADE);
+        let protocol = Protocol::of(&request);
         let served = pin!(self.serve(connection, request, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
-            Err(error) => reply::of(&self.front, &record, (switches, &error)),
+            Err(error) => reply::of(&self.front, &record, (protocol, &error)),
         }
     }
 

@@ -16,6 +16,7 @@ mod sites;
 mod dns;
 
 mod errors;
+mod grpc_errors;
 
 mod identity;
 
