@@ -152,6 +152,10 @@ impl Config {
     }
 }
 
+/// Fault of a key that changes request fields, on a listener that reads no requests.
+const NOT_READ: &str =
+    "what passes through this front is not looked into, so nothing can be added; remove this key";
+
 /// The checks of one front.
 struct FrontCheck<'a> {
     front: &'a Front,
