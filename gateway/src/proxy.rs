@@ -21,6 +21,7 @@ pub mod recheck;
 pub mod reviews;
 
 pub mod forward;
+pub mod forwarding_headers;
 pub mod told;
 mod upload;
 

@@ -414,9 +414,9 @@ async fn trailers_do_not_tell_an_app_who_calls() {
     let token = key.sign(&claims(&json!({})));
     let request = format!(
         "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {token}\r\n\
-         Transfer-Encoding: chunked\r\nTrailer: x-remote-user, x-remote-group, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
+         Transfer-Encoding: chunked\r\nTrailer: x-remote-user, x-remote-group, x-remote-uid, x-forwarded-for, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
          X-Remote-User: root\r\nX_Remote_User: root\r\nX-Remote-Group: admins\r\nX-Remote-Uid: 0\r\n\
-         X-Sum: 7\r\n\r\n"
+         X-Forwarded-For: 192.0.2.1\r\nX-Sum: 7\r\n\r\n"
     );
     let caller = world.caller_at("jwt").nobody();
     let (answer, seen) = tokio::join!(caller.raw("edge-1", request), one_chunked_request(listener));

@@ -16,6 +16,7 @@ mod sites;
 mod dns;
 
 mod errors;
+mod forwarding_headers;
 mod grpc_errors;
 
 mod identity;
