@@ -130,11 +130,13 @@ async fn an_apps_own_answer_to_a_grpc_client_passes_as_it_is() {
 }
 
 #[tokio::test]
-async fn a_grpc_web_client_gets_a_problem() {
-    let road = Road::to(&App::refusing()).await;
+async fn grpc_web_goes_by_http_1_and_its_client_gets_a_problem() {
+    let app = App::saying("answer").await;
+    let road = Road::to(&app).await;
     let caller = road.http2().field("content-type", "application/grpc-web");
-    let answer = caller.ask("POST", URL, "call").await;
-    assert_problem(&answer, 502, "target_refused", "edge-1");
+    assert_eq!(caller.ask("POST", URL, "call").await.text(), "answer");
+    let answer = caller.ask("POST", "https://edge-1:9101/", "call").await;
+    assert_problem(&answer, 403, "edge_policy", "edge-1");
 }
 
 #[tokio::test]

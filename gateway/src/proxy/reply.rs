@@ -12,6 +12,7 @@ use crate::{
     error::{Error, Reason},
     proxy::{access::Record, front::Front, outgoing::Outgoing},
 };
+use causeway_tunnel::headers;
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode,
     header::{CONTENT_TYPE, RETRY_AFTER, UPGRADE, WWW_AUTHENTICATE},
@@ -24,8 +25,6 @@ use serde_json::json;
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
-/// Content type of gRPC requests; a suffix names the encoding of messages, such as `+proto`.
-const GRPC: &str = "application/grpc";
 /// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
 const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
 /// Characters of an error's sentence in a field: clients bound the size of a head.
@@ -46,7 +45,7 @@ impl Protocol {
     /// Returns the protocol of a request.
     pub fn of<B>(request: &Request<B>) -> Self {
         let fields = request.headers();
-        if is_grpc(fields) && request.method() != Method::CONNECT {
+        if headers::is_grpc(fields) && request.method() != Method::CONNECT {
             Self::Grpc
         } else if fields.contains_key(UPGRADE) {
             Self::Upgrade
@@ -54,18 +53,6 @@ impl Protocol {
             Self::Http
         }
     }
-}
-
-/// Whether a content type is gRPC's. gRPC-Web is not: its clients read HTTP statuses.
-fn is_grpc(fields: &HeaderMap) -> bool {
-    let Some(kind) = fields.get(CONTENT_TYPE) else {
-        return false;
-    };
-    let split = kind.as_bytes().split_at_checked(GRPC.len());
-    split.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(GRPC.as_bytes())
-            && matches!(rest.first(), None | Some(b'+' | b';' | b' '))
-    })
 }
 
 /// A problem (RFC 9457 §3), with this gateway's extension members.
@@ -143,7 +130,7 @@ fn of_kubernetes(error: &Error) -> String {
 
 /// Sets the fields of a "Trailers-Only" response, whose HTTP status is always 200.
 fn grpc_fields(headers: &mut HeaderMap, error: &Error) {
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     let status = error.reason.grpc_status();
     headers.insert(GRPC_STATUS, HeaderValue::from(u16::from(status)));
     let message: String = error.detail.chars().take(MOST_CHARACTERS).collect();
@@ -212,30 +199,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_content_type_says_that_a_client_speaks_grpc() {
-        let protocol = |method: &str, kind: &str| {
-            let request = Request::builder().method(method).header(CONTENT_TYPE, kind);
+    fn errors_take_the_form_of_the_requests_protocol() {
+        let protocol = |method: &str, name: HeaderName, value: &str| {
+            let request = Request::builder().method(method).header(name, value);
             Protocol::of(&request.body(()).unwrap())
         };
-        for kind in [
-            "application/grpc",
-            "application/grpc+proto",
-            "Application/gRPC; charset=utf-8",
-        ] {
-            assert_eq!(protocol("POST", kind), Protocol::Grpc, "{kind}");
-            assert_eq!(protocol("CONNECT", kind), Protocol::Http, "{kind}");
-        }
-        for kind in [
-            "application/grpc-web",
-            "application/grpcx",
-            "application/json",
-            "",
-        ] {
-            assert_eq!(protocol("POST", kind), Protocol::Http, "{kind}");
-        }
+        let grpc = "application/grpc";
+        assert_eq!(protocol("POST", CONTENT_TYPE, grpc), Protocol::Grpc);
+        assert_eq!(protocol("CONNECT", CONTENT_TYPE, grpc), Protocol::Http);
+        assert_eq!(protocol("GET", UPGRADE, "websocket"), Protocol::Upgrade);
         assert_eq!(Protocol::of(&Request::new(())), Protocol::Http);
-        let upgrade = Request::builder().header(UPGRADE, "websocket");
-        assert_eq!(Protocol::of(&upgrade.body(()).unwrap()), Protocol::Upgrade);
     }
 
     #[test]
