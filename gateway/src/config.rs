@@ -30,7 +30,9 @@ use causeway_tunnel::hello::Listed;
 
 pub use app::App;
 pub use dns::Dns;
-pub use front::{Callers, Certificate, ErrorForm, Front, Kind, Serial, TokenReview};
+pub use front::{
+    Callers, Certificate, ErrorForm, ForwardingHeader, Front, Kind, Serial, TokenReview,
+};
 pub use identity::Identity;
 pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};

@@ -96,6 +96,32 @@ impl Reason {
         }
     }
 
+    /// Returns the status code for gRPC clients: the one into which Envoy translates the HTTP status of a local reply
+    /// (`Grpc::Utility::httpToGrpcStatus`). The exception is an unknown node. Envoy answers 503 where a cluster is unknown,
+    /// and UNIMPLEMENTED would say that the application lacks the method.
+    pub fn grpc_status(self) -> u8 {
+        const UNKNOWN: u8 = 2;
+        const PERMISSION_DENIED: u8 = 7;
+        const UNIMPLEMENTED: u8 = 12;
+        const INTERNAL: u8 = 13;
+        const UNAVAILABLE: u8 = 14;
+        const UNAUTHENTICATED: u8 = 16;
+        if self == Self::NodeUnknown {
+            return UNAVAILABLE;
+        }
+        match self.status() {
+            StatusCode::BAD_REQUEST => INTERNAL,
+            StatusCode::UNAUTHORIZED => UNAUTHENTICATED,
+            StatusCode::FORBIDDEN => PERMISSION_DENIED,
+            StatusCode::NOT_FOUND => UNIMPLEMENTED,
+            StatusCode::TOO_MANY_REQUESTS
+            | StatusCode::BAD_GATEWAY
+            | StatusCode::SERVICE_UNAVAILABLE
+            | StatusCode::GATEWAY_TIMEOUT => UNAVAILABLE,
+            _ => UNKNOWN,
+        }
+    }
+
     /// Whether somebody was kept from something: what an audit wants to know.
     pub fn is_refusal(self) -> bool {
         matches!(

@@ -21,6 +21,7 @@ pub mod recheck;
 pub mod reviews;
 
 pub mod forward;
+pub mod forwarding_headers;
 mod request_body;
 pub mod told;
 mod upload;
@@ -52,16 +53,14 @@ use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::{headers, task::Tasks};
 use front::{Connection, Front};
-use http::{
-    HeaderMap, Method, Request, Response,
-    header::{EXPECT, UPGRADE},
-};
+use http::{HeaderMap, Method, Request, Response, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
 use pods::Pods;
 use recheck::{Allowed, OpenStreams};
+use reply::Protocol;
 use request::Kind;
 use request_body::RequestBody;
 use reviews::Answers;
@@ -122,14 +121,14 @@ impl Proxy {
         request: Request<Incoming>,
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
-        let switches = request.headers().contains_key(UPGRADE);
+        let protocol = Protocol::of(&request);
         let is_awaited = !request.body().is_end_stream()
             && headers::lists(request.headers(), &EXPECT, "100-continue");
         let request = request.map(|body| RequestBody::new(body, is_awaited, &self.tasks));
         let served = pin!(self.serve(connection, request, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
-            Err(error) => reply::of(&self.front, &record, (switches, &error)),
+            Err(error) => reply::of(&self.front, &record, (protocol, &error)),
         }
     }
 

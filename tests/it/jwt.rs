@@ -34,6 +34,7 @@ fn told() -> IdentityHeaders {
     IdentityHeaders {
         user: Some("X-Remote-User".to_owned()),
         groups: Some("X-Remote-Group".to_owned()),
+        ..IdentityHeaders::default()
     }
 }
 
@@ -328,6 +329,8 @@ fn lying(caller: Caller) -> Caller {
         .field("X_Remote_User", "root")
         .field("x-remote-group", "admins")
         .field("x-remote_group", "admins")
+        .field("x-remote-uid", "root")
+        .field("x_remote_extra-scopes", "admins")
         .field("connection", "x-remote-user, x-remote-group")
 }
 
@@ -383,7 +386,7 @@ async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_
         let mut wire = caller.wire("edge-1", &["http/1.1"]).await.unwrap();
         let upgrade = format!(
             "GET /socket HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {credential}\r\n\
-             X-Remote-User: root\r\nX_Remote_Group: admins\r\nConnection: Upgrade, X-Remote-User\r\n\
+             X-Remote-User: root\r\nX_Remote_Group: admins\r\nX-Remote-Extra-Scopes: admins\r\nConnection: Upgrade, X-Remote-User\r\n\
              Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
         );
         let head = exchange(&mut *wire, upgrade).await;
@@ -411,8 +414,9 @@ async fn trailers_do_not_tell_an_app_who_calls() {
     let token = key.sign(&claims(&json!({})));
     let request = format!(
         "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {token}\r\n\
-         Transfer-Encoding: chunked\r\nTrailer: x-remote-user, x-remote-group, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
-         X-Remote-User: root\r\nX_Remote_User: root\r\nX-Remote-Group: admins\r\nX-Sum: 7\r\n\r\n"
+         Transfer-Encoding: chunked\r\nTrailer: x-remote-user, x-remote-group, x-remote-uid, x-forwarded-for, x-sum\r\n\r\n2\r\nab\r\n0\r\n\
+         X-Remote-User: root\r\nX_Remote_User: root\r\nX-Remote-Group: admins\r\nX-Remote-Uid: 0\r\n\
+         X-Forwarded-For: 192.0.2.1\r\nX-Sum: 7\r\n\r\n"
     );
     let caller = world.caller_at("jwt").nobody();
     let (answer, seen) = tokio::join!(caller.raw("edge-1", request), one_chunked_request(listener));

@@ -16,6 +16,8 @@ mod sites;
 mod dns;
 
 mod errors;
+mod forwarding_headers;
+mod grpc_errors;
 
 mod identity;
 

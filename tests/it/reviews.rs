@@ -190,6 +190,7 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
         front.identity_headers = IdentityHeaders {
             user: Some("X-Remote-User".to_owned()),
             groups: Some("X-Remote-Group".to_owned()),
+            ..IdentityHeaders::default()
         };
     });
     assert_eq!(told.unwrap().fronts.replaced, ["reviewed"]);

@@ -99,6 +99,19 @@ pub fn upgrade_token(headers: &HeaderMap) -> Option<&str> {
     (lists(headers, &CONNECTION, "upgrade") && !token.is_empty()).then_some(token)
 }
 
+/// Whether the content type is gRPC's: alone, or with a suffix for the encoding of messages such as `+proto`. gRPC-Web
+/// (`application/grpc-web`) is not: HTTP/1.1 carries it, and its clients read HTTP statuses.
+pub fn is_grpc(headers: &HeaderMap) -> bool {
+    const GRPC: &[u8] = b"application/grpc";
+    let Some(kind) = headers.get(http::header::CONTENT_TYPE) else {
+        return false;
+    };
+    let split = kind.as_bytes().split_at_checked(GRPC.len());
+    split.is_some_and(|(kind, rest)| {
+        kind.eq_ignore_ascii_case(GRPC) && matches!(rest.first(), None | Some(b'+' | b';' | b' '))
+    })
+}
+
 /// Removes every private field, so that a caller cannot speak for a gateway nor an app for an edge.
 pub fn strip_private(headers: &mut HeaderMap) {
     let private: Vec<HeaderName> = headers
@@ -199,6 +212,26 @@ mod tests {
         ]);
         assert_eq!(upgrade_token(&asked), Some("SPDY/3.1"));
         assert_eq!(upgrade_token(&fields(&[("upgrade", "h2c")])), None);
+    }
+
+    #[test]
+    fn grpc_is_known_by_its_content_type_and_grpc_web_is_not_grpc() {
+        for (kind, expected) in [
+            ("application/grpc", true),
+            ("application/grpc+proto", true),
+            ("Application/gRPC; charset=utf-8", true),
+            ("application/grpc-web", false),
+            ("application/grpc-web+proto", false),
+            ("application/json", false),
+            ("", false),
+        ] {
+            assert_eq!(
+                is_grpc(&fields(&[("content-type", kind)])),
+                expected,
+                "{kind}"
+            );
+        }
+        assert!(!is_grpc(&HeaderMap::new()));
     }
 
     #[test]

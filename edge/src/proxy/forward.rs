@@ -21,7 +21,7 @@ use crate::config::Scheme;
 use causeway_tunnel::{Receive, StreamError, headers};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, TE, TRANSFER_ENCODING},
+    header::{CONNECTION, CONTENT_LENGTH, HOST, TE, TRANSFER_ENCODING},
     uri::{Authority, PathAndQuery},
 };
 use hyper::{body::Incoming, client::conn::TrySendError};
@@ -88,13 +88,9 @@ impl Asking {
 }
 
 fn wants_http2(app: &App, fields: &HeaderMap) -> bool {
-    let is_grpc = || {
-        let kind = fields.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-        kind.is_some_and(|kind| kind.starts_with(b"application/grpc"))
-    };
     match app.scheme {
         Scheme::H2c | Scheme::Https => true,
-        Scheme::Http | Scheme::Tcp => is_grpc(),
+        Scheme::Http | Scheme::Tcp => headers::is_grpc(fields),
     }
 }
 

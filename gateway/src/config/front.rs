@@ -53,6 +53,12 @@ pub struct Front {
     /// Tell the app who calls, in fields that callers cannot set.
     #[serde(default)]
     pub identity_headers: IdentityHeaders,
+    /// Request fields that tell the app the client's address, and the scheme and host that it asks for. What clients send in these and alike fields is removed.
+    #[serde(default = "ForwardingHeader::all")]
+    pub forwarding_headers: Vec<ForwardingHeader>,
+    /// Networks of proxies in front of this listener. What they send in such fields is kept: `Forwarded` and `X-Forwarded-For` are appended to, `X-Real-IP` becomes the last address of `X-Forwarded-For` that is in none of these networks.
+    #[serde(default, with = "HumanNetworks")]
+    pub trusted_proxies: Vec<IpNet>,
     /// Serve callers that cannot be known. A `tcp` front that does is plain TCP, without TLS.
     #[serde(default)]
     pub anonymous: bool,
@@ -101,6 +107,8 @@ impl Front {
             disconnect_expired: true,
             forward_authorization: false,
             identity_headers: IdentityHeaders::default(),
+            forwarding_headers: ForwardingHeader::all(),
+            trusted_proxies: Vec::new(),
             anonymous: false,
             anonymous_from: Vec::new(),
             anonymous_ports: Vec::new(),
@@ -129,6 +137,39 @@ impl Front {
 
 fn yes() -> bool {
     true
+}
+
+/// A request field that tells the app of the client's request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+pub enum ForwardingHeader {
+    /// Address, host and scheme in one (RFC 7239).
+    #[serde(alias = "forwarded")]
+    Forwarded,
+    /// The client's address.
+    #[serde(rename = "X-Forwarded-For", alias = "x-forwarded-for")]
+    XForwardedFor,
+    /// `http` or `https`.
+    #[serde(rename = "X-Forwarded-Proto", alias = "x-forwarded-proto")]
+    XForwardedProto,
+    /// The host that the client asks for.
+    #[serde(rename = "X-Forwarded-Host", alias = "x-forwarded-host")]
+    XForwardedHost,
+    /// The client's address, never a list.
+    #[serde(rename = "X-Real-IP", alias = "x-real-ip")]
+    XRealIp,
+}
+
+impl ForwardingHeader {
+    /// Returns all of them.
+    pub fn all() -> Vec<Self> {
+        vec![
+            Self::Forwarded,
+            Self::XForwardedFor,
+            Self::XForwardedProto,
+            Self::XForwardedHost,
+            Self::XRealIp,
+        ]
+    }
 }
 
 /// What callers of a front speak.

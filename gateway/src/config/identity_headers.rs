@@ -1,5 +1,6 @@
-//! The fields in which an app is told who calls. Callers cannot set them: what they send under these names is taken
-//! away, also where an app would take another spelling for the same name.
+//! Request fields in which the gateway tells applications who the client is. Clients cannot set them: the gateway removes
+//! what clients send in these fields and in others of the same family, in any spelling that an application may read as
+//! the same name.
 
 use causeway_tunnel::wire::PRIVATE_PREFIX;
 use http::HeaderName;
@@ -13,10 +14,13 @@ pub struct IdentityHeaders {
     pub user: Option<String>,
     /// Field for the caller's groups, one field each, such as `X-Remote-Group`.
     pub groups: Option<String>,
+    /// Prefixes of the request fields that clients may not send because they say the same of a client, such as `X-Remote-`. Without this key: the names above up to their last hyphen, so that `X-Remote-Uid` and `X-Remote-Extra-Scopes` are removed where `user` is `X-Remote-User`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub strip_prefixes: Option<Vec<String>>,
 }
 
 /// What a hop, a message or this gateway says in fields of its own.
-const TAKEN: [&str; 38] = [
+const TAKEN: &[&str] = &[
     "accept",
     "accept-encoding",
     "authorization",
@@ -52,10 +56,22 @@ const TAKEN: [&str; 38] = [
     "upgrade",
     "user-agent",
     "via",
+    "x-forwarded-by",
     "x-forwarded-for",
     "x-forwarded-host",
+    "x-forwarded-port",
+    "x-forwarded-prefix",
     "x-forwarded-proto",
+    "x-forwarded-protocol",
+    "x-forwarded-scheme",
+    "x-forwarded-server",
+    "x-forwarded-ssl",
+    "x-forwarded-uri",
+    "x-real-ip",
 ];
+
+/// Folded prefix of fields without a standard: too wide to be a family.
+const EXTENSIONS: &str = "x-";
 
 impl IdentityHeaders {
     /// Each key with the name that it gives.
@@ -64,6 +80,65 @@ impl IdentityHeaders {
         keys.into_iter()
             .filter_map(|(key, name)| Some((key, name.as_deref()?)))
     }
+
+    /// Returns the prefixes of the family, [folded](fold).
+    pub(crate) fn families(&self) -> Vec<String> {
+        let mut prefixes: Vec<_> = match &self.strip_prefixes {
+            Some(prefixes) => prefixes.iter().map(|prefix| fold(prefix)).collect(),
+            None => self.names().filter_map(|(_, name)| stem(name)).collect(),
+        };
+        prefixes.sort_unstable();
+        prefixes.dedup();
+        prefixes
+    }
+}
+
+/// Returns the name up to its last separator, [folded](fold), if that is narrow enough to be the prefix of a family.
+fn stem(name: &str) -> Option<String> {
+    let folded = fold(name);
+    let end = folded.rfind('-')? + 1;
+    let stem = folded.get(..end)?;
+    (stem != EXTENSIONS).then(|| stem.to_owned())
+}
+
+/// Returns the name as the loosest applications read it: CGI reads `_` as `-`, PHP `.` too, and some servers all that is
+/// neither a letter nor a digit.
+pub(crate) fn fold(name: &str) -> String {
+    name.bytes()
+        .map(|byte| char::from(fold_byte(byte)))
+        .collect()
+}
+
+/// Returns one byte of a [folded](fold) name.
+pub(crate) fn fold_byte(byte: u8) -> u8 {
+    if byte.is_ascii_alphanumeric() {
+        byte.to_ascii_lowercase()
+    } else {
+        b'-'
+    }
+}
+
+/// Whether a field of this name, in lower case, has a meaning of its own, which no prefix covers.
+pub(crate) fn is_taken(name: &str) -> bool {
+    TAKEN.contains(&name)
+}
+
+/// Checks the prefix of a family of fields.
+///
+/// # Errors
+/// What is wrong with the prefix.
+pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
+    if HeaderName::from_bytes(prefix.as_bytes()).is_err() {
+        return Err(format!(
+            "\"{prefix}\" is not the beginning of a field name; write X-Remote-"
+        ));
+    }
+    if EXTENSIONS.starts_with(&fold(prefix)) {
+        return Err(format!(
+            "\"{prefix}\" would remove every field without a standard; write a longer prefix, such as X-Remote-"
+        ));
+    }
+    Ok(())
 }
 
 /// The name of such a field.
@@ -74,7 +149,7 @@ pub(crate) fn field(name: &str) -> Result<HeaderName, String> {
     let parsed = HeaderName::from_bytes(name.as_bytes());
     let parsed =
         parsed.map_err(|_| format!("\"{name}\" is no name of a field; write X-Remote-User"))?;
-    if TAKEN.contains(&parsed.as_str()) || parsed.as_str().starts_with(PRIVATE_PREFIX) {
+    if is_taken(parsed.as_str()) || parsed.as_str().starts_with(PRIVATE_PREFIX) {
         return Err(format!(
             "\"{name}\" says something else already; write a name of its own, such as X-Remote-User"
         ));
@@ -91,6 +166,39 @@ mod tests {
         assert_eq!(field("X-Remote-User").unwrap(), "x-remote-user");
         for bad in ["Host", "AUTHORIZATION", "te", "Causeway-Target", "a b", ""] {
             assert!(field(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_family_is_the_names_up_to_their_last_hyphen_or_as_configured() {
+        let families = |user: &str, groups: &str, prefixes: Option<&[&str]>| {
+            let owned =
+                |prefixes: &[&str]| prefixes.iter().map(|each| (*each).to_owned()).collect();
+            let headers = IdentityHeaders {
+                user: Some(user.into()),
+                groups: Some(groups.into()),
+                strip_prefixes: prefixes.map(owned),
+            };
+            headers.families()
+        };
+        assert_eq!(
+            families("X-Remote-User", "X-Remote-Group", None),
+            ["x-remote-"]
+        );
+        assert_eq!(
+            families("Remote_User", "X-WEBAUTH-ROLE", None),
+            ["remote-", "x-webauth-"]
+        );
+        // Nothing but the names themselves: these stems are not of a family.
+        assert!(families("X-User", "Groups", None).is_empty());
+        assert_eq!(
+            families("X-User", "Groups", Some(&["X-Auth_"])),
+            ["x-auth-"]
+        );
+        assert!(families("X-Remote-User", "X-Remote-Group", Some(&[])).is_empty());
+        assert!(check_prefix("X-Remote-").is_ok() && check_prefix("Remote").is_ok());
+        for bad in ["", "X", "x-", "X_", "a b"] {
+            assert!(check_prefix(bad).is_err(), "{bad}");
         }
     }
 }

@@ -10,7 +10,7 @@ use causeway_certs::NodeName;
 use causeway_config::{Fault, Faults, Listen, Listeners, Validate, host_port};
 use causeway_tunnel::wire;
 
-use super::{Config, Front, Kind};
+use super::{Config, ForwardingHeader, Front, Kind};
 
 impl Validate for Config {
     fn validate(&self) -> Vec<Fault> {
@@ -152,6 +152,10 @@ impl Config {
     }
 }
 
+/// Fault of a key that changes request fields, on a listener that reads no requests.
+const NOT_READ: &str =
+    "what passes through this front is not looked into, so nothing can be added; remove this key";
+
 /// The checks of one front.
 struct FrontCheck<'a> {
     front: &'a Front,
@@ -167,6 +171,7 @@ impl FrontCheck<'_> {
         self.callers();
         self.issuers();
         self.identity_headers();
+        self.forwarding_headers();
         self.anonymous();
     }
 
@@ -226,6 +231,23 @@ impl FrontCheck<'_> {
             self.add(
                 "proxy_protocol",
                 "callers of a unix socket have no address; remove this key",
+            );
+        }
+    }
+
+    fn forwarding_headers(&mut self) {
+        let front = self.front;
+        if matches!(front.kind, Kind::Tcp | Kind::Connect) {
+            if front.forwarding_headers != ForwardingHeader::all() {
+                self.add("forwarding_headers", NOT_READ);
+            }
+            if !front.trusted_proxies.is_empty() {
+                self.add("trusted_proxies", NOT_READ);
+            }
+        } else if matches!(front.listen, Listen::Unix(_)) && !front.trusted_proxies.is_empty() {
+            self.add(
+                "trusted_proxies",
+                "clients of a unix socket have no address; remove this key",
             );
         }
     }

@@ -5,7 +5,10 @@
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, outgoing::Outgoing, request, request_body::RequestBody, upload},
+    proxy::{
+        Way, forwarding_headers::Hop, outgoing::Outgoing, request, request_body::RequestBody,
+        trace, upload,
+    },
 };
 use causeway_tunnel::{
     Receive, Refusal, StreamError,
@@ -14,11 +17,11 @@ use causeway_tunnel::{
 };
 use http::{
     HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
-    header::{AUTHORIZATION, EXPECT, FORWARDED, VIA},
+    header::{AUTHORIZATION, EXPECT, VIA},
     uri,
 };
 use http_body::Body;
-use std::{sync::PoisonError, time::Duration};
+use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -94,9 +97,15 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     let host = headers::take_host(&mut fields);
     let authority = parts.uri.authority().cloned().or(host);
     request::clean(&mut fields);
-    forwarded(way, &mut fields, authority.as_ref());
+    let hop = Hop {
+        peer: way.connection.peer.ip(),
+        tls: way.connection.tls,
+        authority: authority.as_ref(),
+        last: &way.connection.forwarded,
+    };
+    way.proxy.front.forwarding.apply(hop, &mut fields);
     via(&mut fields, version);
-    way.record.trace().put(&mut fields);
+    trace::never_index(&mut fields);
     // Behind `clean`, so that no `Connection` of the caller's names it away.
     way.proxy.front.told.put(&mut fields, way.caller);
 
@@ -119,36 +128,6 @@ fn scheme(way: Way<'_>) -> uri::Scheme {
         uri::Scheme::HTTPS
     } else {
         uri::Scheme::HTTP
-    }
-}
-
-/// Adds who called, for what, and how (RFC 7239).
-fn forwarded(way: Way<'_>, fields: &mut HeaderMap, authority: Option<&uri::Authority>) {
-    let mut last = way
-        .connection
-        .forwarded
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    if let Some((known, value)) = last.as_ref()
-        && known.as_deref() == authority.map(uri::Authority::as_str)
-    {
-        fields.append(FORWARDED, value.clone());
-        return;
-    }
-    let from = match way.connection.peer.ip() {
-        Some(std::net::IpAddr::V4(ip)) => ip.to_string(),
-        Some(std::net::IpAddr::V6(ip)) => format!("\"[{ip}]\""),
-        None => "unknown".to_owned(),
-    };
-    let host = authority
-        .map(|host| format!(";host=\"{host}\""))
-        .unwrap_or_default();
-    let proto = scheme(way);
-    if let Ok(value) = HeaderValue::try_from(format!("for={from}{host};proto={proto}")) {
-        // Copied: an authority may be a slice of a whole read buffer.
-        let known = authority.map(|authority| authority.as_str().into());
-        *last = Some((known, value.clone()));
-        fields.append(FORWARDED, value);
     }
 }
 

@@ -21,13 +21,13 @@ use crate::{
     proxy::{
         Proxy, Shared,
         caller::{Authentication, Caller, LastToken, Method},
+        forwarding_headers::{ForwardingHeaders, LastValues},
         route::Asked,
         told::Told,
     },
     seldom::Seldom,
     state::{Nodes, nodes::Named},
 };
-use ::http::HeaderValue;
 use arc_swap::ArcSwap;
 use causeway_certs::{
     Fingerprint, FrontResolver, NodeName,
@@ -44,7 +44,7 @@ use rustls_pki_types::CertificateDer;
 use std::{
     collections::BTreeSet,
     net::SocketAddr,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 use tokio::time::Instant;
@@ -81,6 +81,8 @@ pub struct Front {
     pub forward_authorization: bool,
     /// The fields that tell the app who calls.
     pub told: Told,
+    /// The fields that tell the application the client's address, the scheme and the host.
+    pub forwarding: ForwardingHeaders,
     /// How failures look.
     pub errors: ErrorForm,
     /// Whether DNAT's original destination is asked for.
@@ -228,8 +230,8 @@ pub struct Connection {
     /// What each of its streams may hold unread, where HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: LastToken,
-    /// What `Forwarded` said last, and for which authority: a kept-alive caller mostly names one.
-    pub(crate) forwarded: Mutex<Option<(Option<Box<str>>, HeaderValue)>>,
+    /// Values of the forwarding headers of the last request.
+    pub(crate) forwarded: LastValues,
     nobody: OnceLock<Caller>,
     /// The place of the connection, which each of its streams keeps.
     pub(crate) room: Slot,
@@ -279,7 +281,7 @@ impl Arrival {
             idle: Arc::default(),
             last_token: LastToken::default(),
             window: http::window(proxy),
-            forwarded: Mutex::default(),
+            forwarded: LastValues::default(),
             nobody: OnceLock::new(),
             room: self.room,
             _open: proxy.front.metrics.connection(),

@@ -5,21 +5,55 @@
 //! phrase as well, the only part that kube-apiserver shows; a front with `errors: kubernetes` answers
 //! 502 with plain text, the only form that kubectl shows in every case; but an upgrade with a `Status` of Kubernetes: what
 //! comes back of one kubectl reads as YAML, and of a text that happens to be some, such as `what: why`, it shows nothing.
+//! gRPC clients get `grpc-status` and `grpc-message` in a response of the kind "Trailers-Only", on any front.
 
 use crate::{
     config::{ErrorForm, Kind},
     error::{Error, Reason},
     proxy::{access::Record, front::Front, outgoing::Outgoing},
 };
+use causeway_tunnel::headers;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Response, StatusCode,
-    header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE},
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode,
+    header::{CONTENT_TYPE, RETRY_AFTER, UPGRADE, WWW_AUTHENTICATE},
 };
 use hyper::ext::ReasonPhrase;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::Serialize;
 use serde_json::json;
 
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// Bytes that a `grpc-message` percent-encodes, besides those that are not ASCII.
+const GRPC_ENCODED: &AsciiSet = &CONTROLS.add(b'%');
+/// Characters of an error's sentence in a field: clients bound the size of a head.
+const MOST_CHARACTERS: usize = 512;
+
+/// Protocol in which a client expects errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP itself.
+    Http,
+    /// An upgrade of HTTP/1.1.
+    Upgrade,
+    /// gRPC.
+    Grpc,
+}
+
+impl Protocol {
+    /// Returns the protocol of a request.
+    pub fn of<B>(request: &Request<B>) -> Self {
+        let fields = request.headers();
+        if headers::is_grpc(fields) && request.method() != Method::CONNECT {
+            Self::Grpc
+        } else if fields.contains_key(UPGRADE) {
+            Self::Upgrade
+        } else {
+            Self::Http
+        }
+    }
+}
 
 /// A problem (RFC 9457 §3), with this gateway's extension members.
 #[derive(Debug, Serialize)]
@@ -33,9 +67,19 @@ struct Problem<'a> {
     trace: &'a str,
 }
 
-/// The answer that says why there is no other, to a request that may be for an upgrade.
-pub fn of(front: &Front, record: &Record, (switches, error): (bool, &Error)) -> Response<Outgoing> {
+/// The answer that says why there is no other, to a request of this protocol.
+pub fn of(
+    front: &Front,
+    record: &Record,
+    (protocol, error): (Protocol, &Error),
+) -> Response<Outgoing> {
     record.failed(error);
+    if protocol == Protocol::Grpc {
+        record.answered(StatusCode::OK);
+        let mut response = Response::new(Outgoing::empty());
+        grpc_fields(response.headers_mut(), error);
+        return response;
+    }
     let status = match front.errors {
         ErrorForm::Problem => error.reason.status(),
         ErrorForm::Kubernetes => StatusCode::BAD_GATEWAY,
@@ -43,7 +87,9 @@ pub fn of(front: &Front, record: &Record, (switches, error): (bool, &Error)) -> 
     record.answered(status);
     let (kind, text) = match front.errors {
         ErrorForm::Problem => ("application/problem+json", problem(error, record)),
-        ErrorForm::Kubernetes if switches => ("application/json", of_kubernetes(error)),
+        ErrorForm::Kubernetes if protocol == Protocol::Upgrade => {
+            ("application/json", of_kubernetes(error))
+        }
         ErrorForm::Kubernetes => ("text/plain; charset=utf-8", format!("{error}\n")),
     };
     let mut response = Response::new(Outgoing::text(text));
@@ -120,7 +166,20 @@ fn of_kubernetes(error: &Error) -> String {
     status.to_string()
 }
 
-fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {
+/// Sets the fields of a "Trailers-Only" response, whose HTTP status is always 200.
+fn grpc_fields(headers: &mut HeaderMap, error: &Error) {
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    let status = error.reason.grpc_status();
+    headers.insert(GRPC_STATUS, HeaderValue::from(u16::from(status)));
+    let message: String = error.detail.chars().take(MOST_CHARACTERS).collect();
+    let message = utf8_percent_encode(&message, GRPC_ENCODED).to_string();
+    if let Ok(message) = HeaderValue::try_from(message) {
+        headers.insert(GRPC_MESSAGE, message);
+    }
+    proxy_status(headers, error);
+}
+
+fn proxy_status(headers: &mut HeaderMap, error: &Error) {
     let detail = visible(&error.detail)
         .replace('\\', "\\\\")
         .replace('"', "\\\"");
@@ -132,6 +191,10 @@ fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {
     if let Ok(status) = HeaderValue::try_from(status) {
         headers.insert(PROXY_STATUS, status);
     }
+}
+
+fn fields(headers: &mut HeaderMap, front: &Front, error: &Error) {
+    proxy_status(headers, error);
     if front.errors == ErrorForm::Kubernetes {
         return;
     }
@@ -166,5 +229,55 @@ fn visible(text: &str) -> String {
             '?'
         }
     };
-    text.chars().map(seen).take(512).collect()
+    text.chars().map(seen).take(MOST_CHARACTERS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_take_the_form_of_the_requests_protocol() {
+        let protocol = |method: &str, name: HeaderName, value: &str| {
+            let request = Request::builder().method(method).header(name, value);
+            Protocol::of(&request.body(()).unwrap())
+        };
+        let grpc = "application/grpc";
+        assert_eq!(protocol("POST", CONTENT_TYPE, grpc), Protocol::Grpc);
+        assert_eq!(protocol("CONNECT", CONTENT_TYPE, grpc), Protocol::Http);
+        assert_eq!(protocol("GET", UPGRADE, "websocket"), Protocol::Upgrade);
+        assert_eq!(Protocol::of(&Request::new(())), Protocol::Http);
+    }
+
+    #[test]
+    fn a_grpc_message_is_percent_encoded_and_bounded() {
+        for (detail, message) in [
+            ("port 1: a/b \"c\"", "port 1: a/b \"c\""),
+            ("100% of\r\nedge", "100%25 of%0D%0Aedge"),
+            ("jürgen", "j%C3%BCrgen"),
+        ] {
+            let mut fields = HeaderMap::new();
+            grpc_fields(&mut fields, &Reason::TargetRefused.says(detail));
+            assert_eq!(fields[GRPC_STATUS], "14");
+            assert_eq!(fields[GRPC_MESSAGE], message);
+        }
+        let mut fields = HeaderMap::new();
+        grpc_fields(&mut fields, &Reason::EdgePolicy.says("x".repeat(70_000)));
+        assert_eq!(fields[GRPC_STATUS], "7");
+        assert_eq!(fields[GRPC_MESSAGE].len(), MOST_CHARACTERS);
+    }
+
+    #[test]
+    fn grpc_statuses_are_envoys() {
+        for reason in Reason::ALL {
+            let expected = match reason {
+                Reason::Malformed => 13,
+                Reason::Unauthenticated => 16,
+                Reason::Forbidden | Reason::EdgePolicy => 7,
+                Reason::Misdirected | Reason::HeaderTooLarge | Reason::MethodNotAllowed => 2,
+                _ => 14,
+            };
+            assert_eq!(reason.grpc_status(), expected, "{}", reason.word());
+        }
+    }
 }

@@ -1,11 +1,16 @@
 //! Who calls, as the app is told it: fields that this gateway alone sets.
 //!
-//! What a caller sends under these names is taken away, in heads and trailers, in any spelling that an app may take
-//! for the same name (`X_Remote_User` reaches CGI as `X-Remote-User` does). A value is what a field can hold of a
-//! name: all else is percent-encoded, and so are `%` and the comma, by which apps join and split like-named fields.
+//! What a caller sends under these names, and under any that begins as a family of such names does (`X-Remote-Extra-…`),
+//! is taken away, in heads and trailers, in any spelling that an app may take for the same name (`X_Remote_User` reaches
+//! CGI as `X-Remote-User` does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value is
+//! what a field can hold of a name: all else is percent-encoded, and so are `%` and the comma, by which apps join and
+//! split like-named fields.
 
 use crate::{
-    config::{IdentityHeaders, identity_headers::field},
+    config::{
+        IdentityHeaders,
+        identity_headers::{field, fold_byte, is_taken},
+    },
     proxy::caller::{Caller, Method},
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -23,6 +28,8 @@ pub struct Told(Option<Arc<Names>>);
 struct Names {
     user: Option<HeaderName>,
     groups: Option<HeaderName>,
+    /// Folded prefixes of the names that clients may not use.
+    families: Vec<String>,
 }
 
 impl Told {
@@ -33,8 +40,14 @@ impl Told {
     pub fn of(names: &IdentityHeaders) -> Result<Self, String> {
         let parsed = |name: &Option<String>| name.as_deref().map(field).transpose();
         let (user, groups) = (parsed(&names.user)?, parsed(&names.groups)?);
-        let any = user.is_some() || groups.is_some();
-        Ok(Self(any.then(|| Arc::new(Names { user, groups }))))
+        let families = names.families();
+        let any = user.is_some() || groups.is_some() || !families.is_empty();
+        let names = Names {
+            user,
+            groups,
+            families,
+        };
+        Ok(Self(any.then(|| Arc::new(names))))
     }
 
     /// Takes away what a caller says in these fields.
@@ -42,8 +55,11 @@ impl Told {
         let Some(names) = &self.0 else { return };
         let ours = |name: &HeaderName| {
             let own = [&names.user, &names.groups].into_iter().flatten();
+            let mut families = names.families.iter();
             own.map(HeaderName::as_str)
                 .any(|own| alike(own, name.as_str()))
+                || (families.any(|family| begins_alike(family, name.as_str()))
+                    && !is_taken(name.as_str()))
         };
         let theirs: Vec<_> = fields.keys().filter(|name| ours(name)).cloned().collect();
         for name in theirs {
@@ -76,17 +92,18 @@ fn add(fields: &mut HeaderMap, name: &HeaderName, word: &str) {
     }
 }
 
-/// Whether an app may take one for the other. Both are in small letters.
-fn alike(one: &str, other: &str) -> bool {
-    // CGI takes `_` for `-`, PHP takes `.` for it too, and some servers all that is neither letter nor digit.
-    let plain = |byte: u8| {
-        if byte.is_ascii_alphanumeric() {
-            byte
-        } else {
-            b'-'
-        }
-    };
-    one.bytes().map(plain).eq(other.bytes().map(plain))
+/// Whether an application may read one name as the other.
+pub(super) fn alike(one: &str, other: &str) -> bool {
+    one.len() == other.len() && begins_alike(one, other)
+}
+
+/// Whether an application may read the name as one that begins with the prefix.
+fn begins_alike(prefix: &str, name: &str) -> bool {
+    let (prefix, name) = (prefix.as_bytes(), name.as_bytes());
+    name.get(..prefix.len()).is_some_and(|begin| {
+        let fold = |byte: &u8| fold_byte(*byte);
+        begin.iter().map(fold).eq(prefix.iter().map(fold))
+    })
 }
 
 #[cfg(test)]
@@ -97,6 +114,7 @@ mod tests {
         Told::of(&IdentityHeaders {
             user: Some("X-Remote-User".into()),
             groups: Some("X-Remote-Group".into()),
+            strip_prefixes: None,
         })
         .unwrap()
     }
@@ -110,6 +128,10 @@ mod tests {
             "x~remote!user",
             "x-remote_group",
             "x-remote-group",
+            // As Kubernetes' aggregator says it.
+            "x-remote-uid",
+            "x-remote-extra-scopes",
+            "x_remote.extra-scopes",
             "x-other",
         ] {
             fields.append(name, "root".parse().unwrap());
@@ -144,6 +166,38 @@ mod tests {
         let mut fields = forged();
         Told::default().put(&mut fields, &caller);
         assert_eq!(fields, forged(), "where nobody is told, nothing is touched");
+    }
+
+    #[test]
+    fn the_family_is_configured_and_never_takes_a_field_of_another_meaning() {
+        let told = Told::of(&IdentityHeaders {
+            user: Some("X-Forwarded-User".into()),
+            groups: None,
+            strip_prefixes: Some(vec!["X-Forwarded-".into(), "X-Auth-".into()]),
+        });
+        let mut fields = HeaderMap::new();
+        for name in [
+            "x-forwarded-for",
+            "x-forwarded-email",
+            "x-auth-request-email",
+            "x_auth_request_email",
+            "x-remote-uid",
+        ] {
+            fields.append(name, "root".parse().unwrap());
+        }
+        told.unwrap().put(&mut fields, &Caller::for_test("ann"));
+        assert_eq!(all(&fields, "x-forwarded-user"), ["ann"]);
+        assert_eq!(all(&fields, "x-forwarded-for"), ["root"]);
+        assert_eq!(all(&fields, "x-remote-uid"), ["root"]);
+        assert_eq!(fields.keys_len(), 3, "{fields:?}");
+
+        let prefixes = IdentityHeaders {
+            strip_prefixes: Some(vec!["X-Remote-".into()]),
+            ..IdentityHeaders::default()
+        };
+        let mut fields = forged();
+        Told::of(&prefixes).unwrap().strip(&mut fields);
+        assert_eq!(fields.keys_len(), 1, "prefixes alone do: {fields:?}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::{
     proxy::{
         Shared, Way,
         access::Record,
+        forwarding_headers,
         held::{Waiting, weighed},
         request,
         request_body::RequestBody,
@@ -163,6 +164,7 @@ impl Upload {
                 Fault::Refused(error.detail.into_owned())
             })?;
             self.told.strip(trailers);
+            forwarding_headers::strip_trailers(trailers);
         }
         Ok(frame)
     }

@@ -24,6 +24,7 @@ def arguments():
     parser.add_argument("--cert", help="client certificate")
     parser.add_argument("--key", help="client key")
     parser.add_argument("--token", help="bearer token")
+    parser.add_argument("--error", action="store_true", help="print code and message of a call that fails")
     return parser.parse_args()
 
 
@@ -157,6 +158,10 @@ def main():
     options = arguments()
     with connect(options) as channel:
         calls = Calls(channel, options.token)
+        if options.error:
+            error = status_of(lambda: calls.call("unary_unary", "Unary", b"hello"))
+            print(json.dumps({"code": error.code().name, "message": error.details()}))
+            return
         verdict = {kind.__name__: verdict_on(kind, calls) for kind in KINDS}
     verdict["ok"] = all(each == "ok" for each in verdict.values())
     print(json.dumps(verdict))

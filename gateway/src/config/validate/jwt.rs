@@ -5,8 +5,11 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::FrontCheck;
-use crate::config::{Jwks, Jwt, Kind, Listen, identity_headers::field};
+use super::{FrontCheck, NOT_READ};
+use crate::config::{
+    Jwks, Jwt, Kind, Listen,
+    identity_headers::{check_prefix, field},
+};
 
 /// Shorter than a token with an unknown key id makes it anyway.
 const SHORTEST_REFRESH: Duration = Duration::from_secs(10);
@@ -119,14 +122,20 @@ impl FrontCheck<'_> {
         for (key, name) in front.identity_headers.names() {
             let key = format!("identity_headers.{key}");
             match (front.kind, field(name)) {
-                (Kind::Tcp | Kind::Connect, _) => self.add(
-                    &key,
-                    "what passes through this front is not looked into, so nothing can be added; remove this key",
-                ),
+                (Kind::Tcp | Kind::Connect, _) => self.add(&key, NOT_READ),
                 (_, Err(fault)) => self.add(&key, fault),
                 (_, Ok(name)) if !known.insert(name.clone()) => {
                     self.add(&key, "is the name of the other field too; each has its own");
                 }
+                _ => {}
+            }
+        }
+        let prefixes = front.identity_headers.strip_prefixes.iter().flatten();
+        for (index, prefix) in prefixes.enumerate() {
+            let key = format!("identity_headers.strip_prefixes[{index}]");
+            match (front.kind, check_prefix(prefix)) {
+                (Kind::Tcp | Kind::Connect, _) => self.add(&key, NOT_READ),
+                (_, Err(fault)) => self.add(&key, fault),
                 _ => {}
             }
         }

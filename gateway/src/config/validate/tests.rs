@@ -342,6 +342,55 @@ fn fields_that_say_who_calls_have_names_of_their_own_and_an_http_front() {
         "fronts[0].identity_headers.groups",
         "other field",
     );
+    let prefixes = |prefix: &str| json!({ "strip_prefixes": [prefix] });
+    let at = "fronts[0].identity_headers.strip_prefixes[0]";
+    assert_eq!(
+        faults(front("http", prefixes("X-Remote-"))),
+        Vec::<String>::new()
+    );
+    one_fault(front("tcp", prefixes("X-Remote-")), at, "not looked into");
+    one_fault(front("http", prefixes("X-")), at, "longer prefix");
+}
+
+#[test]
+fn forwarding_headers_need_requests_and_addresses() {
+    let front = |kind: &str, listen: &str, (key, value): (&str, Value)| {
+        json!({ "fronts": [{
+            "name": "a", "kind": kind, "listen": listen, "node": "edge-1", "port": 9100,
+            "anonymous": true, key: value,
+        }] })
+    };
+    let trusted = || ("trusted_proxies", json!(["10.0.0.0/8", "192.0.2.1"]));
+    let some = || {
+        (
+            "forwarding_headers",
+            json!(["X-Forwarded-For", "x-real-ip"]),
+        )
+    };
+    for kind in ["http", "https"] {
+        assert_eq!(
+            faults(front(kind, "127.0.0.1:0", trusted())),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            faults(front(kind, "127.0.0.1:0", some())),
+            Vec::<String>::new()
+        );
+    }
+    for kind in ["tcp", "connect"] {
+        let at = "fronts[0].trusted_proxies";
+        one_fault(front(kind, "127.0.0.1:0", trusted()), at, "not looked into");
+        let at = "fronts[0].forwarding_headers";
+        one_fault(front(kind, "127.0.0.1:0", some()), at, "not looked into");
+    }
+    let unix = front("http", "unix:/run/a.sock", trusted());
+    one_fault(unix, "fronts[0].trusted_proxies", "have no address");
+    let unknown = front(
+        "http",
+        "127.0.0.1:0",
+        ("forwarding_headers", json!(["X-Client-IP"])),
+    );
+    assert!(serde_json::from_value::<Config>(unknown).is_err());
 }
 
 #[test]

@@ -1,0 +1,395 @@
+//! Forwarding headers: request fields that tell an application which client asks, by which scheme and for which host.
+//!
+//! `Forwarded` (RFC 7239), `X-Forwarded-For`, `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Real-IP`. What a client sends
+//! in them is removed, in any spelling that an application may read as the same name. What a proxy in `trusted_proxies`
+//! sends is kept: lists get this hop appended, single values stay as they are. Trailers lose all of these fields.
+
+use crate::{
+    config::{self, ForwardingHeader},
+    proxy::told::alike,
+};
+use http::{HeaderMap, HeaderName, HeaderValue, header::FORWARDED, uri::Authority};
+use ipnet::IpNet;
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{Mutex, PoisonError},
+};
+
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
+
+/// Names that tell applications one of these facts. The gateway sets five of them. Frameworks read the others in place of
+/// them: gunicorn and Rack take `X-Forwarded-Ssl: on` for https.
+const NAMES: [&str; 12] = [
+    "forwarded",
+    "x-forwarded-by",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-port",
+    "x-forwarded-prefix",
+    "x-forwarded-proto",
+    "x-forwarded-protocol",
+    "x-forwarded-scheme",
+    "x-forwarded-server",
+    "x-forwarded-ssl",
+    "x-real-ip",
+];
+
+/// The forwarding headers of a listener.
+#[derive(Debug)]
+pub struct ForwardingHeaders {
+    headers: Vec<ForwardingHeader>,
+    trusted_proxies: Vec<IpNet>,
+}
+
+/// A request as it came over the client's connection.
+#[derive(Clone, Copy)]
+pub(super) struct Hop<'a> {
+    /// Address of the client, or of the proxy in front of this gateway. None for a unix socket.
+    pub(super) peer: Option<IpAddr>,
+    pub(super) tls: bool,
+    pub(super) authority: Option<&'a Authority>,
+    /// The values of the last request of the connection.
+    pub(super) last: &'a LastValues,
+}
+
+/// Values of the last request of a connection: clients mostly ask for one authority.
+pub(crate) type LastValues = Mutex<Option<Values>>;
+
+#[derive(Debug)]
+pub(crate) struct Values {
+    authority: Option<Box<str>>,
+    forwarded: Option<HeaderValue>,
+    host: Option<HeaderValue>,
+    address: Option<HeaderValue>,
+}
+
+impl ForwardingHeaders {
+    /// Creates the forwarding headers of a listener from its configuration.
+    pub fn new(listener: &config::Front) -> Self {
+        Self {
+            headers: listener.forwarding_headers.clone(),
+            trusted_proxies: listener.trusted_proxies.clone(),
+        }
+    }
+
+    /// Sets the fields of a request.
+    pub(super) fn apply(&self, hop: Hop<'_>, fields: &mut HeaderMap) {
+        let trusted = hop.peer.is_some_and(|peer| self.trusts(peer));
+        remove(fields, trusted);
+        // With `Via`: a small head grows once, and not with each field.
+        fields.reserve(self.headers.len() + 1);
+        let mut last = hop.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let authority = hop.authority.map(Authority::as_str);
+        let values = match &mut *last {
+            Some(values) if values.authority.as_deref() == authority => values,
+            last => last.insert(Values::new(hop)),
+        };
+        if self.sets(ForwardingHeader::XRealIp) {
+            let client = values.address.as_ref();
+            // Before this hop is appended to the list.
+            let client = if trusted {
+                self.client(fields).or_else(|| client.cloned())
+            } else {
+                client.cloned()
+            };
+            set(fields, X_REAL_IP, client);
+        }
+        if self.sets(ForwardingHeader::Forwarded)
+            && let Some(value) = &values.forwarded
+        {
+            fields.append(FORWARDED, value.clone());
+        }
+        if self.sets(ForwardingHeader::XForwardedFor)
+            && let Some(value) = &values.address
+        {
+            append(fields, X_FORWARDED_FOR, value);
+        }
+        if self.sets(ForwardingHeader::XForwardedProto) && !fields.contains_key(X_FORWARDED_PROTO) {
+            fields.insert(X_FORWARDED_PROTO, HeaderValue::from_static(hop.scheme()));
+        }
+        if self.sets(ForwardingHeader::XForwardedHost) && !fields.contains_key(X_FORWARDED_HOST) {
+            set(fields, X_FORWARDED_HOST, values.host.clone());
+        }
+    }
+
+    fn sets(&self, header: ForwardingHeader) -> bool {
+        self.headers.contains(&header)
+    }
+
+    fn trusts(&self, address: IpAddr) -> bool {
+        self.trusted_proxies
+            .iter()
+            .any(|net| net.contains(&address))
+    }
+
+    /// Returns the client that a trusted proxy names: the last address of `X-Forwarded-For` that is no trusted proxy
+    /// itself, or else what came in `X-Real-IP`. The list counts first: load balancers that write the list pass a
+    /// client's `X-Real-IP` unchanged.
+    fn client(&self, fields: &HeaderMap) -> Option<HeaderValue> {
+        let lists = fields.get_all(X_FORWARDED_FOR).iter().rev();
+        let items = lists.flat_map(|list| list.to_str().unwrap_or_default().rsplit(','));
+        let mut client = None;
+        for address in items.map_while(address) {
+            client = Some(address);
+            if !self.trusts(address) {
+                break;
+            }
+        }
+        match client {
+            Some(client) => HeaderValue::try_from(client.to_string()).ok(),
+            None => fields.get(X_REAL_IP).cloned(),
+        }
+    }
+}
+
+impl Values {
+    fn new(hop: Hop<'_>) -> Self {
+        let node = match hop.peer {
+            Some(IpAddr::V4(ip)) => ip.to_string(),
+            Some(IpAddr::V6(ip)) => format!("\"[{ip}]\""),
+            None => "unknown".to_owned(),
+        };
+        let authority = hop.authority.map(Authority::as_str);
+        let host = authority
+            .map(|host| format!(";host=\"{host}\""))
+            .unwrap_or_default();
+        let forwarded = format!("for={node}{host};proto={}", hop.scheme());
+        Self {
+            // Copied: an authority may be a slice of a whole read buffer.
+            authority: authority.map(Into::into),
+            forwarded: HeaderValue::try_from(forwarded).ok(),
+            host: authority.and_then(|host| HeaderValue::from_str(host).ok()),
+            address: hop
+                .peer
+                .and_then(|ip| HeaderValue::try_from(ip.to_string()).ok()),
+        }
+    }
+}
+
+impl Hop<'_> {
+    fn scheme(self) -> &'static str {
+        if self.tls { "https" } else { "http" }
+    }
+}
+
+/// Removes from trailers what belongs in a head.
+pub(super) fn strip_trailers(trailers: &mut HeaderMap) {
+    remove(trailers, false);
+}
+
+/// Removes all forwarding headers, or with `keep` only other spellings of their names, which no proxy writes.
+fn remove(fields: &mut HeaderMap, keep: bool) {
+    let goes = |name: &HeaderName| {
+        let name = name.as_str();
+        name.starts_with(['f', 'x'])
+            && NAMES
+                .iter()
+                .any(|own| alike(own, name) && !(keep && *own == name))
+    };
+    // Allocates only if there are any.
+    let names: Vec<_> = fields.keys().filter(|name| goes(name)).cloned().collect();
+    for name in names {
+        fields.remove(name);
+    }
+}
+
+fn set(fields: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
+    if let Some(value) = value {
+        fields.insert(name, value);
+    }
+}
+
+/// Appends to a list, in one field: many applications read the first field of a name only.
+fn append(fields: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
+    let mut joined: Vec<u8> = Vec::new();
+    for list in fields.get_all(&name).iter().filter(|list| !list.is_empty()) {
+        joined.extend_from_slice(list.as_bytes());
+        joined.extend_from_slice(b", ");
+    }
+    if joined.is_empty() {
+        fields.insert(name, value.clone());
+        return;
+    }
+    joined.extend_from_slice(value.as_bytes());
+    set(fields, name, HeaderValue::from_maybe_shared(joined).ok());
+}
+
+/// Returns an item's address, with or without brackets and a port.
+fn address(item: &str) -> Option<IpAddr> {
+    let item = item.trim();
+    let bare = item
+        .strip_prefix('[')
+        .and_then(|item| item.strip_suffix(']'));
+    let ip = bare.unwrap_or(item).parse::<IpAddr>().ok();
+    let ip = ip.or_else(|| item.parse::<SocketAddr>().ok().map(|at| at.ip()));
+    ip.map(|ip| ip.to_canonical())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Front, Kind, Listen};
+
+    fn listener(trusted: &[&str]) -> Front {
+        let listen = Listen::Tcp(SocketAddr::from(([127, 0, 0, 1], 0)));
+        let mut listener = Front::new("http", Kind::Http, listen);
+        listener.trusted_proxies = trusted.iter().map(|net| net.parse().unwrap()).collect();
+        listener
+    }
+
+    fn fields(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut fields = HeaderMap::new();
+        for (name, value) in lines {
+            fields.append(*name, HeaderValue::from_static(value));
+        }
+        fields
+    }
+
+    /// The fields after a request from 10.0.0.7 by TLS for edge-1.
+    fn applied(listener: &Front, lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut fields = fields(lines);
+        let hop = Hop {
+            peer: Some([10, 0, 0, 7].into()),
+            tls: true,
+            authority: Some(&Authority::from_static("edge-1:9100")),
+            last: &LastValues::default(),
+        };
+        ForwardingHeaders::new(listener).apply(hop, &mut fields);
+        fields
+    }
+
+    const OURS: [(&str, &str); 5] = [
+        ("forwarded", "for=10.0.0.7;host=\"edge-1:9100\";proto=https"),
+        ("x-forwarded-for", "10.0.0.7"),
+        ("x-forwarded-proto", "https"),
+        ("x-forwarded-host", "edge-1:9100"),
+        ("x-real-ip", "10.0.0.7"),
+    ];
+
+    #[test]
+    fn what_a_client_says_of_itself_is_replaced_in_any_spelling() {
+        let mut forged = vec![("x-forwarded-uri", "/stays"), ("x-forward", "stays")];
+        for name in NAMES {
+            forged.extend([(name, "forged"), (name, "twice")]);
+        }
+        forged.extend([
+            ("x_forwarded_for", "forged"),
+            ("x-forwarded_proto", "forged"),
+            ("x.real.ip", "forged"),
+        ]);
+        let mut expected = fields(&OURS);
+        expected.extend(fields(&forged[..2]));
+        assert_eq!(applied(&listener(&[]), &forged), expected);
+        // Another proxy is trusted, not this client.
+        assert_eq!(applied(&listener(&["10.0.1.0/24"]), &forged), expected);
+        let mut trailers = fields(&forged);
+        strip_trailers(&mut trailers);
+        assert_eq!(trailers, fields(&forged[..2]));
+    }
+
+    #[test]
+    fn lists_of_a_trusted_proxy_get_this_hop_and_single_values_stay() {
+        let came = [
+            ("forwarded", "for=192.0.2.1"),
+            ("x-forwarded-for", "198.51.100.9"),
+            ("x-forwarded-for", "192.0.2.1, 10.0.0.8"),
+            ("x-forwarded-proto", "http"),
+            ("x-forwarded-host", "shop.example"),
+            ("x-forwarded-port", "80"),
+            ("x-real-ip", "203.0.113.1"),
+            ("x_forwarded_for", "forged"),
+        ];
+        let expected = fields(&[
+            came[0],
+            OURS[0],
+            (
+                "x-forwarded-for",
+                "198.51.100.9, 192.0.2.1, 10.0.0.8, 10.0.0.7",
+            ),
+            came[3],
+            came[4],
+            came[5],
+            // The last address that is no trusted proxy.
+            ("x-real-ip", "192.0.2.1"),
+        ]);
+        assert_eq!(applied(&listener(&["10.0.0.0/24"]), &came), expected);
+    }
+
+    #[test]
+    fn a_trusted_proxy_names_the_client_by_its_list_or_by_x_real_ip() {
+        let trusting = listener(&["10.0.0.0/24", "2001:db8::/32"]);
+        for (list, real_ip, client) in [
+            ("", "", "10.0.0.7"),
+            ("", "192.0.2.1", "192.0.2.1"),
+            ("192.0.2.1", "192.0.2.9", "192.0.2.1"),
+            ("192.0.2.9, 192.0.2.1:4711", "", "192.0.2.1"),
+            ("[2001:db9::1]:443,2001:db8::1", "", "2001:db9::1"),
+            ("[2001:db9::1], ::ffff:10.0.0.1", "", "2001:db9::1"),
+            ("10.0.0.2, 10.0.0.1", "", "10.0.0.2"),
+            ("192.0.2.9, unknown, 10.0.0.1", "", "10.0.0.1"),
+        ] {
+            let came = [("x-forwarded-for", list), ("x-real-ip", real_ip)];
+            let came: Vec<_> = came
+                .into_iter()
+                .filter(|(_, value)| !value.is_empty())
+                .collect();
+            let fields = applied(&trusting, &came);
+            assert_eq!(fields["x-real-ip"], client, "{came:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_configured_fields_are_set_and_forged_ones_go_all_the_same() {
+        let mut some = listener(&[]);
+        some.forwarding_headers = vec![ForwardingHeader::XForwardedProto];
+        let forged = [
+            ("forwarded", "for=1"),
+            ("x-real-ip", "1"),
+            ("x-forwarded-proto", "http"),
+        ];
+        assert_eq!(applied(&some, &forged), fields(&OURS[2..3]));
+        some.trusted_proxies = vec!["10.0.0.7/32".parse().unwrap()];
+        assert_eq!(applied(&some, &forged), fields(&forged));
+    }
+
+    #[test]
+    fn values_follow_the_authority_and_an_unknown_address_is_not_named() {
+        let (headers, last) = (
+            ForwardingHeaders::new(&listener(&[])),
+            LastValues::default(),
+        );
+        for host in ["edge-1", "edge-1", "edge-2"] {
+            let mut fields = fields(&[("x-forwarded-for", "forged")]);
+            let authority = Authority::from_static(host);
+            let hop = Hop {
+                peer: None,
+                tls: false,
+                authority: Some(&authority),
+                last: &last,
+            };
+            headers.apply(hop, &mut fields);
+            assert_eq!(fields["x-forwarded-host"], host);
+            assert_eq!(fields["x-forwarded-proto"], "http");
+            assert_eq!(
+                fields["forwarded"],
+                format!("for=unknown;host=\"{host}\";proto=http")
+            );
+            assert_eq!(fields.len(), 3, "{fields:?}");
+        }
+        let mut fields = fields(&[("x-forwarded-host", "forged")]);
+        let peer = Some("2001:db8::1".parse().unwrap());
+        let hop = Hop {
+            peer,
+            tls: false,
+            authority: None,
+            last: &last,
+        };
+        headers.apply(hop, &mut fields);
+        assert_eq!(fields["forwarded"], "for=\"[2001:db8::1]\";proto=http");
+        assert_eq!(fields["x-forwarded-for"], "2001:db8::1");
+        assert!(!fields.contains_key("x-forwarded-host"));
+    }
+}

@@ -1,0 +1,194 @@
+//! Forwarding headers towards applications: set for every kind of request, and no client can forge them.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        World,
+        app::{App, Head, Script, answer},
+        caller::{Caller, exchange, read_to_end},
+        gateway::anonymous,
+        tool::need,
+    },
+};
+use causeway_gateway::config::{ForwardingHeader, Front, Kind};
+
+const UPGRADE: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade, X-Forwarded-For\r\nUpgrade: websocket\r\n\
+                       X-Forwarded-For: 192.0.2.1\r\nX_Real_IP: 192.0.2.1\r\nX-Forwarded-Ssl: off\r\n\r\n";
+
+/// Answers requests, and switches protocols if a client asks for that.
+fn script(head: &Head) -> Script {
+    match head.value("upgrade") {
+        Some(_) => answer::switch("websocket", b"first"),
+        None => answer::ok("it"),
+    }
+}
+
+fn forging(caller: Caller) -> Caller {
+    caller
+        .field("forwarded", "for=192.0.2.1;proto=http")
+        .field("x-forwarded-for", "192.0.2.1")
+        .field("x_forwarded_for", "192.0.2.1")
+        .field("x-forwarded-proto", "ftp")
+        .field("x-forwarded-host", "192.0.2.1")
+        .field("x-forwarded-ssl", "192.0.2.1")
+        .field("x-real-ip", "192.0.2.1")
+}
+
+#[track_caller]
+fn assert_set(head: &Head, proto: &str) {
+    let forwarded = format!("for=127.0.0.1;host=\"edge-1:9100\";proto={proto}");
+    for (name, value) in [
+        ("forwarded", forwarded.as_str()),
+        ("x-forwarded-for", "127.0.0.1"),
+        ("x-forwarded-proto", proto),
+        ("x-forwarded-host", "edge-1:9100"),
+        ("x-real-ip", "127.0.0.1"),
+    ] {
+        assert_eq!(head.values(name), [value], "{head:?}");
+    }
+    let text = String::from_utf8_lossy(&head.bytes).to_lowercase();
+    assert!(!text.contains("192.0.2.1"), "{text}");
+    assert!(!text.contains("-ssl"), "{text}");
+}
+
+#[tokio::test]
+async fn an_app_learns_address_scheme_and_host_and_no_client_forges_them() {
+    let app = App::http(script).await;
+    let road = Road::to(&app).await;
+    let (secured, asked_here) = Road::secured(script).await;
+    for (app, road) in [(&app, &road), (&secured, &asked_here)] {
+        for caller in [road.caller(), road.http2()] {
+            assert_eq!(caller.get(URL).await.text(), "it");
+            assert_set(&app.head().await, "https");
+            assert_eq!(forging(caller).get(URL).await.text(), "it");
+            assert_set(&app.head().await, "https");
+        }
+        for caller in [road.caller_at("plain"), road.caller_at("plain").http2()] {
+            let answer = forging(caller).get("http://edge-1:9100/").await;
+            assert_eq!(answer.text(), "it");
+            assert_set(&app.head().await, "http");
+        }
+        let mut wire = road.tls().await;
+        let answer = exchange(&mut wire, UPGRADE).await;
+        assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+        assert_set(&app.head().await, "https");
+        let mut wire = road.tcp("plain").await;
+        let answer = exchange(&mut wire, UPGRADE).await;
+        assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+        assert_set(&app.head().await, "http");
+    }
+}
+
+#[tokio::test]
+async fn a_trusted_proxy_is_believed_and_nobody_else_at_the_same_listener() {
+    let app = App::http(script).await;
+    let trusting = Front {
+        trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
+        ..anonymous("trusting", Kind::Http)
+    };
+    let world = World::build().front(trusting).start().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let url = "http://edge-1:9100/";
+    for caller in [
+        world.caller_at("trusting"),
+        world.caller_at("trusting").http2(),
+    ] {
+        let proxied = caller
+            .field("forwarded", "for=192.0.2.1")
+            .field("x-forwarded-for", "198.51.100.7, 192.0.2.1")
+            .field("x_forwarded_for", "203.0.113.9")
+            .field("x-forwarded-proto", "https")
+            .field("x-forwarded-host", "shop.example")
+            .field("x-real-ip", "192.0.2.1");
+        proxied.get(url).await;
+        let head = app.head().await;
+        let ours = "for=127.0.0.1;host=\"edge-1:9100\";proto=http";
+        assert_eq!(head.values("forwarded"), ["for=192.0.2.1", ours]);
+        assert_eq!(
+            head.values("x-forwarded-for"),
+            ["198.51.100.7, 192.0.2.1, 127.0.0.1"]
+        );
+        assert_eq!(head.values("x-forwarded-proto"), ["https"]);
+        assert_eq!(head.values("x-forwarded-host"), ["shop.example"]);
+        assert_eq!(head.values("x-real-ip"), ["192.0.2.1"]);
+        assert!(head.values("x_forwarded_for").is_empty(), "{head:?}");
+
+        proxied.from("127.0.0.2").get(url).await;
+        let head = app.head().await;
+        assert_eq!(head.values("x-forwarded-for"), ["127.0.0.2"]);
+        assert_eq!(head.values("x-forwarded-proto"), ["http"]);
+        assert_eq!(head.values("x-forwarded-host"), ["edge-1:9100"]);
+        assert_eq!(head.values("x-real-ip"), ["127.0.0.2"]);
+        let ours = "for=127.0.0.2;host=\"edge-1:9100\";proto=http";
+        assert_eq!(head.values("forwarded"), [ours]);
+    }
+}
+
+#[tokio::test]
+async fn a_listener_sets_the_fields_that_it_is_configured_for() {
+    let app = App::http(script).await;
+    let some = Front {
+        forwarding_headers: vec![ForwardingHeader::XForwardedProto],
+        ..anonymous("some", Kind::Http)
+    };
+    let world = World::build().front(some).start().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let forging = forging(world.caller_at("some"));
+    forging.get("http://edge-1:9100/").await;
+    let head = app.head().await;
+    assert_eq!(head.values("x-forwarded-proto"), ["http"]);
+    for name in [
+        "forwarded",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "x-real-ip",
+    ] {
+        assert!(head.values(name).is_empty(), "{name}: {head:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_source_of_a_proxy_header_is_the_client() {
+    let app = App::http(|_| answer::until_close("it")).await;
+    let proxied = Front {
+        proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
+        // The proxy is the peer of the socket, and no peer of a request.
+        trusted_proxies: vec!["127.0.0.1/32".parse().unwrap()],
+        ..anonymous("proxied", Kind::Http)
+    };
+    let world = World::build().front(proxied).start().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut wire = world.caller_at("proxied").tcp_stream().await;
+    // From 192.0.2.7:4000 to 10.0.0.1:80.
+    let header = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\x00\x02\x07\x0a\0\0\x01\x0f\xa0\0\x50";
+    let request = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX-Forwarded-For: 203.0.113.1\r\nConnection: close\r\n\r\n";
+    let sent = [&header[..], request.as_bytes()].concat();
+    tokio::io::AsyncWriteExt::write_all(&mut wire, &sent)
+        .await
+        .unwrap();
+    read_to_end(&mut wire).await.unwrap();
+    let head = app.head().await;
+    assert_eq!(head.values("x-forwarded-for"), ["192.0.2.7"]);
+    assert_eq!(head.values("x-real-ip"), ["192.0.2.7"]);
+}
+
+#[tokio::test]
+async fn curl_is_not_redirected_for_ever_by_an_app_that_forces_https() {
+    need!("curl");
+    // As gunicorn and Django decide it.
+    let app = App::http(|head| {
+        if head.value("x-forwarded-proto").as_deref() == Some("https") {
+            return answer::ok("secure");
+        }
+        let redirect = format!(
+            "HTTP/1.1 301 Moved Permanently\r\nLocation: {URL}\r\nContent-Length: 0\r\n\r\n"
+        );
+        Script::new().write(redirect)
+    })
+    .await;
+    let road = Road::to(&app).await;
+    for flag in ["--http1.1", "--http2"] {
+        let curl = road.curl([flag, "-L", "--max-redirs", "5", URL]);
+        assert_eq!(curl.run().await.ok().text(), "secure");
+    }
+}
