@@ -796,7 +796,7 @@ async fn strangers_that_finish_tls_keep_nobody_from_joining_or_renewing() {
         asks(offering(&renews, wire::ALPN_HTTP11)).await,
         "HTTP/1.1 404"
     );
-    let metrics = world.metrics.encode();
+    let metrics = world.metrics.encode(causeway_rt::Exposition::OpenMetrics);
     assert!(
         !metrics.contains("limit=\"renewing\""),
         "no stranger has a place there"
