@@ -88,6 +88,7 @@ mod demo;
 
 mod links;
 
+mod operator;
 mod outages;
 
 mod clones;
