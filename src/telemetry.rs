@@ -191,7 +191,7 @@ mod tests {
             "off",
             "warn,",
             "3",
-            "info,h2[a{b,c,d}]=debug",
+            "info,h2[a{b}]=debug",
         ] {
             assert!(filter(good).is_ok(), "{good}");
         }

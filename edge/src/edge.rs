@@ -216,13 +216,8 @@ impl Edge {
     }
 }
 
-/// Reads the files that a configuration names, also those of the reader's listeners, without which an edge runs and
-/// serves nobody there. Looks for a gateway to dial: one is configured, or the data directory has one from an earlier
-/// connection.
-///
-/// # Errors
-/// If a file cannot be used, or there is no gateway.
-pub fn check(config: &Config) -> Result<(), Error> {
+/// Whether there is a gateway to dial: one is configured, or the data directory has one from an earlier connection.
+pub fn knows_gateway(config: &Config) -> bool {
     let learned = || {
         let store = Store::open(&config.data_dir, Access::Existing).ok()?;
         match &config.identity {
@@ -230,9 +225,15 @@ pub fn check(config: &Config) -> Result<(), Error> {
             None => Some(store.edge().ok()??.gateways),
         }
     };
-    if config.gateways.is_empty() && learned().is_none_or(|gateways| gateways.is_empty()) {
-        return Err(Error::NoGateway);
-    }
+    !config.gateways.is_empty() || learned().is_some_and(|gateways| !gateways.is_empty())
+}
+
+/// Reads the files that a configuration names, also those of the reader's listeners, without which an edge runs and
+/// serves nobody there.
+///
+/// # Errors
+/// If a file cannot be used.
+pub fn check(config: &Config) -> Result<(), Error> {
     config.identity.as_ref().map(brought::read).transpose()?;
     Policy::new(config.node.as_deref().unwrap_or_default(), config)?;
     Faces::read(config)

@@ -10,7 +10,7 @@ use causeway_edge::{Config, Edge, Error, Reloader};
 use super::{admin, cluster, explain, files as open_files};
 use crate::cli::EdgeLeave;
 use crate::notify::Notify;
-use crate::output::outln;
+use crate::output::{errln, outln};
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
 use crate::signal::Signals;
@@ -103,7 +103,14 @@ pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
 
 /// Reads what the configuration names, as far as an edge would run without it.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    Ok(causeway_edge::check(config)?)
+    causeway_edge::check(config)?;
+    // A gateway may come by a flag or variable of the process that runs.
+    if !causeway_edge::knows_gateway(config) {
+        errln!(
+            "warning: no gateway is known: an edge needs one, as gateways, --gateway or CAUSEWAY_GATEWAYS"
+        );
+    }
+    Ok(())
 }
 
 /// All files that count.

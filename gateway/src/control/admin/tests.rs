@@ -166,6 +166,6 @@ async fn metrics_come_in_the_text_format_to_a_scraper_that_asks_for_it() {
     assert_eq!(kind, "text/plain; version=0.0.4; charset=utf-8");
     let body = response.into_body().collect().await.unwrap().to_bytes();
     let body = String::from_utf8(body.to_vec()).unwrap();
-    let declared = "# TYPE causeway_gateway_limits_reached_total counter\n";
+    let declared = "# TYPE causeway_gateway_streams_crossed_total counter\n";
     assert!(body.contains(declared) && !body.contains("# EOF"), "{body}");
 }
