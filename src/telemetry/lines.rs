@@ -173,12 +173,14 @@ mod tests {
     fn a_log_that_nobody_reads_holds_nobody_up_and_its_lines_are_counted_and_batched() {
         let ((began, begins), (open, go), (writes, all)) = (channel(), channel(), channel());
         let lines = Lines::bounded(Gated { began, go, writes }, 4);
-        let mut writer = lines.writer();
-        writer.write_all(b"first\n").unwrap();
+        let mut line_queue = lines.writer();
+        line_queue.write_all(b"first\n").unwrap();
         begins.recv().unwrap();
         // The worker hangs in its write: four find room.
         for line in 0..10 {
-            writer.write_all(format!("{line}\n").as_bytes()).unwrap();
+            line_queue
+                .write_all(format!("{line}\n").as_bytes())
+                .unwrap();
         }
         assert_eq!(lines.dropped().lines(), 6);
         drop(open);
