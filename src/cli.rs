@@ -45,7 +45,7 @@ pub(crate) enum Command {
     Redirect(Run<causeway_gateway::redirector::Config>),
     /// Run a gateway, two edges and their apps in one process
     Demo(Demo),
-    /// Show the edges of a running gateway or demo
+    /// Show the edges of a running gateway or demo, or the tunnels of a running edge
     Status(Status),
     /// Make a CA, join tokens and callers' certificates in one go; may be run again
     Bootstrap(Bootstrap),
@@ -142,11 +142,12 @@ pub(crate) struct DataDir {
 
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// The gateway's admin address; read from the data directory without it
+    /// The admin address of the gateway or edge; read from the data directory without it
     #[arg(long, value_name = "HOST:PORT", env = "CAUSEWAY_ADMIN")]
     pub(crate) admin: Option<String>,
-    #[command(flatten)]
-    pub(crate) data: DataDir,
+    /// Data directory of the gateway or edge; without it, /var/lib/causeway, then /var/lib/causeway-edge
+    #[arg(long, value_name = "DIR", env = "CAUSEWAY_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
     /// How much to show, and how
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     pub(crate) output: Output,
@@ -154,11 +155,11 @@ pub(crate) struct Status {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// One line per edge
+    /// One line per edge, or per tunnel
     Table,
     /// With tunnels, pool, instance and time last seen
     Wide,
-    /// What the gateway says, in JSON
+    /// What the gateway or edge says, in JSON
     Json,
 }
 

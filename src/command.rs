@@ -30,18 +30,19 @@ mod rotate;
 mod status;
 mod token;
 
-use std::io::Write;
+use std::fs;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::process::ExitCode;
 
-use anyhow::Context;
 use causeway_config::Log;
 use causeway_gateway::redirector;
 use clap::CommandFactory;
 
 use crate::cli::{self, Cli, Command, Run, Side};
-use crate::settings::{self, Settings, Sources};
+use crate::output::{self, errln, outln};
+use crate::settings::{self, Key, Refused, Settings, Sources, keys};
+use crate::telemetry;
 
 /// The variables by which other programs are told of a proxy.
 const PROXY: &[(&str, &str)] = &[
@@ -54,6 +55,8 @@ const PROXY: &[(&str, &str)] = &[
 /// What is left to do once the configuration is known.
 pub(crate) struct Job {
     pub(crate) log: Log,
+    /// What the log is to begin with.
+    pub(crate) warnings: Vec<String>,
     /// The file of the audit log.
     pub(crate) audit: Option<PathBuf>,
     pub(crate) work: Pin<Box<dyn Future<Output = anyhow::Result<()>>>>,
@@ -63,9 +66,14 @@ impl Job {
     fn new(log: Log, work: impl Future<Output = anyhow::Result<()>> + 'static) -> Self {
         Self {
             log,
+            warnings: Vec::new(),
             audit: None,
             work: Box::pin(work),
         }
+    }
+
+    fn warning(self, warnings: Vec<String>) -> Self {
+        Self { warnings, ..self }
     }
 
     fn audited(self, audit: Option<PathBuf>) -> Self {
@@ -82,13 +90,29 @@ impl Job {
     }
 }
 
+/// Whether the command runs a process with a configuration, whose log warns of variables that are not its own.
+fn runs(command: &Command) -> bool {
+    match command {
+        Command::Gateway(_) => true,
+        Command::Edge(edge) => edge.order.is_none(),
+        #[cfg(feature = "k8s")]
+        Command::Redirect(_) => true,
+        _ => false,
+    }
+}
+
 /// Reads what the command needs. `None` if it has done all there is to do.
 pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
+    if !runs(&command) {
+        warn_of_unknown_variables();
+    }
     Ok(Some(match command {
         Command::Gateway(run) => match configure(run, &[], gateway::check)? {
-            Some((config, sources)) => {
+            Some((config, sources, warnings)) => {
                 let (log, audit) = (config.log.clone(), config.audit_log.0.clone());
-                Job::new(log, gateway::run(config, sources)).audited(audit)
+                Job::new(log, gateway::run(config, sources))
+                    .audited(audit)
+                    .warning(warnings)
             }
             None => return Ok(None),
         },
@@ -96,14 +120,16 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
             order: Some(order), ..
         }) => Job::brief(nodes::run(order)),
         Command::Edge(cli::Edge { run, rejoin, .. }) => match configure(run, PROXY, edge::check)? {
-            Some((config, sources)) => {
-                Job::new(config.log.clone(), edge::run(config, sources, rejoin))
+            Some((config, sources, warnings)) => {
+                Job::new(config.log.clone(), edge::run(config, sources, rejoin)).warning(warnings)
             }
             None => return Ok(None),
         },
         #[cfg(feature = "k8s")]
         Command::Redirect(run) => match configure(run, &[], |_| Ok(()))? {
-            Some((config, sources)) => Job::new(config.log.clone(), redirect::run(config, sources)),
+            Some((config, sources, warnings)) => {
+                Job::new(config.log.clone(), redirect::run(config, sources)).warning(warnings)
+            }
             None => return Ok(None),
         },
         Command::Demo(demo) => Job::brief(demo::run(demo)),
@@ -120,32 +146,31 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
         Command::Policy(policy) => return policy::run(policy).map(|()| None),
         Command::Completions { shell } => return completions(shell).map(|()| None),
         Command::Man { directory } => return man::run(&directory).map(|()| None),
-        Command::Config(cli::Config::Schema { side }) => {
-            let text = match side {
-                Side::Gateway => settings::json_schema::<causeway_gateway::config::Config>(),
-                Side::Edge => settings::json_schema::<causeway_edge::config::Config>(),
-                #[cfg(feature = "k8s")]
-                Side::Redirect => settings::json_schema::<redirector::Config>(),
-            };
-            return print(&text).map(|()| None);
-        }
-        Command::Reference { side } => {
-            let text = match side {
-                Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
-                Side::Edge => settings::reference::<causeway_edge::config::Config>(),
-                #[cfg(feature = "k8s")]
-                Side::Redirect => settings::reference::<redirector::Config>(),
-            };
-            return print(&text).map(|()| None);
-        }
+        Command::Config(cli::Config::Schema { side }) => return schema(side).map(|()| None),
+        Command::Reference { side } => return reference(side).map(|()| None),
     }))
 }
 
-/// Writes a text to standard output. A reader that closes its end is an error, not a panic.
-fn print(text: &str) -> anyhow::Result<()> {
-    std::io::stdout()
-        .write_all(text.as_bytes())
-        .context("cannot write to standard output")
+/// Prints the JSON Schema of a configuration.
+fn schema(side: Side) -> anyhow::Result<()> {
+    let text = match side {
+        Side::Gateway => settings::json_schema::<causeway_gateway::config::Config>(),
+        Side::Edge => settings::json_schema::<causeway_edge::config::Config>(),
+        #[cfg(feature = "k8s")]
+        Side::Redirect => settings::json_schema::<redirector::Config>(),
+    };
+    output::write(format_args!("{text}"))
+}
+
+/// Prints the reference of all keys of a configuration.
+fn reference(side: Side) -> anyhow::Result<()> {
+    let text = match side {
+        Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
+        Side::Edge => settings::reference::<causeway_edge::config::Config>(),
+        #[cfg(feature = "k8s")]
+        Side::Redirect => settings::reference::<redirector::Config>(),
+    };
+    output::write(format_args!("{text}"))
 }
 
 /// An error and its causes in one line; a cause that the words before it have said already is left out.
@@ -181,12 +206,10 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
 
 /// A script for a shell, by which it completes commands and flags.
 fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
-    // By way of memory, since what is given a reader that goes away would panic.
+    // By way of memory: the generator panics if it cannot write.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "causeway", &mut script);
-    std::io::stdout()
-        .write_all(&script)
-        .context("cannot write the completions")
+    output::write(format_args!("{}", String::from_utf8(script)?))
 }
 
 /// The configuration with where it came from, or `None` if it was only to be checked and is sound. `check` reads what the configuration names.
@@ -194,22 +217,80 @@ fn configure<C: Settings + Send + Sync + 'static>(
     run: Run<C>,
     fallbacks: &'static [(&'static str, &'static str)],
     check: impl FnOnce(&C) -> anyhow::Result<()>,
-) -> anyhow::Result<Option<(C, Sources)>> {
+) -> anyhow::Result<Option<(C, Sources, Vec<String>)>> {
     let sources = Sources {
         file: run.config,
-        environment: std::env::vars_os()
-            .filter_map(|(name, text)| Some((name.into_string().ok()?, text.into_string().ok()?)))
-            .collect(),
+        environment: environment(),
         flags: run.keys.given,
         fallbacks,
     };
-    let config = settings::load::<C>(&sources)?;
+    let loaded = settings::load::<C>(&sources);
+    let warnings = unknown_variables::<C>(&sources);
     if run.check_config {
+        for warning in warnings {
+            errln!("warning: {warning}");
+        }
+        // People read this one.
+        let config = loaded.map_err(|refused| Refused::from(refused.faults))?;
+        telemetry::wanted(config.as_ref())?;
         check(&config)?;
-        println!("the configuration is sound");
+        outln!("the configuration is sound")?;
         return Ok(None);
     }
-    Ok(Some((config, sources)))
+    Ok(Some((loaded?, sources, warnings)))
+}
+
+fn environment() -> Vec<(String, String)> {
+    std::env::vars_os()
+        .filter_map(|(name, text)| Some((name.into_string().ok()?, text.into_string().ok()?)))
+        .collect()
+}
+
+/// Returns a sentence for each variable that a process of this configuration does not read.
+fn unknown_variables<C: Settings>(sources: &Sources) -> Vec<String> {
+    let own = keys::<C>().into_iter().filter(|key| key.settable);
+    let known: Vec<_> = own.map(|key| key.variable()).chain(of_commands()).collect();
+    let file = sources
+        .file
+        .as_ref()
+        .and_then(|file| fs::read_to_string(file).ok());
+    let flags = sources.flags.iter().flat_map(|(_, texts)| texts);
+    let texts: Vec<&str> = flags.chain(file.as_ref()).map(String::as_str).collect();
+    settings::unknown(&sources.environment, &known, &texts)
+}
+
+/// Returns the variables that flags of commands are taken from, other than keys.
+fn of_commands() -> Vec<String> {
+    fn collect(command: &clap::Command, found: &mut Vec<String>) {
+        let variables = command.get_arguments().filter_map(clap::Arg::get_env);
+        found.extend(variables.map(|name| name.to_string_lossy().into_owned()));
+        for command in command.get_subcommands() {
+            collect(command, found);
+        }
+    }
+    let mut found = Vec::new();
+    collect(&Cli::command(), &mut found);
+    found
+}
+
+/// Warns of variables that no command reads.
+fn warn_of_unknown_variables() {
+    let environment = environment();
+    if !environment
+        .iter()
+        .any(|(name, _)| name.starts_with("CAUSEWAY_"))
+    {
+        return;
+    }
+    let mut known = of_commands();
+    let mut add = |keys: Vec<Key>| known.extend(keys.iter().map(Key::variable));
+    add(keys::<causeway_gateway::config::Config>());
+    add(keys::<causeway_edge::config::Config>());
+    #[cfg(feature = "k8s")]
+    add(keys::<redirector::Config>());
+    for warning in settings::unknown(&environment, &known, &[]) {
+        errln!("warning: {warning}");
+    }
 }
 
 #[cfg(test)]

@@ -3,9 +3,13 @@
 //! Wiring only. Exit codes: 0 done, 1 failed, 2 the arguments or the configuration cannot
 //! be used, 3 failed and would fail again until somebody changes something.
 
+// They panic if nothing can be written; `output` has what takes their place.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod cli;
 mod command;
 mod notify;
+mod output;
 mod reload;
 mod settings;
 mod signal;
@@ -14,6 +18,7 @@ mod telemetry;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use causeway_config::LogFormat;
 use clap::Parser;
 
 /// Tunnels allocate and free in bursts, which glibc's allocator keeps for itself.
@@ -26,33 +31,42 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are "errors" too, with exit code 0.
-            let _ = error.print();
-            return if error.use_stderr() {
-                ExitCode::from(2)
-            } else {
-                ExitCode::SUCCESS
+            let printed = output::written(error.print());
+            return match (error.use_stderr(), printed) {
+                (true, _) => ExitCode::from(2),
+                (false, Ok(())) => ExitCode::SUCCESS,
+                (false, Err(_)) => ExitCode::FAILURE,
             };
         }
     };
-    match run(cli.command) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if error.is::<settings::Refused>() => {
-            eprintln!("{error}");
-            ExitCode::from(2)
+    causeway_certs::install_provider();
+    let (format, done) = match command::prepare(cli.command) {
+        Ok(None) => return ExitCode::SUCCESS,
+        Ok(Some(job)) => (job.log.format, run(job)),
+        Err(error) => (LogFormat::Text, Err(error)),
+    };
+    let Err(error) = done else {
+        return ExitCode::SUCCESS;
+    };
+    if let Some(refused) = error.downcast_ref::<settings::Refused>() {
+        for fault in &refused.faults {
+            telemetry::report(refused.format, fault);
         }
-        Err(error) => {
-            eprintln!("causeway: {}", command::explain(&error));
-            command::exit_code(&error)
-        }
+        return ExitCode::from(2);
     }
+    let said = command::explain(&error);
+    match format {
+        LogFormat::Text => telemetry::report(format, &format!("causeway: {said}")),
+        LogFormat::Json => telemetry::report(format, &said),
+    }
+    command::exit_code(&error)
 }
 
-fn run(command: cli::Command) -> anyhow::Result<()> {
-    causeway_certs::install_provider();
-    let Some(job) = command::prepare(command)? else {
-        return Ok(());
-    };
-    let _audit = telemetry::start(&job.log, job.audit.as_deref())?;
+fn run(job: command::Job) -> anyhow::Result<()> {
+    let _logs = telemetry::start(&job.log, job.audit.as_deref())?;
+    for warning in &job.warnings {
+        tracing::warn!("{warning}");
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
 
-use causeway_config::{Fault, Faults, Log, Validate};
+use causeway_config::{Fault, Faults, Log, LogFormat, Validate};
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -31,6 +31,7 @@ use yaml::{Spot, Spots};
 
 pub(crate) use reference::{plain, reference};
 pub(crate) use schema::{Form, Key, json_schema, keys};
+pub(crate) use variables::unknown;
 
 /// What a file says, held against its schema and judged.
 pub(crate) trait Document: DeserializeOwned + JsonSchema + Validate {}
@@ -57,11 +58,24 @@ pub(crate) struct Sources {
 
 /// A configuration that cannot be used: every fault, a line each.
 #[derive(Debug, thiserror::Error)]
-pub(crate) struct Refused(pub(crate) Vec<String>);
+pub(crate) struct Refused {
+    pub(crate) faults: Vec<String>,
+    /// Format of the log that the configuration asks for, as far as that can be read.
+    pub(crate) format: LogFormat,
+}
+
+impl From<Vec<String>> for Refused {
+    fn from(faults: Vec<String>) -> Self {
+        Self {
+            faults,
+            format: LogFormat::Text,
+        }
+    }
+}
 
 impl fmt::Display for Refused {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(&self.0.join("\n"))
+        out.write_str(&self.faults.join("\n"))
     }
 }
 
@@ -70,7 +84,15 @@ pub(crate) fn load<C: Settings>(sources: &Sources) -> Result<C, Refused> {
     let mut draft = Draft::default();
     draft.read_file(sources.file.as_deref());
     draft.lay_over::<C>(sources);
-    draft.finish(judge).map(|(config, _)| config)
+    let json = draft.value["log"]["format"] == "json";
+    match draft.finish(judge) {
+        Ok((config, _)) => Ok(config),
+        Err(refused) if json => Err(Refused {
+            format: LogFormat::Json,
+            ..refused
+        }),
+        Err(refused) => Err(refused),
+    }
 }
 
 /// As [`load`] for a process that runs: a file in which there is nothing is one that somebody is about to write.
@@ -81,7 +103,7 @@ pub(crate) fn load_anew<C: Settings>(sources: &Sources) -> Result<C, Refused> {
         let file = file.display();
         let why =
             format!("{file}:1:1: there is nothing in it; write {{}} if all defaults are meant");
-        return Err(Refused(vec![why]));
+        return Err(vec![why].into());
     }
     load(sources)
 }
@@ -258,9 +280,8 @@ impl Draft {
             _ => {
                 self.faults.sort();
                 self.faults.dedup();
-                Err(Refused(
-                    self.faults.into_iter().map(|fault| fault.text).collect(),
-                ))
+                let faults = self.faults.into_iter().map(|fault| fault.text);
+                Err(faults.collect::<Vec<_>>().into())
             }
         }
     }

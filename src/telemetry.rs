@@ -1,44 +1,65 @@
 //! Logs: format and filter from the configuration, to standard error; and the audit log, to its file.
 //!
 //! Set up once, before the runtime. `RUST_LOG` wins over the configured filter, because
-//! whoever sets it is looking for something now. No colours where nobody can see them.
-//! The audit log is written by a thread of its own: a disk that hangs holds nobody up. What it cannot keep up with is lost,
-//! and said.
+//! whoever sets it is looking for something now. No colours where nobody can see them, or wants them (`NO_COLOR`).
+//! Both logs are written by threads of their own: a disk that hangs, or a reader that is slow, holds nobody up. Lines that
+//! such a thread cannot keep up with are lost; the metrics count them, and the log says so.
 
 mod audit;
+mod lines;
 
+use std::borrow::Cow;
+use std::ffi::OsStr;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::time::SystemTime;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use causeway_config::{Log, LogFormat};
 use causeway_gateway::audit::AUDIT;
-use tracing::level_filters::LevelFilter;
+use serde_json::json;
+use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-pub(crate) use audit::Audit;
+use crate::output::errln;
+use audit::Audit;
+use lines::Lines;
 
-/// Starts logging for the rest of the process. What is returned is dropped last: it writes what is left of the audit log.
-pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Option<Audit>> {
-    let filter = match std::env::var(EnvFilter::DEFAULT_ENV) {
-        Ok(text) if !text.is_empty() => filter(&text).context("RUST_LOG")?,
-        _ => filter(&log.filter).context("log.filter")?,
-    };
+/// The logs of this process; dropping them writes what waits.
+pub(crate) struct Logs {
+    // Dropped first: it may have something to say.
+    _audit: Option<Audit>,
+    _lines: Lines,
+}
+
+/// Starts logging for the rest of the process. The returned value is dropped last.
+pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
     // It has a file of its own, or nobody wants it.
-    let filter = filter.add_directive(format!("{AUDIT}=off").parse()?);
+    let filter = wanted(log)?.add_directive(format!("{AUDIT}=off").parse()?);
     // It calls each try of an API that is away an error; whoever tries says so once.
     let filter = filter.add_directive("kube_client::client::builder=off".parse()?);
-    let lines = fmt::layer().with_writer(std::io::stderr);
+    let stderr = Lines::to(std::io::stderr());
+    // Its own complaints about a writer that fails would panic where standard error is what fails.
+    let lines = fmt::layer()
+        .log_internal_errors(false)
+        .with_writer(stderr.writer());
     let lines = match log.format {
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).boxed(),
+        LogFormat::Text => {
+            let colours = has_colours(
+                std::io::stderr().is_terminal(),
+                std::env::var_os("NO_COLOR").as_deref(),
+            );
+            lines.with_ansi(colours).boxed()
+        }
     };
     let audit = audit.map(Audit::open).transpose()?;
     let audited = audit.as_ref().map(|audit| {
         fmt::layer()
+            .log_internal_errors(false)
             .json()
             .flatten_event(true)
             .with_target(false)
@@ -53,16 +74,109 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Option<Au
         .with(audited)
         .try_init()
         .context("cannot start the log")?;
-    Ok(audit)
+    if log.format == LogFormat::Json {
+        std::panic::set_hook(Box::new(|panic| {
+            report(LogFormat::Json, &panic.to_string());
+        }));
+    }
+    let (dropped, lost) = (stderr.dropped(), audit.as_ref().map(Audit::lost));
+    causeway_rt::count_dropped_log_lines(move || {
+        let lost = lost.as_ref().map(|lost| ("audit", lost()));
+        [("stderr", dropped.lines())]
+            .into_iter()
+            .chain(lost)
+            .collect()
+    });
+    if let Cow::Owned(taken) = lowered(&text(log), STATIC_MAX_LEVEL) {
+        tracing::warn!(
+            "this build logs nothing below {STATIC_MAX_LEVEL}: the filter is \"{taken}\""
+        );
+    }
+    Ok(Logs {
+        _audit: audit,
+        _lines: stderr,
+    })
+}
+
+/// Writes an error for which the process ends, in the format of its log.
+pub(crate) fn report(format: LogFormat, message: &str) {
+    match format {
+        LogFormat::Text => errln!("{message}"),
+        // As the log writes its lines.
+        LogFormat::Json => {
+            let now = humantime::format_rfc3339_micros(SystemTime::now()).to_string();
+            let line = json!({
+                "timestamp": now, "level": "ERROR", "message": message, "target": "causeway",
+            });
+            errln!("{line}");
+        }
+    }
+}
+
+/// Whether a log gets colours (<https://no-color.org>).
+fn has_colours(terminal: bool, no_color: Option<&OsStr>) -> bool {
+    terminal && no_color.is_none_or(OsStr::is_empty)
+}
+
+/// Returns the text of the filter: `RUST_LOG`, else the configured one.
+fn text(log: &Log) -> String {
+    let variable = std::env::var(EnvFilter::DEFAULT_ENV);
+    let variable = variable.ok().filter(|text| !text.is_empty());
+    variable.unwrap_or_else(|| log.filter.clone())
+}
+
+/// Returns the filter that holds for this process.
+pub(crate) fn wanted(log: &Log) -> anyhow::Result<EnvFilter> {
+    let text = text(log);
+    let key = if text == log.filter {
+        "log.filter"
+    } else {
+        EnvFilter::DEFAULT_ENV
+    };
+    filter(&text).context(key)
 }
 
 /// Reads a filter.
 pub(crate) fn filter(text: &str) -> anyhow::Result<EnvFilter> {
-    EnvFilter::try_new(text).with_context(|| {
+    let says = || {
         format!(
             "\"{text}\" is no log filter; write a level such as info, or info,causeway_tunnel=debug"
         )
-    })
+    };
+    // A word alone is a target to the parser, which would silence all others.
+    let level = |word: &str| word.contains(['=', '[']) || word.parse::<LevelFilter>().is_ok();
+    let mut words = text
+        .split(',')
+        .map(str::trim)
+        .filter(|word| !word.is_empty());
+    if words.clone().next().is_none() {
+        bail!(says());
+    }
+    // Commas within brackets separate something else.
+    if !text.contains('[')
+        && let Some(word) = words.find(|word| !level(word))
+    {
+        bail!("{}: \"{word}\" is no level", says());
+    }
+    EnvFilter::try_new(lowered(text, STATIC_MAX_LEVEL)).with_context(says)
+}
+
+/// Returns the filter with each level that this build does not have replaced by the nearest one that it has: the parser
+/// would print advice for developers.
+fn lowered(text: &str, most: LevelFilter) -> Cow<'_, str> {
+    let too_much = |word: &str| {
+        let level = word.rsplit('=').next().unwrap_or(word).trim();
+        level.parse::<LevelFilter>().is_ok_and(|level| level > most)
+    };
+    if text.contains('[') || !text.split(',').any(too_much) {
+        return Cow::Borrowed(text);
+    }
+    let words = text.split(',').map(|word| match word.rsplit_once('=') {
+        _ if !too_much(word) => word.to_owned(),
+        Some((target, _)) => format!("{target}={most}"),
+        None => most.to_string(),
+    });
+    Cow::Owned(words.collect::<Vec<_>>().join(","))
 }
 
 #[cfg(test)]
@@ -71,11 +185,54 @@ mod tests {
 
     #[test]
     fn a_bad_filter_says_what_to_write() {
-        assert!(filter("info,causeway_tunnel=debug").is_ok());
-        let error = format!("{:#}", filter("causeway=loud").unwrap_err());
-        assert!(
-            error.contains("causeway=loud") && error.contains("such as info"),
-            "{error}"
-        );
+        for good in [
+            "info",
+            "INFO,causeway_tunnel=debug",
+            "off",
+            "warn,",
+            "3",
+            "info,h2[a{b}]=debug",
+        ] {
+            assert!(filter(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "causeway=loud",
+            "verbos",
+            "info,verbos",
+            "",
+            ",",
+            "info debug",
+        ] {
+            let error = format!("{:#}", filter(bad).unwrap_err());
+            assert!(
+                error.contains(&format!("\"{bad}\"")) && error.contains("such as info"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_level_that_the_build_lacks_is_the_nearest_one_that_it_has() {
+        let debug = LevelFilter::DEBUG;
+        for (text, taken) in [
+            ("trace", "debug"),
+            (
+                "info,causeway_tunnel=TRACE,h2=5",
+                "info,causeway_tunnel=debug,h2=debug",
+            ),
+            ("info,causeway_tunnel=debug", "info,causeway_tunnel=debug"),
+        ] {
+            assert_eq!(lowered(text, debug), taken);
+        }
+        assert!(matches!(
+            lowered("trace", LevelFilter::TRACE),
+            Cow::Borrowed(_)
+        ));
+    }
+
+    #[test]
+    fn no_color_means_no_colours() {
+        assert!(has_colours(true, None) && has_colours(true, Some(OsStr::new(""))));
+        assert!(!has_colours(true, Some(OsStr::new("1"))) && !has_colours(false, None));
     }
 }

@@ -117,6 +117,8 @@ impl Store {
                 let _lock = dir.lock()?;
                 dir.write(VERSION_FILE, &format!("{VERSION}\n"))?;
             }
+            // A CA that was copied from another gateway, as for several of them: of this version, or it cannot be read.
+            (None, Access::Existing) if dir.path(authority::CA).exists() => {}
             (None, Access::Existing) => {
                 return Err(StoreError::Missing {
                     path: dir.path(VERSION_FILE),

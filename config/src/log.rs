@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Log {
-    /// Level (`error`, `warn`, `info`, `debug`, `trace`) or filter, such as `info,causeway_tunnel=debug`.
+    /// Level (`off`, `error`, `warn`, `info`, `debug`; `trace` in development builds) or filter, such as `info,causeway_tunnel=debug`.
     pub filter: String,
     /// `text` for people, `json` for collectors.
     pub format: LogFormat,

@@ -216,11 +216,26 @@ impl Edge {
     }
 }
 
-/// Reads the files of the reader's listeners: an edge runs without them, and serves nobody there.
+/// Whether there is a gateway to dial: one is configured, or the data directory has one from an earlier connection.
+pub fn knows_gateway(config: &Config) -> bool {
+    let learned = || {
+        let store = Store::open(&config.data_dir, Access::Existing).ok()?;
+        match &config.identity {
+            Some(_) => store.learned_gateways().ok(),
+            None => Some(store.edge().ok()??.gateways),
+        }
+    };
+    !config.gateways.is_empty() || learned().is_some_and(|gateways| !gateways.is_empty())
+}
+
+/// Reads the files that a configuration names, also those of the reader's listeners, without which an edge runs and
+/// serves nobody there.
 ///
 /// # Errors
-/// If one cannot be used.
+/// If a file cannot be used.
 pub fn check(config: &Config) -> Result<(), Error> {
+    config.identity.as_ref().map(brought::read).transpose()?;
+    Policy::new(config.node.as_deref().unwrap_or_default(), config)?;
     Faces::read(config)
         .faults
         .into_iter()

@@ -21,5 +21,5 @@ pub use config::Config;
 pub use control::enrol::EnrolError;
 pub use control::rejoin::TokenFault;
 pub use control::vouch::{Answer, Cluster, NoAnswer};
-pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader, check};
+pub use edge::{Bound, Changed, Edge, Error, Prepared, Reloader, check, knows_gateway};
 pub use proxy::TlsError;

@@ -6,12 +6,10 @@
 mod reading;
 
 use crate::state::ReaderStatus;
+use causeway_rt::Exposition;
 use causeway_tunnel::{Refusal, connection_limit::ConnectionLimit, server::Kind};
 use prometheus_client::{
-    encoding::{
-        EncodeLabelSet,
-        text::{encode_eof, encode_registry},
-    },
+    encoding::EncodeLabelSet,
     metrics::{
         counter::Counter,
         family::Family,
@@ -241,15 +239,12 @@ impl Metrics {
         );
     }
 
-    /// All of them, in the text format of Prometheus.
-    pub(crate) fn text(&self) -> Result<String, fmt::Error> {
-        let mut text = String::new();
-        encode_registry(&mut text, &self.registry)?;
-        if let Some(reading) = self.reading.get() {
-            reading.write(&mut text)?;
+    /// Returns all of them and those of the process as text.
+    pub(crate) fn encode(&self, format: Exposition) -> String {
+        match self.reading.get() {
+            Some(reading) => format.encode(&[&self.registry, reading.registry()]),
+            None => format.encode(&[&self.registry]),
         }
-        encode_eof(&mut text)?;
-        Ok(text)
     }
 
     /// A dial ended.

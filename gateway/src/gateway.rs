@@ -71,6 +71,19 @@ enum Deciding {
     Policy(PolicyReader),
 }
 
+/// Reads the files of certificates, keys and tokens that a configuration names, as a gateway that starts does.
+///
+/// # Errors
+/// If one cannot be used.
+pub fn check(config: &Config) -> Result<(), BindError> {
+    config
+        .fronts
+        .iter()
+        .try_for_each(build::front::Material::check)?;
+    build::app::check(&config.apps)?;
+    identity::check(config)
+}
+
 impl Gateway {
     /// A gateway of this configuration, which has been validated.
     pub fn new(config: Config) -> Self {

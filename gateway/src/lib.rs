@@ -25,5 +25,5 @@ mod table_states;
 
 pub use config::Config;
 pub use error::{Error, Reason};
-pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover};
+pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover, check};
 pub use redirector::Redirector;

@@ -21,8 +21,8 @@ pub use pool::ReaderGuard;
 
 pub use front::{ConnectionGuard, FrontMetrics, StreamGuard, StreamOver};
 
+use causeway_rt::Exposition;
 use prometheus_client::{
-    encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
@@ -30,9 +30,6 @@ use std::{
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
-
-/// The content type of [`Metrics::encode`].
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 const PREFIX: &str = "causeway_gateway";
 
@@ -147,6 +144,8 @@ declare! {
     pool_watchers: Family<[FrontLabel; 1], Gauge>,
     /// Connections by which edges read.
     pool_readers: Gauge,
+    /// Connections by which edges may read at once (`readers.connections`).
+    pool_readers_limit: Gauge,
     /// Pools with a leader among the edges that are connected here.
     pool_leaders: Gauge,
     /// When certificates in use end, in Unix time, by use: tunnel, listener:NAME, app:PORT, ca and so on.
@@ -195,11 +194,9 @@ impl Metrics {
         Arc::new(Self { registry, declared })
     }
 
-    /// All metrics in `OpenMetrics` text format, to be served as [`CONTENT_TYPE`].
-    pub fn encode(&self) -> String {
-        let mut all = String::new();
-        text::encode(&mut all, &self.registry).expect("a String takes all that is written");
-        all
+    /// Returns all metrics and those of the process as text.
+    pub fn encode(&self, format: Exposition) -> String {
+        format.encode(&[&self.registry])
     }
 
     /// The handles of a front, by its configured name.

@@ -12,6 +12,7 @@ use causeway_certs::{Ca, Confirmed, JoinToken, NodeName, Store};
 
 use super::{ca, private};
 use crate::cli::Bootstrap;
+use crate::output::outln;
 
 /// A token that is kept must leave its node the time to start.
 const MARGIN: Duration = Duration::from_mins(1);
@@ -31,10 +32,10 @@ pub(crate) fn run(ask: &Bootstrap) -> anyhow::Result<()> {
     private::write(&ask.out.join("ca.pem"), &authority.bundle_pem())?;
     for node in &nodes {
         let file = ask.out.join(format!("{node}.token"));
-        println!("{node}: {}", token(&store, node, &file, ask.token_ttl)?);
+        outln!("{node}: {}", token(&store, node, &file, ask.token_ttl)?)?;
     }
     for name in &ask.callers {
-        println!("{name}: {}", caller(&authority, name, ask)?);
+        outln!("{name}: {}", caller(&authority, name, ask)?)?;
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use causeway_certs::{
 
 use super::{data, operator, private, rotate};
 use crate::cli::{Ca, CaBackup, CaCaller, CaImport, CaInit};
+use crate::output::outln;
 
 /// Makes what was asked for.
 pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
@@ -50,7 +51,7 @@ pub(super) fn ensure(
             (ca, "made a CA")
         }
     };
-    println!("{news}: {}", store.root_path().display());
+    outln!("{news}: {}", store.root_path().display())?;
     Ok((store, ca))
 }
 
@@ -58,13 +59,13 @@ async fn init(ask: &CaInit) -> anyhow::Result<()> {
     let directory = &ask.data.data_dir;
     let operator = operator::read(&ask.operator)?;
     let (_, ca) = ensure(directory, &ask.trust_domain, operator.as_ref())?;
-    println!(
+    outln!(
         "trust domain {}, fingerprint {}",
         ca.trust_domain(),
         ca.fingerprint()
-    );
+    )?;
     if let Some(operator) = &operator {
-        operator::say(&ca, operator);
+        operator::say(&ca, operator)?;
         rotate::tell(directory).await?;
     }
     Ok(())
@@ -74,25 +75,25 @@ fn caller(ask: &CaCaller) -> anyhow::Result<()> {
     let (store, ca) = data::with_ca(&ask.data.data_dir)?;
     let leaf = ca.issue_caller(&ask.name, &ask.groups, ask.ttl)?;
     let (chain, key) = write_caller(&ask.out, &ask.name, &leaf)?;
-    println!("certificate {}", chain.display());
-    println!("key         {}", key.display());
-    println!(
+    outln!("certificate {}", chain.display())?;
+    outln!("key         {}", key.display())?;
+    outln!(
         "use them as: curl --cacert {} --cert {} --key {} https://…",
         store.root_path().display(),
         chain.display(),
         key.display()
-    );
+    )?;
     Ok(())
 }
 
 fn backup(ask: &CaBackup) -> anyhow::Result<()> {
     let (store, ca) = data::with_ca(&ask.data.data_dir)?;
     store.backup()?.save(&ask.file)?;
-    println!(
+    outln!(
         "CA {} with tickets, tokens and nodes: {}; keep it as you keep the CA itself",
         ca.fingerprint(),
         ask.file.display()
-    );
+    )?;
     Ok(())
 }
 
@@ -109,11 +110,11 @@ fn restore(ask: &CaBackup) -> anyhow::Result<()> {
         error => error.into(),
     })?;
     let made = UNIX_EPOCH + Duration::from_secs(backup.made_at());
-    println!(
+    outln!(
         "{} is what it was at {}: nodes that were revoked or removed since are welcome again, and tokens that were used since are good again",
         directory.display(),
         humantime::format_rfc3339_seconds(made)
-    );
+    )?;
     Ok(())
 }
 
@@ -129,7 +130,7 @@ async fn import(ask: &CaImport) -> anyhow::Result<()> {
         ),
         error => error.into(),
     })?;
-    println!("{}", news(taken, shared.ca(), directory));
+    outln!("{}", news(taken, shared.ca(), directory))?;
     rotate::tell(directory).await?;
     Ok(())
 }

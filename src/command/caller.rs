@@ -12,18 +12,19 @@ use anyhow::Context;
 use causeway_certs::{CallerTokens, store::open_private};
 
 use crate::cli::{Caller, CallerToken};
+use crate::output::{errln, outln};
 
 /// Makes what was asked for.
 pub(crate) fn run(caller: Caller) -> anyhow::Result<()> {
     let Caller::Token(ask) = caller;
     let token = add(&ask)?;
-    eprintln!(
+    errln!(
         "for caller {}; its hash is in {}",
         ask.name,
         ask.file.display()
     );
-    eprintln!("use it as: Authorization: Bearer TOKEN");
-    println!("{token}");
+    errln!("use it as: Authorization: Bearer TOKEN");
+    outln!("{token}")?;
     Ok(())
 }
 

@@ -26,6 +26,7 @@ use tracing::info_span;
 
 use super::admin;
 use crate::cli;
+use crate::output::outln;
 use crate::signal::Signals;
 
 /// The nodes of the demo.
@@ -62,8 +63,8 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     files
         .store
         .write_runtime(admin::NAME, &addresses.admin.to_string())?;
-    println!("causeway demo: a gateway and two edges in one process\n");
-    println!(
+    outln!("causeway demo: a gateway and two edges in one process\n")?;
+    outln!(
         "data directory  {}{}",
         dir.display(),
         if args.data_dir.is_some() {
@@ -71,11 +72,12 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         } else {
             " (removed at the end)"
         }
-    );
-    println!(
+    )?;
+    outln!(
         "gateway         tunnels {}, https front {front}, admin {}",
-        addresses.tunnel, addresses.admin
-    );
+        addresses.tunnel,
+        addresses.admin
+    )?;
 
     let tasks = Tasks::default();
     let (ask, demo) = (CancellationToken::new(), stop.clone());
@@ -84,10 +86,9 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
         let ready = begin(&files, (&addresses, front), &tasks, &ask).await;
         if ready.is_ok() {
             demo.cancelled().await;
-            println!("\nstopping");
         }
         ask.cancel();
-        ready
+        ready.and_then(|()| outln!("\nstopping"))
     };
     let (outcome, served) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
@@ -106,43 +107,42 @@ async fn begin(
     for node in NODES {
         let began = Instant::now();
         let (app, reader) = edge(files, node, addresses.tunnel, tasks, stop).await?;
-        println!(
+        outln!(
             "{node}          joined with a token in {} ms; its port {PORT} is the app at {app}",
             began.elapsed().as_millis()
-        );
+        )?;
         readers.push(reader);
     }
-    println!();
+    outln!("")?;
     for node in NODES {
         let began = Instant::now();
         let patience = tokio::time::timeout(PATIENCE, probe::get(files, front, node));
         let (took, line) = patience
             .await
             .with_context(|| format!("{node} was not reached within {PATIENCE:?}"))??;
-        println!(
+        outln!(
             "GET https://{node}:{PORT}/  200 in {took:.1?} ({:.1?} after its edge had joined): {line}",
             began.elapsed()
-        );
+        )?;
     }
     for (node, reader) in NODES.iter().zip(&readers) {
         let patience = tokio::time::timeout(PATIENCE, cloud::read_at(*reader));
         let count = patience
             .await
             .with_context(|| format!("{node} has not read its cluster within {PATIENCE:?}"))??;
-        println!(
+        outln!(
             "GET http://{reader}{SLICES}  200: {count} EndpointSlices that {node} has read",
             SLICES = cloud::SLICES
-        );
+        )?;
     }
-    print_commands(files, front);
+    print_commands(files, front)?;
     if let Some(reader) = readers.first() {
-        print_reading(*reader);
+        print_reading(*reader)?;
     }
-    println!("\nready");
-    Ok(())
+    outln!("\nready")
 }
 
-fn print_commands(files: &Files, front: SocketAddr) {
+fn print_commands(files: &Files, front: SocketAddr) -> anyhow::Result<()> {
     let curl = |node: &str, rest: &str| {
         let to = if front.port() == PORT {
             format!("--resolve {node}:{PORT}:{}", front.ip())
@@ -150,46 +150,46 @@ fn print_commands(files: &Files, front: SocketAddr) {
             format!("--connect-to {node}:{PORT}:{front}")
         };
         let (ca, caller) = (quoted(&files.root), quoted(&files.caller));
-        println!("curl -sS --cacert {ca} --cert {caller} {to} {rest}");
+        outln!("curl -sS --cacert {ca} --cert {caller} {to} {rest}")
     };
-    println!("\nTry it from another terminal:\n");
+    outln!("\nTry it from another terminal:\n")?;
     for node in NODES {
-        curl(node, &format!("https://{node}:{PORT}/"));
+        curl(node, &format!("https://{node}:{PORT}/"))?;
     }
     curl(
         "edge-1",
         &format!("-N 'https://edge-1:{PORT}/stream?ticks=3'"),
-    );
+    )?;
     curl(
         "edge-2",
         &format!(
             "--data-binary @{} https://edge-2:{PORT}/upload",
             quoted(&files.root)
         ),
-    );
+    )?;
     curl(
         "edge-2",
         &format!(
             "-o /dev/null -w '%{{size_download}} bytes at %{{speed_download}} B/s\\n' 'https://edge-2:{PORT}/download?bytes=100000000'"
         ),
-    );
+    )?;
     let program = std::env::current_exe().ok();
     let program = program.as_deref().unwrap_or(Path::new("causeway"));
-    println!(
+    outln!(
         "{} status --data-dir {}",
         quoted(program),
         quoted(&files.dir)
-    );
+    )
 }
 
-fn print_reading(reader: SocketAddr) {
+fn print_reading(reader: SocketAddr) -> anyhow::Result<()> {
     let (node, slices, id) = (NODES[0], cloud::SLICES, std::process::id());
-    println!("\nWhat programs on {node} read of their cluster, from there:\n");
-    println!("curl -sS http://{reader}{slices}");
-    println!(
+    outln!("\nWhat programs on {node} read of their cluster, from there:\n")?;
+    outln!("curl -sS http://{reader}{slices}")?;
+    outln!(
         "\nThe same without the cloud: this stops the gateway, and once more starts it again.\n"
-    );
-    println!("kill -USR1 {id}");
+    )?;
+    outln!("kill -USR1 {id}")
 }
 
 /// A path as a shell reads it.

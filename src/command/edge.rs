@@ -10,6 +10,7 @@ use causeway_edge::{Config, Edge, Error, Reloader};
 use super::{admin, cluster, explain, files as open_files};
 use crate::cli::EdgeLeave;
 use crate::notify::Notify;
+use crate::output::{errln, outln};
 use crate::reload::{self, Noted, Reasons};
 use crate::settings::{self, Sources};
 use crate::signal::Signals;
@@ -90,19 +91,26 @@ pub(super) fn leave(ask: &EdgeLeave) -> anyhow::Result<()> {
     let Some(kept) = store.leave_edge()? else {
         bail!("there is no identity in {shown}: nothing to give up");
     };
-    println!(
+    outln!(
         "this node has no identity any more; the one before is kept as {}",
         kept.display()
-    );
-    println!(
+    )?;
+    outln!(
         "it joins anew with a token of `causeway token create --node NODE`; a gateway that is to forget the node: `causeway edge remove NODE` there"
-    );
+    )?;
     Ok(())
 }
 
 /// Reads what the configuration names, as far as an edge would run without it.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    Ok(causeway_edge::check(config)?)
+    causeway_edge::check(config)?;
+    // A gateway may come by a flag or variable of the process that runs.
+    if !causeway_edge::knows_gateway(config) {
+        errln!(
+            "warning: no gateway is known: an edge needs one, as gateways, --gateway or CAUSEWAY_GATEWAYS"
+        );
+    }
+    Ok(())
 }
 
 /// All files that count.

@@ -248,6 +248,7 @@ fn files(config: &Config, sources: &Sources) -> Vec<PathBuf> {
 /// Reads what the configuration names, as far as that can be judged without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
     config.policy.0.as_deref().map(policy::read).transpose()?;
+    causeway_gateway::check(config)?;
     if let Some((readers, dir)) = config.readers.as_ref().zip(directory(config)) {
         manifests::read(&dir, Pool::new(&readers.resources(), &readers.limits()))?;
     }

@@ -9,9 +9,10 @@ use anyhow::bail;
 
 use super::admin;
 use crate::cli::Health;
+use crate::output::outln;
 
 /// Where gateway and edge keep their data unless told otherwise.
-const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
+pub(super) const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
 
 /// Asks `/healthz`, or `/readyz`.
 pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
@@ -24,7 +25,7 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
             let lacks = if health.ready { "ready" } else { "well" };
             bail!("{address} is not {lacks}: {status} {said}");
         }
-        println!("{said}");
+        outln!("{said}")?;
     }
     Ok(())
 }

@@ -11,22 +11,26 @@ use serde_json::json;
 
 use super::{data, operator};
 use crate::cli::{CaSecret, EgressConfig, K8s};
+use crate::output::{self, outln};
 
 pub(crate) fn run(order: K8s) -> anyhow::Result<()> {
     match order {
         K8s::EgressConfig(ask) => {
             let front = front(ask)?;
             front.check().map_err(|why| anyhow!(why))?;
-            print!("{front}");
+            output::write(format_args!("{front}"))?;
             Ok(())
         }
         K8s::CaBundle(ask) => {
             let (_, ca) = data::with_ca(&ask.data.data_dir)?;
-            print!("{}", bundle(&ca.bundle_pem(), &ask.kubelet_ca)?);
+            output::write(format_args!(
+                "{}",
+                bundle(&ca.bundle_pem(), &ask.kubelet_ca)?
+            ))?;
             Ok(())
         }
         K8s::CaSecret(ask) => {
-            println!("{}", secret(&ask)?);
+            outln!("{}", secret(&ask)?)?;
             Ok(())
         }
     }

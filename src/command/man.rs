@@ -41,6 +41,10 @@ const CODES: &[(&str, &str)] = &[
 const VARIABLES: &[(&str, &str)] = &[
     ("RUST_LOG", "Log filter; wins over log.filter."),
     (
+        "NO_COLOR",
+        "If it is not empty, the log has no colours on a terminal.",
+    ),
+    (
         "NOTIFY_SOCKET, WATCHDOG_USEC",
         "Set by systemd for units with Type=notify and WatchdogSec=; see sd_notify(3).",
     ),

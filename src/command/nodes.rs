@@ -12,6 +12,7 @@ use std::path::Path;
 
 use super::{admin, data, edge, pins, token};
 use crate::cli::{EdgeAdd, EdgeNamed, EdgeOrder, EdgeRevoke};
+use crate::output::outln;
 
 /// Longest reason, in bytes: it goes to the edge in one line.
 const LONGEST: usize = 512;
@@ -55,7 +56,7 @@ pub(crate) async fn run(order: EdgeOrder) -> anyhow::Result<()> {
 /// Has the gateway that runs on the directory take up what was changed there, and says what was done.
 pub(super) async fn tell(directory: &Path, done: &str) -> anyhow::Result<()> {
     let Some(address) = admin::noted(directory)? else {
-        println!("{done}; no gateway runs in {}", directory.display());
+        outln!("{done}; no gateway runs in {}", directory.display())?;
         return Ok(());
     };
     let told = admin::ask(Method::POST, &address, "/api/v1/refresh").await;
@@ -69,7 +70,7 @@ pub(super) async fn tell(directory: &Path, done: &str) -> anyhow::Result<()> {
             said.trim()
         );
     }
-    println!("{done}");
+    outln!("{done}")?;
     Ok(())
 }
 

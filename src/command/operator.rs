@@ -10,6 +10,7 @@ use anyhow::Context;
 use causeway_certs::{Ca, OperatorCa};
 
 use crate::cli::OperatorFiles;
+use crate::output::outln;
 
 /// The operator's CA, if it is to sign.
 pub(super) fn read(files: &OperatorFiles) -> anyhow::Result<Option<OperatorCa>> {
@@ -36,23 +37,24 @@ pub(super) fn read(files: &OperatorFiles) -> anyhow::Result<Option<OperatorCa>> 
 }
 
 /// Says who has signed what, and until when.
-pub(super) fn say(ca: &Ca, operator: &OperatorCa) {
+pub(super) fn say(ca: &Ca, operator: &OperatorCa) -> anyhow::Result<()> {
     for above in ca.above() {
         let ends = UNIX_EPOCH + Duration::from_secs(above.not_after.as_secs());
-        println!(
+        outln!(
             "root {} is signed by {}, until {}",
             above.root,
             above.by,
             humantime::format_rfc3339_seconds(ends)
-        );
+        )?;
     }
-    println!(
+    outln!(
         "callers that trust {} alone believe fronts; edges and tokens go by Causeway's own root, as ever",
         operator.name()
-    );
+    )?;
     if operator.limits_names() {
-        println!(
+        outln!(
             "it says which names may stand below it: nodes and fronts of other names are not believed by it"
-        );
+        )?;
     }
+    Ok(())
 }

@@ -9,19 +9,20 @@ use serde_json::json;
 
 use super::{data, nodes, token::date};
 use crate::cli::{EdgePins, EdgeUnpin, Listing};
+use crate::output::outln;
 
 /// Shows them, by node and port.
 pub(super) fn list(ask: &EdgePins) -> anyhow::Result<()> {
     let all = data::of_gateway(&ask.data.data_dir)?.pins().all()?;
     match ask.output {
-        Listing::Table => println!("{}", table(&all)),
+        Listing::Table => outln!("{}", table(&all))?,
         Listing::Json => {
             let rows: Vec<_> = rows(&all)
                 .map(|(node, port, pin)| {
                     json!({ "node": node, "port": port, "key": pin.key, "since": date(pin.since) })
                 })
                 .collect();
-            println!("{}", serde_json::to_string_pretty(&rows)?);
+            outln!("{}", serde_json::to_string_pretty(&rows)?)?;
         }
     }
     Ok(())

@@ -20,6 +20,7 @@ use causeway_tunnel::target;
 use hyper::{Method, Uri};
 
 use crate::cli::{Policy, PolicyCheck};
+use crate::output::{errln, outln};
 use crate::settings;
 
 /// Answers what was asked.
@@ -33,7 +34,7 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
         if error.is::<No>() || error.is::<settings::Refused>() {
             return error;
         }
-        settings::Refused(vec![format!("causeway: {}", super::explain(&error))]).into()
+        settings::Refused::from(vec![format!("causeway: {}", super::explain(&error))]).into()
     })
 }
 
@@ -52,7 +53,7 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
         let said = faults
             .iter()
             .map(|fault| format!("{}: {}", fault.path, fault.message));
-        settings::Refused(said.collect()).into()
+        settings::Refused::from(said.collect::<Vec<_>>()).into()
     })
 }
 
@@ -73,7 +74,10 @@ impl Written {
             (url.to_owned(), String::new(), Act::Connect)
         } else {
             let uri: Uri = url.parse().with_context(says)?;
-            let authority = uri.authority().ok_or_else(|| anyhow!(says()))?;
+            // `edge-1:9100` alone is read as an authority without a path, which no rule for paths matches.
+            let http = matches!(uri.scheme_str(), Some("http" | "https"));
+            let authority = uri.authority().filter(|_| http);
+            let authority = authority.ok_or_else(|| anyhow!(says()))?;
             let act = if upgrade { Act::Upgrade } else { Act::Request };
             (authority.to_string(), uri.path().to_owned(), act)
         };
@@ -134,7 +138,7 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         from: ask.from,
     };
     let decision = written.decide(&rules, &ask.method, &caller, &node);
-    println!("{}", said(&decision, file));
+    outln!("{}", said(&decision, file))?;
     if !decision.allow {
         return Err(No("it is refused".into()).into());
     }
@@ -151,14 +155,12 @@ fn confirmed(ask: &PolicyCheck, node: &NodeName) -> anyhow::Result<Node> {
     let found = nodes.into_iter().find(|record| record.node == *node);
     if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) {
         let data = ask.data.data_dir.display();
-        eprintln!(
+        errln!(
             "note: {data} knows nothing of {node}; its pool and labels are what --pool and --label say"
         );
     }
     if ask.from.is_none() {
-        eprintln!(
-            "note: without --from the caller comes from no network, as through a unix socket"
-        );
+        errln!("note: without --from the caller comes from no network, as through a unix socket");
     }
     let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));
     Ok(Node {

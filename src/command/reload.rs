@@ -7,6 +7,7 @@ use hyper::{Method, StatusCode};
 
 use super::{admin, health};
 use crate::cli::Reload;
+use crate::output::outln;
 use crate::settings::Refused;
 
 /// Asks, and waits for the outcome.
@@ -16,8 +17,10 @@ pub(crate) async fn run(reload: Reload) -> anyhow::Result<()> {
         let said = String::from_utf8_lossy(&body);
         let said = said.trim();
         match status {
-            StatusCode::OK => println!("{said}"),
-            StatusCode::UNPROCESSABLE_ENTITY => return Err(Refused(vec![said.to_owned()]).into()),
+            StatusCode::OK => outln!("{said}")?,
+            StatusCode::UNPROCESSABLE_ENTITY => {
+                return Err(Refused::from(vec![said.to_owned()]).into());
+            }
             _ => bail!("{address} does not read its configuration anew: {status} {said}"),
         }
     }

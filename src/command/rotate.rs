@@ -15,6 +15,7 @@ use serde::Deserialize;
 
 use super::{admin, data, operator};
 use crate::cli::{Rotate, RotatePrepare, RotateStep};
+use crate::output::outln;
 
 /// Where a gateway says how far edges are.
 const PROGRESS: &str = "/api/v1/ca";
@@ -62,14 +63,14 @@ async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
         },
         "a new root is prepared, and trusted beside the one that signs",
         "a new root is prepared already",
-    );
+    )?;
     if let Some((_, next)) = ca.other() {
-        println!("signs     {}\nprepared  {next}", ca.fingerprint());
+        outln!("signs     {}\nprepared  {next}", ca.fingerprint())?;
     }
     if let Some(operator) = &operator {
-        operator::say(&ca, operator);
+        operator::say(&ca, operator)?;
     } else if ca.leaves_operator() {
-        println!("{}", left_by_operator("ca rotate prepare"));
+        outln!("{}", left_by_operator("ca rotate prepare"))?;
     }
     let heard = tell(directory).await?.map_or_else(String::new, |progress| {
         let (all, left) = (progress.connected, progress.without_roots.len());
@@ -78,7 +79,7 @@ async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
             all - left.min(all)
         )
     });
-    println!(
+    outln!(
         "{heard}callers that name {} want its new text {}; next: causeway ca rotate activate",
         store.root_path().display(),
         if ca.signs_itself() {
@@ -86,7 +87,7 @@ async fn prepare(ask: &RotatePrepare) -> anyhow::Result<()> {
         } else {
             "by the time that the old root is retired"
         }
-    );
+    )?;
     Ok(())
 }
 
@@ -125,12 +126,12 @@ async fn activate(ask: &RotateStep) -> anyhow::Result<()> {
         step,
         "the new root signs from now on",
         "the new root signs already",
-    );
-    println!("signs     {}", ca.fingerprint());
+    )?;
+    outln!("signs     {}", ca.fingerprint())?;
     tell(directory).await?;
-    println!(
+    outln!(
         "the old one is trusted still, and edges renew by the new one; next: causeway ca rotate retire"
-    );
+    )?;
     Ok(())
 }
 
@@ -159,13 +160,13 @@ async fn retire(ask: &RotateStep) -> anyhow::Result<()> {
         step,
         "the old root is trusted no more",
         "there is one root, and nothing to retire",
-    );
-    println!("signs     {}", ca.fingerprint());
+    )?;
+    outln!("signs     {}", ca.fingerprint())?;
     tell(directory).await?;
     if step == Step::Made {
-        println!(
+        outln!(
             "join tokens and callers' certificates of the old root are good no more; make new ones where that matters"
-        );
+        )?;
     }
     Ok(())
 }
@@ -221,8 +222,8 @@ fn on_another_root(store: &Store, root: Fingerprint) -> anyhow::Result<BTreeSet<
     Ok(left.map(|record| record.node).collect())
 }
 
-fn say(step: Step, made: &str, standing: &str) {
-    println!("{}", if step == Step::Made { made } else { standing });
+fn say(step: Step, made: &str, standing: &str) -> anyhow::Result<()> {
+    outln!("{}", if step == Step::Made { made } else { standing })
 }
 
 /// The first few of them.

@@ -1,50 +1,140 @@
-//! `causeway status`: the edges of a running gateway, as a table or as JSON.
+//! `causeway status`: the edges of a running gateway, or the tunnels of a running edge, as a table or as JSON.
 //!
-//! Shows what `/api/v1/edges` says and computes nothing but ages and units. A field that
+//! Shows what `/api/v1/edges` or an edge's `/status` says and computes nothing but ages and units. A field that
 //! this build does not know, or that an older gateway does not say, does no harm.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
+use hyper::StatusCode;
 use serde_json::Value;
 
+use super::health::DATA;
 use super::{admin, rotate};
 use crate::cli::{Output, Status};
+use crate::output::outln;
 
-/// Asks the gateway and prints its edges.
+/// Asks the gateway or edge and prints what it says.
 pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
-    let (address, found) = admin::address(status.admin, &status.data.data_dir)?;
+    let (address, found) = address(status.admin, status.data_dir.as_deref())?;
     let (code, body) = admin::get(&address, "/api/v1/edges")
         .await
-        .with_context(|| format!("the gateway's admin address is {address}, {found}"))?;
+        .with_context(|| format!("the admin address is {address}, {found}"))?;
+    if code == StatusCode::NOT_FOUND {
+        return of_edge(&address, status.output).await;
+    }
     if !code.is_success() {
         bail!("{address} answers {code} to /api/v1/edges; is it the admin address of a gateway?");
     }
     if status.output == Output::Json {
-        println!("{}", String::from_utf8_lossy(&body).trim_end());
+        outln!("{}", String::from_utf8_lossy(&body).trim_end())?;
         return Ok(());
     }
     let edges: Vec<Value> = serde_json::from_slice(&body)
         .with_context(|| format!("{address} does not answer /api/v1/edges with a list of edges"))?;
-    println!(
+    outln!(
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
-    );
+    )?;
     for remark in conflicts(&edges) {
-        println!("\n{remark}");
+        outln!("\n{remark}")?;
     }
     if let Some(table) = certificates(&address).await {
-        println!("\n{table}");
+        outln!("\n{table}")?;
     }
     if let Some(remark) = reading(&address).await {
-        println!("\n{remark}");
+        outln!("\n{remark}")?;
     }
     if let Some(remark) = rotate::remark(&address).await {
-        println!("\n{remark}");
+        outln!("\n{remark}")?;
     }
     Ok(())
+}
+
+/// Returns the admin address, and in words where it was found. Of the usual data directories the gateway's is first: where
+/// both run, the edge is one of those that the gateway shows.
+fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(String, String)> {
+    if given.is_none() && data_dir.is_none() {
+        for directory in DATA.map(Path::new) {
+            if let Some(address) = admin::noted(directory)? {
+                return Ok((address, format!("as {} says", directory.display())));
+            }
+        }
+    }
+    admin::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
+}
+
+/// Prints what an edge says of itself.
+async fn of_edge(address: &str, output: Output) -> anyhow::Result<()> {
+    let (code, body) = admin::get(address, "/status").await?;
+    if !code.is_success() {
+        bail!("{address} answers {code} to /status; is it the admin address of a gateway or edge?");
+    }
+    if output == Output::Json {
+        return outln!("{}", String::from_utf8_lossy(&body).trim_end());
+    }
+    let status: Value = serde_json::from_slice(&body)
+        .with_context(|| format!("{address} does not answer /status as an edge does"))?;
+    outln!("{}", render_edge(&status, SystemTime::now()))
+}
+
+/// Returns the state of an edge, a table of its tunnels, its certificate, and what last went wrong.
+fn render_edge(status: &Value, now: SystemTime) -> String {
+    let word = |value: &Value| text(value).content();
+    let mut parts = vec![format!(
+        "{} is {} (version {})",
+        word(&status["node"]),
+        word(&status["state"]),
+        word(&status["version"])
+    )];
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header([
+        "GATEWAY", "STATE", "SINCE", "RTT", "STREAMS", "SENT", "RECEIVED", "ADDRESS",
+    ]);
+    let tunnels = status["tunnels"].as_array().map(Vec::as_slice);
+    for tunnel in tunnels.unwrap_or_default() {
+        let round_trip = tunnel["round_trip_us"].as_f64();
+        let round_trip = round_trip.map(|micros| format!("{:.1} ms", micros / 1e3).into());
+        table.add_row([
+            text(&tunnel["gateway"]),
+            text(&tunnel["state"]),
+            age(&time(&tunnel["since"]), now),
+            text(&round_trip.unwrap_or_default()),
+            number(&tunnel["streams"]),
+            bytes(&tunnel["sent"]),
+            bytes(&tunnel["received"]),
+            text(&tunnel["address"]),
+        ]);
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    if !table.is_empty() {
+        parts.push(format!("\n{}", table.trim_fmt()));
+    }
+    let certificate = &status["certificate"];
+    let ends = time(&certificate["not_after"]);
+    if !ends.is_null() {
+        let (ends, left) = (word(&ends), left(&ends, now).content());
+        parts.push(format!("\ncertificate: until {ends}, {left}"));
+    }
+    for trouble in [&status["trouble"], &certificate["trouble"]] {
+        if !trouble["what"].is_null() {
+            parts.push(format!("trouble: {}", word(&trouble["what"])));
+        }
+    }
+    parts.join("\n")
+}
+
+/// Returns a time in milliseconds of the Unix epoch as an RFC 3339 time.
+fn time(millis: &Value) -> Value {
+    millis.as_u64().map_or(Value::Null, |millis| {
+        let time = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
+        humantime::format_rfc3339_seconds(time).to_string().into()
+    })
 }
 
 /// Returns a line for each address that several nodes have.
@@ -317,6 +407,43 @@ mod tests {
         }
         assert!(table.starts_with("NODE") && line.starts_with("edge-1"));
         assert!(!table.contains("POOL"));
+    }
+
+    #[test]
+    fn an_edge_shows_its_tunnels_its_certificate_and_its_trouble() {
+        let began = 1_767_225_600_000_u64;
+        let status = json!({
+            "node": "edge-1", "state": "connected", "version": "0.1.0",
+            "tunnels": [{
+                "gateway": "gw.example:10262", "state": "standing", "since": began, "round_trip_us": 1260,
+                "streams": 3, "sent": 1536, "received": 5, "address": "10.0.0.1:10262",
+            }],
+            "certificate": { "not_after": began + 864_000_000, "trouble": { "what": "late" } },
+        });
+        let now = humantime::parse_rfc3339("2026-01-03T01:10:30Z").unwrap();
+        let shown = render_edge(&status, now);
+        let lines: Vec<&str> = shown.lines().collect();
+        assert_eq!(lines[0], "edge-1 is connected (version 0.1.0)");
+        let row: Vec<&str> = lines[3]
+            .split("  ")
+            .filter(|cell| !cell.is_empty())
+            .collect();
+        let row: Vec<&str> = row.iter().map(|cell| cell.trim()).collect();
+        let expected = "gw.example:10262|standing|2days 1h|1.3 ms|3|1.5 KiB|5 B|10.0.0.1:10262";
+        assert_eq!(row.join("|"), expected, "{shown}");
+        assert_eq!(
+            lines[5..],
+            [
+                "certificate: until 2026-01-11T00:00:00Z, 7d",
+                "trouble: late"
+            ]
+        );
+        let away =
+            json!({ "node": "edge-1", "state": "refused", "trouble": { "what": "gone\u{1b}" } });
+        assert_eq!(
+            render_edge(&away, now),
+            "edge-1 is refused (version -)\ntrouble: gone"
+        );
     }
 
     #[test]

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::data;
 use crate::cli::{Listing, Token, TokenCreate, TokenList, TokenRevoke};
+use crate::output::{errln, outln};
 
 /// Does what was asked for.
 pub(crate) fn run(token: Token) -> anyhow::Result<()> {
@@ -18,7 +19,7 @@ pub(crate) fn run(token: Token) -> anyhow::Result<()> {
         Token::Create(ask) => {
             let token = create(&ask)?;
             explain(&ask);
-            println!("{token}");
+            outln!("{token}")?;
             Ok(())
         }
         Token::List(ask) => list(&ask),
@@ -33,12 +34,12 @@ fn explain(ask: &TokenCreate) {
         (true, 1) => ("for one of them".to_owned(), "the node", " --node NAME"),
         (true, uses) => (format!("for {uses} of them"), "each node", " --node NAME"),
     };
-    eprintln!(
+    errln!(
         "for node {}, good for {ttl}, {times}; on {which} run:",
         ask.node
     );
-    eprintln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
-    eprintln!("with the gateway's address, and the node's ports that callers may reach");
+    errln!("  causeway edge --join TOKEN{named} --gateway HOST:10262 --ports '{{9100: {{}}}}'");
+    errln!("with the gateway's address, and the node's ports that callers may reach");
 }
 
 fn create(ask: &TokenCreate) -> anyhow::Result<String> {
@@ -78,7 +79,7 @@ pub(super) fn warn_of_change(known: &NodeRecord, confirmed: &Confirmed, what: &s
         .labels
         .iter()
         .map(|(key, value)| format!(" {key}={value}"));
-    eprintln!(
+    errln!(
         "note: {} is known, with pool {} and labels{}; {what}",
         known.node,
         known.pool.as_deref().unwrap_or("(none)"),
@@ -94,16 +95,16 @@ fn list(ask: &TokenList) -> anyhow::Result<()> {
     let records = tokens.all()?;
     let at = (&tokens, UnixTime::now().as_secs());
     match ask.output {
-        Listing::Table => println!("{}", table(&records, at)),
+        Listing::Table => outln!("{}", table(&records, at))?,
         Listing::Json => {
             let all: Vec<_> = records.iter().map(|record| row(record, at)).collect();
-            println!("{}", serde_json::to_string_pretty(&all)?);
+            outln!("{}", serde_json::to_string_pretty(&all)?)?;
         }
     }
     let lost = records.iter().filter(|one| state(one, at) == ROOT_RETIRED);
     let lost = lost.count();
     if lost > 0 {
-        eprintln!(
+        errln!(
             "note: {lost} of these tokens carry a CA root that is trusted no more, so no edge can join by them; make new \
              ones: causeway token create --node NODE"
         );
@@ -199,7 +200,7 @@ fn revoke(ask: &TokenRevoke) -> anyhow::Result<()> {
             .revoke(id, UnixTime::now())
             .with_context(|| format!("token {id} is not revoked"))?;
         if found {
-            println!("revoked {id}");
+            outln!("revoked {id}")?;
         } else {
             unknown.push(id.as_str());
         }

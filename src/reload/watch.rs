@@ -1,18 +1,21 @@
 //! The files of a configuration: whether they say something else, and whether whoever writes them has come to an end.
 //!
-//! Files are watched by their folders, since editors and Kubernetes put new ones in their place, and count as changed
-//! when what they say has. `generate >file` empties a file first and fills it later: one that is open for
+//! Folders are watched for names that come, go and move, since editors and Kubernetes put new files in the place of old
+//! ones, and the files themselves for writes. Writes to other files of a folder, such as a log, wake nobody. A file counts
+//! as changed when its content has. `generate >file` empties a file first and fills it later: one that is open for
 //! writing is waited for. Nothing here reads a disk on the thread that asks.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use ::notify::event::{AccessKind, AccessMode, EventKind, ModifyKind};
-use ::notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
 use sha2::{Digest, Sha256};
-use tokio::sync::Notify;
+use tokio::io::unix::AsyncFd;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
@@ -72,53 +75,126 @@ fn said(file: &Path) -> Option<[u8; 32]> {
     Some(Sha256::digest(bytes).into())
 }
 
-/// What the watcher's thread tells.
-#[derive(Debug, Default)]
-struct Told {
-    touched: Notify,
+/// Changes of a folder that the watcher is told of.
+const NAMES: AddWatchFlags = AddWatchFlags::IN_CREATE
+    .union(AddWatchFlags::IN_DELETE)
+    .union(AddWatchFlags::IN_MOVE);
+/// Changes of a file that the watcher is told of.
+const WRITES: AddWatchFlags = AddWatchFlags::IN_MODIFY.union(AddWatchFlags::IN_CLOSE_WRITE);
+
+/// Watch over files and their folders by inotify(7).
+#[derive(Debug)]
+struct Watcher {
+    inotify: AsyncFd<Source>,
+    files: Vec<PathBuf>,
     /// Files that are being written.
-    writing: Mutex<BTreeSet<PathBuf>>,
+    writing: Mutex<BTreeSet<WatchDescriptor>>,
 }
 
-impl Told {
-    fn writing(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
-        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
+#[derive(Debug)]
+struct Source(Inotify);
+
+impl AsRawFd for Source {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+impl Watcher {
+    fn new(noted: &Noted) -> io::Result<Self> {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        let files: Vec<PathBuf> = noted.0.keys().cloned().collect();
+        let folders: BTreeSet<PathBuf> = files.iter().filter_map(|file| folder(file)).collect();
+        for folder in folders {
+            inotify.add_watch(&folder, NAMES)?;
+        }
+        #[expect(
+            deprecated,
+            reason = "its successor is unsafe; the descriptor is the source's own and lives as long"
+        )]
+        let inotify = AsyncFd::new(Source(inotify))?;
+        let watcher = Self {
+            inotify,
+            files,
+            writing: Mutex::default(),
+        };
+        watcher.watch_files();
+        Ok(watcher)
     }
 
-    fn hear(&self, event: &Event, files: &BTreeSet<PathBuf>) {
-        let of_ours = event.paths.iter().filter(|path| files.contains(*path));
-        match event.kind {
-            EventKind::Modify(ModifyKind::Data(_)) => self.writing().extend(of_ours.cloned()),
-            EventKind::Access(AccessKind::Close(AccessMode::Write)) => {
-                of_ours.for_each(|path| {
-                    self.writing().remove(path);
-                });
-            }
-            // Reading them is an event too, of which this would be a circle.
-            EventKind::Access(_) => return,
-            _ => {}
+    /// Watches the files that are there; one that is watched already stays so.
+    fn watch_files(&self) {
+        let inotify = &self.inotify.get_ref().0;
+        for file in self.files.iter().filter(|file| !file.is_dir()) {
+            // Of one that is not there its folder tells when it comes.
+            let _ = inotify.add_watch(file, WRITES);
         }
-        self.touched.notify_one();
+    }
+
+    /// Returns once a write has ended, or a name has come, gone or moved.
+    async fn changed(&self) {
+        loop {
+            let Ok(mut ready) = self.inotify.readable().await else {
+                // The runtime ends.
+                return std::future::pending().await;
+            };
+            match ready.try_io(|source| Ok(source.get_ref().0.read_events()?)) {
+                Ok(Ok(events)) if !self.take(&events) => {}
+                Ok(_) => return,
+                Err(_would_block) => {}
+            }
+        }
+    }
+
+    /// Takes up what has happened so far. Returns whether a file is being written.
+    fn is_writing(&self) -> bool {
+        loop {
+            match self.inotify.get_ref().0.read_events() {
+                Ok(events) => self.take(&events),
+                Err(Errno::EINTR) => continue,
+                Err(_) => break,
+            };
+        }
+        !self.writing().is_empty()
+    }
+
+    /// Notes who writes. Returns whether something is different that is no unfinished write.
+    fn take(&self, events: &[InotifyEvent]) -> bool {
+        let mut finished = false;
+        for event in events {
+            if event.mask.contains(AddWatchFlags::IN_MODIFY) {
+                self.writing().insert(event.wd);
+                continue;
+            }
+            finished = true;
+            if event.mask.intersects(NAMES) {
+                self.watch_files();
+            } else {
+                // Closed, or gone with all who have it open.
+                self.writing().remove(&event.wd);
+            }
+        }
+        finished
+    }
+
+    fn writing(&self) -> std::sync::MutexGuard<'_, BTreeSet<WatchDescriptor>> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The files that count, and what they said last.
 pub(crate) struct Files {
     noted: Noted,
-    told: Arc<Told>,
-    /// Ends with its last owner.
-    watcher: Option<RecommendedWatcher>,
+    watcher: Option<Watcher>,
 }
 
 impl Files {
     pub(super) fn watch(noted: Noted) -> Self {
-        let told = Arc::default();
-        let watcher = watcher(&noted, Arc::clone(&told)).inspect_err(|error| {
+        let watcher = Watcher::new(&noted).inspect_err(|error| {
             tracing::info!(%error, "the system tells of no changed files: looking each {LOOK_OURSELVES:?}");
         });
         Self {
             noted,
-            told,
             watcher: watcher.ok(),
         }
     }
@@ -143,9 +219,14 @@ impl Files {
         let mut look = interval_at(Instant::now() + each, each);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while self.noted.now().await == self.noted {
-            tokio::select! {
-                () = self.told.touched.notified() => sleep(SETTLED).await,
-                _ = look.tick() => {}
+            match &self.watcher {
+                Some(watcher) => tokio::select! {
+                    () = watcher.changed() => sleep(SETTLED).await,
+                    _ = look.tick() => {}
+                },
+                None => {
+                    look.tick().await;
+                }
             }
         }
     }
@@ -157,34 +238,15 @@ impl Files {
         loop {
             sleep(SETTLED).await;
             let now = self.noted.now().await;
-            if (now == last && self.told.writing().is_empty()) || Instant::now() >= end {
-                self.told.writing().clear();
+            let writing = self.watcher.as_ref().is_some_and(Watcher::is_writing);
+            if (now == last && !writing) || Instant::now() >= end {
+                if let Some(watcher) = &self.watcher {
+                    watcher.writing().clear();
+                }
                 return;
             }
             last = now;
         }
-    }
-}
-
-fn watcher(noted: &Noted, told: Arc<Told>) -> ::notify::Result<RecommendedWatcher> {
-    let files: BTreeSet<PathBuf> = noted.0.keys().map(|file| in_folder(file)).collect();
-    let folders: BTreeSet<PathBuf> = files.iter().filter_map(|file| folder(file)).collect();
-    let mut watcher = ::notify::recommended_watcher(move |event: ::notify::Result<Event>| {
-        if let Ok(event) = event {
-            told.hear(&event, &files);
-        }
-    })?;
-    for folder in folders {
-        watcher.watch(&folder, RecursiveMode::NonRecursive)?;
-    }
-    Ok(watcher)
-}
-
-/// As events name it: with its folder.
-fn in_folder(file: &Path) -> PathBuf {
-    match file.parent() {
-        Some(folder) if folder != Path::new("") => file.to_owned(),
-        _ => Path::new(".").join(file),
     }
 }
 
@@ -193,7 +255,10 @@ fn folder(file: &Path) -> Option<PathBuf> {
     if file.is_dir() {
         return Some(file.to_owned());
     }
-    file.parent().map(Path::to_owned)
+    match file.parent() {
+        Some(folder) if folder == Path::new("") => Some(".".into()),
+        folder => folder.map(Path::to_owned),
+    }
 }
 
 #[cfg(test)]
@@ -216,13 +281,64 @@ mod tests {
         fs::write(&file, "before").unwrap();
         let files = Files::watch(noted(&[&file]));
         let mut slow = File::create(&file).unwrap();
-        files.changed().await;
+        // Another reason to read everything anew, such as SIGHUP.
         let early = timeout(5 * SETTLED, files.settled()).await;
         assert!(early.is_err(), "it is empty and open");
         slow.write_all(b"after").unwrap();
         drop(slow);
+        timeout(LOOK / 2, files.changed()).await.unwrap();
         timeout(WRITING * 9 / 10, files.settled()).await.unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"after");
+    }
+
+    #[tokio::test]
+    async fn writes_to_other_files_of_the_folder_wake_nobody_and_neither_do_unfinished_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, log) = (folder.path().join("file"), folder.path().join("log"));
+        fs::write(&file, "before").unwrap();
+        let mut log = File::create(log).unwrap();
+        let files = Files::watch(noted(&[&file]));
+        let events = || {
+            let inotify = &files.watcher.as_ref().unwrap().inotify;
+            inotify.get_ref().0.read_events()
+        };
+        // The kernel queues an event before the write returns.
+        log.write_all(b"line\n").unwrap();
+        assert_eq!(events().unwrap_err(), Errno::EAGAIN);
+        drop(log);
+        assert_eq!(events().unwrap_err(), Errno::EAGAIN);
+
+        let mut slow = File::create(&file).unwrap();
+        slow.write_all(b"af").unwrap();
+        let watcher = files.watcher.as_ref().unwrap();
+        assert!(!watcher.take(&events().unwrap()), "it is not finished");
+        slow.write_all(b"ter").unwrap();
+        drop(slow);
+        assert!(watcher.take(&events().unwrap()));
+        assert!(!watcher.is_writing());
+    }
+
+    #[tokio::test]
+    async fn a_file_that_comes_later_or_in_anothers_place_is_watched_as_well() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        let files = Files::watch(noted(&[&file]));
+        let watcher = files.watcher.as_ref().unwrap();
+        for other in [false, true] {
+            if other {
+                fs::write(folder.path().join("new"), "").unwrap();
+                fs::rename(folder.path().join("new"), &file).unwrap();
+            } else {
+                fs::write(&file, "").unwrap();
+            }
+            timeout(LOOK / 2, watcher.changed()).await.unwrap();
+            assert!(!watcher.is_writing());
+            let mut slow = fs::OpenOptions::new().append(true).open(&file).unwrap();
+            slow.write_all(b"more").unwrap();
+            assert!(watcher.is_writing());
+            drop(slow);
+            assert!(!watcher.is_writing());
+        }
     }
 
     #[tokio::test]
@@ -257,7 +373,6 @@ mod tests {
         fs::write(&file, "one").unwrap();
         let files = Files {
             noted: noted(&[&file]),
-            told: Arc::default(),
             watcher: None,
         };
         fs::write(&file, "two").unwrap();

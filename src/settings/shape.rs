@@ -261,7 +261,7 @@ fn unknown<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> String {
 }
 
 /// The nearest word, if it is near enough to have been meant.
-fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = word.to_lowercase().replace('-', "_");
     // A third of the letters: `prot` is `port`, `colour` is not `cores`.
     let enough = (word.len() / 3).max(1);

@@ -160,7 +160,7 @@ fn a_fault_names_the_flag_or_the_variable_that_it_came_from() {
             ),
         ],
     );
-    let lines = refused.unwrap_err().0;
+    let lines = refused.unwrap_err().faults;
     assert_eq!(lines.len(), 4, "{lines:#?}");
     assert!(
         lines[0].contains(":1:8: cores: must be a whole number"),
@@ -189,7 +189,7 @@ fn a_missing_file_is_one_clear_fault() {
     })
     .unwrap_err();
     assert_eq!(
-        refused.0,
+        refused.faults,
         ["/nowhere/gateway.yaml: cannot be read: No such file or directory (os error 2)"]
     );
 }
@@ -225,7 +225,7 @@ fn a_secret_is_in_no_message() {
     let environment = [("HTTPS_PROXY", "ftp://user:hunter2@proxy")];
     let refused = read::<Edge>("", &environment, &[]).unwrap_err();
     assert!(
-        refused.0[0].starts_with("environment HTTPS_PROXY: proxy: "),
+        refused.faults[0].starts_with("environment HTTPS_PROXY: proxy: "),
         "{refused}"
     );
     assert!(!refused.to_string().contains("hunter2"), "{refused}");

@@ -5,6 +5,8 @@
 
 use std::net::Ipv6Addr;
 
+use super::shape::nearest;
+
 /// The environment, by name.
 #[derive(Debug, Default)]
 pub(super) struct Variables(Vec<(String, String)>);
@@ -43,6 +45,51 @@ impl Variables {
     }
 }
 
+/// Returns a sentence for each variable `CAUSEWAY_…` that is not among the known ones. `texts` are what a process was
+/// given besides: variables that stand there in an address are known.
+pub(crate) fn unknown(
+    environment: &[(String, String)],
+    known: &[String],
+    texts: &[&str],
+) -> Vec<String> {
+    let names = environment.iter().map(|(name, _)| name.as_str());
+    let names: Vec<_> = names.filter(|name| name.starts_with(PREFIX)).collect();
+    // Of a Service named causeway-… the kubelet tells all pods of the namespace by such variables.
+    let of_services: Vec<_> = names
+        .iter()
+        .filter_map(|name| name.strip_suffix("_SERVICE_HOST"))
+        .collect();
+    let of_service = |name: &str| {
+        let rest = of_services
+            .iter()
+            .filter_map(|service| name.strip_prefix(service));
+        rest.into_iter()
+            .any(|rest| rest.starts_with("_SERVICE_") || rest.starts_with("_PORT"))
+    };
+    let stands = |name: &str| {
+        let reference = format!("$({name})");
+        let values = environment.iter().map(|(_, value)| value.as_str());
+        values
+            .chain(texts.iter().copied())
+            .any(|text| text.contains(&reference))
+    };
+    let is_known = |name: &str| known.iter().any(|known| known == name);
+    let unknown = names
+        .iter()
+        .filter(|name| !is_known(name) && !of_service(name) && !stands(name));
+    let lower: Vec<String> = known.iter().map(|known| known.to_lowercase()).collect();
+    let say = |name: &&str| {
+        let near = nearest(name, lower.iter().map(String::as_str));
+        let near = near.map(|near| format!("; did you mean {}?", near.to_uppercase()));
+        let near = near.unwrap_or_default();
+        format!("the variable {name} is unknown and has no effect{near}")
+    };
+    unknown.map(say).collect()
+}
+
+/// How the variables of this program begin.
+const PREFIX: &str = "CAUSEWAY_";
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -71,5 +118,37 @@ mod tests {
                 "{why}"
             );
         }
+    }
+
+    #[test]
+    fn variables_that_nothing_reads_are_named() {
+        let environment = [
+            ("CAUSEWAY_LOG_FITLER", "debug"),
+            ("CAUSEWAY_LOG_FORMAT", "json"),
+            ("CAUSEWAY_POD_IP", "10.0.0.1"),
+            ("CAUSEWAY_LISTEN", "$(CAUSEWAY_OTHER_IP):1"),
+            ("CAUSEWAY_OTHER_IP", "10.0.0.2"),
+            ("CAUSEWAY_GW_SERVICE_HOST", "10.0.0.3"),
+            ("CAUSEWAY_GW_SERVICE_PORT_TUNNEL", "10262"),
+            ("CAUSEWAY_GW_PORT_10262_TCP_ADDR", "10.0.0.3"),
+            ("HOME", "/root"),
+        ];
+        let environment = environment.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let known = [
+            "CAUSEWAY_LOG_FILTER",
+            "CAUSEWAY_LOG_FORMAT",
+            "CAUSEWAY_LISTEN",
+        ];
+        let found = unknown(
+            &environment,
+            &known.map(String::from),
+            &["at: $(CAUSEWAY_POD_IP):1"],
+        );
+        assert_eq!(
+            found,
+            [
+                "the variable CAUSEWAY_LOG_FITLER is unknown and has no effect; did you mean CAUSEWAY_LOG_FILTER?"
+            ]
+        );
     }
 }

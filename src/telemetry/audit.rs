@@ -46,6 +46,15 @@ impl Audit {
         })
     }
 
+    /// Returns a function that counts the lines for which there was no room.
+    pub(super) fn lost(&self) -> impl Fn() -> u64 + Send + Sync + use<> {
+        let lost = self.lost.clone();
+        move || {
+            let lines = lost.get().map_or(0, ErrorCounter::dropped_lines);
+            u64::try_from(lines).unwrap_or(u64::MAX)
+        }
+    }
+
     pub(super) fn writer(&self) -> NonBlocking {
         self.writer.clone()
     }

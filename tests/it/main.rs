@@ -91,6 +91,7 @@ mod demo;
 
 mod links;
 
+mod operator;
 mod outages;
 
 mod clones;

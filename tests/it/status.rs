@@ -114,7 +114,7 @@ async fn where_no_gateway_answers_the_address_and_the_remedy_are_said() {
         .await
         .failed(&["127.0.0.1:1", "as told", "is the process running?"]);
     let front = ask(&format!("--admin {}", site.front)).await;
-    front.failed(&[&site.front, "does not answer as an admin listener does"]);
+    front.failed(&[&site.front, "is it the admin address of a gateway?"]);
 
     // Whoever was killed could not take his address back.
     let data = site.data();

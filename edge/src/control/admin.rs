@@ -16,12 +16,13 @@ use axum::{
     extract::State,
     http::{
         HeaderMap, StatusCode,
-        header::{CONTENT_TYPE, ORIGIN},
+        header::{ACCEPT, CONTENT_TYPE, ORIGIN},
     },
     middleware,
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use causeway_rt::Exposition;
 use causeway_tunnel::unread::Pressure;
 use std::{sync::Arc, time::Duration};
 use tokio::net::TcpListener;
@@ -109,18 +110,15 @@ fn answer(well: bool, status: Status) -> Response {
     (code, format!("{}{trouble}\n", status.state)).into_response()
 }
 
-async fn metrics_text(State(tables): State<Tables>) -> Response {
+async fn metrics_text(State(tables): State<Tables>, fields: HeaderMap) -> Response {
     if let Some(reading) = tables.reader.status().reader {
         tables.metrics.reads(&reading);
     }
     tables.metrics.stalled(tables.pressure.stalls().count());
-    match tables.metrics.text() {
-        Ok(text) => {
-            let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-            ([(CONTENT_TYPE, kind)], text).into_response()
-        }
-        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
-    }
+    let accept = fields.get(ACCEPT);
+    let format = Exposition::negotiate(accept.and_then(|accept| accept.to_str().ok()));
+    let content = [(CONTENT_TYPE, format.content_type())];
+    (content, tables.metrics.encode(format)).into_response()
 }
 
 /// Has the configuration read anew, and says what that did.

@@ -2,11 +2,10 @@
 
 use crate::state::ReaderStatus;
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text::encode_registry},
+    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::{Registry, Unit},
 };
-use std::fmt;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RoleLabel {
@@ -88,8 +87,7 @@ impl Reading {
         self.changes.inc();
     }
 
-    /// All of them, in the text format of Prometheus, without its end.
-    pub(super) fn write(&self, text: &mut String) -> fmt::Result {
-        encode_registry(text, &self.registry)
+    pub(super) fn registry(&self) -> &Registry {
+        &self.registry
     }
 }

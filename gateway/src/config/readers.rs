@@ -23,6 +23,8 @@ pub struct Readers {
     /// Which edges may read what: the first rule for an edge's pool holds, and an edge that none is for reads nothing. Without this key: every edge everything.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow: Option<Vec<Allow>>,
+    /// Connections by which edges read at once: one of the leader of each pool, and one of each edge that has no leader to read from.
+    pub connections: usize,
     /// Bytes of encoded answers that are kept for the next who asks the same.
     #[serde(with = "HumanSize")]
     pub cache: usize,
@@ -67,6 +69,9 @@ impl Default for Readers {
             // What kube-proxy and CoreDNS read, and what OpenYurt serves in a pool.
             resources: resources.iter().map(ToString::to_string).collect(),
             allow: None,
+            // 20,000 edges in pools of 10 have 2,000 leaders. The rest is for the 9 others of each of 688 pools, a third,
+            // that have lost their leader at the same time.
+            connections: 8192,
             // Each resource as JSON and as protobuf, of a cluster with some thousand Services.
             cache: 64 << 20,
             // Some minutes of the changes of a large rollout.
@@ -124,7 +129,8 @@ impl Readers {
     }
 
     fn validate(&self, of_a_cluster: bool, faults: &mut Faults) {
-        faults.at_least_one("readers", &[("cache", self.cache)]);
+        let bounds = [("cache", self.cache), ("connections", self.connections)];
+        faults.at_least_one("readers", &bounds);
         if self.window < LEAST_WINDOW {
             faults.add(
                 "readers.window",

@@ -21,7 +21,7 @@ use crate::{
         pool::Reading,
         rotation::{self, Progress, TakeUp},
     },
-    metrics::{self, Metrics},
+    metrics::Metrics,
     state::{Nodes, Registry},
 };
 use axum::{
@@ -33,6 +33,7 @@ use axum::{
     routing::{get, post},
 };
 use causeway_certs::{LiveCa, NodeName};
+use causeway_rt::Exposition;
 use causeway_tunnel::{target, unread::Pressure};
 use edges::{Detail, Row};
 use serde::Serialize;
@@ -155,7 +156,7 @@ async fn readyz(State(app): State<App>) -> (StatusCode, String) {
     }
 }
 
-async fn scrape(State(app): State<App>) -> impl IntoResponse {
+async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
     let edges = app.registry.all();
     let round_trips = edges
         .iter()
@@ -172,12 +173,15 @@ async fn scrape(State(app): State<App>) -> impl IntoResponse {
         let stores = reading.pool().stores().iter();
         app.metrics.pool(stores.map(|store| store.status()));
     }
-    scraped(app.metrics.encode())
+    scraped(&fields, |format| app.metrics.encode(format))
 }
 
-/// Metrics as an answer.
-pub(crate) fn scraped(metrics: String) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], metrics)
+/// Returns metrics in the format that the scraper prefers.
+pub(crate) fn scraped(fields: &HeaderMap, encode: impl FnOnce(Exposition) -> String) -> Response {
+    let accept = fields.get(header::ACCEPT);
+    let format = Exposition::negotiate(accept.and_then(|accept| accept.to_str().ok()));
+    let content = [(header::CONTENT_TYPE, format.content_type())];
+    (content, encode(format)).into_response()
 }
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {

@@ -97,23 +97,27 @@ impl Roll {
     pub async fn refresh(&self) -> Result<Vec<NodeName>, RefreshError> {
         let (store, nodes) = (self.store.clone(), self.nodes.clone());
         let keeper = self.keeper.clone();
+        let before = nodes.reader().record_names();
         let read = spawn_blocking(move || {
             reload_records(&nodes, &store)?;
             // Of those who are welcome now: what was noted meanwhile of others goes as well.
             keeper.refresh().map_err(RefreshError::Keys)
         })
         .await?;
+        let after = self.nodes.reader().record_names();
+        let removed = before.difference(&after).cloned().collect();
         // Who is believed does not hang on what the disk says of nodes.
-        let gone = self.expel().await?;
+        let gone = self.expel(removed).await?;
         read?;
         Ok(gone)
     }
 
-    /// Ends the tunnels of all who are not welcome.
-    async fn expel(&self) -> Result<Vec<NodeName>, RefreshError> {
+    /// Ends the tunnels of all who are not welcome, and of those whose record was `removed`: a cluster may vouch for the node
+    /// all the same, and lets its edge in again.
+    async fn expel(&self, removed: BTreeSet<NodeName>) -> Result<Vec<NodeName>, RefreshError> {
         // To follow a chain takes two signatures each, where a root is gone.
         let roll = self.clone();
-        let leaving = spawn_blocking(move || roll.leaving()).await?;
+        let leaving = spawn_blocking(move || roll.leaving(&removed)).await?;
         if leaving.is_empty() {
             return Ok(Vec::new());
         }
@@ -136,10 +140,16 @@ impl Roll {
 
     /// Returns the tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel whose
     /// root was retired keeps its streams, and gets no new ones, where its process has another one by a trusted root.
-    fn leaving(&self) -> Vec<(NodeName, Edge, String)> {
+    fn leaving(&self, removed: &BTreeSet<NodeName>) -> Vec<(NodeName, Edge, String)> {
         let (nodes, tls) = (self.nodes.reader(), self.tls.load());
+        let forgotten = |node: &NodeName| {
+            let forgotten = removed.contains(node);
+            forgotten.then(|| format!("node {node} was removed at this gateway"))
+        };
         if let Some(reading) = &self.reading {
-            reading.judge(|node, shown| retired(tls.believes(shown), node, shown));
+            reading.judge(|node, shown| {
+                retired(tls.believes(shown), node, shown).or_else(|| forgotten(node))
+            });
         }
         let process = |node: &NodeName, edge: &Edge| {
             let instance = edge.admitted.welcome.instance.clone();
@@ -158,7 +168,8 @@ impl Roll {
             .map(|(node, edge, _)| process(node, edge))
             .collect();
         let unwelcome = |(node, edge, gone): (NodeName, Edge, Option<String>)| {
-            let why = unwelcome(&nodes, &node, &edge.admitted.certificate);
+            let why =
+                unwelcome(&nodes, &node, &edge.admitted.certificate).or_else(|| forgotten(&node));
             if why.is_none() && gone.is_some() && standing.contains(&process(&node, &edge)) {
                 edge.admitted.tunnel.drain();
                 self.registry.leaves(&node, edge.id);

@@ -55,8 +55,6 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// Connections of one node: its reader has one, and further ones while it dials anew.
 const PER_NODE: usize = 4;
-/// Connections in all, which are none of those that joining has.
-const CONNECTIONS: usize = 1024;
 /// How a reading connection is served. An edge passes on what each client on its node watches: some tens at once.
 const BOUNDS: Bounds = Bounds {
     life: None,
@@ -93,7 +91,7 @@ pub(super) struct Reader {
 /// Why an edge does not read here.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unread {
-    #[error("too many edges read at once")]
+    #[error("as many edges read at once as readers.connections allows")]
     Full,
     #[error("{0}")]
     Unwelcome(String),
@@ -102,12 +100,15 @@ pub(super) enum Unread {
 impl Reading {
     /// What these rules let be read, with nothing in it yet.
     pub fn new(rules: &config::Readers, nodes: &Nodes, metrics: &Arc<Metrics>) -> Self {
+        metrics.reader_limit(rules.connections);
         Self {
             pool: Pool::new(&rules.resources(), &rules.limits()),
             rules: Arc::new(rules.clone()),
             nodes: nodes.clone(),
             readings: Readings::default(),
-            permits: Arc::new(Semaphore::new(CONNECTIONS)),
+            permits: Arc::new(Semaphore::new(
+                rules.connections.min(Semaphore::MAX_PERMITS),
+            )),
             metrics: metrics.clone(),
             stirred: Arc::default(),
             led: leaders::Led::default(),
@@ -167,7 +168,10 @@ impl Reading {
         judged: impl Fn(&Shown) -> Option<String>,
         (stop, drain): (CancellationToken, Duration),
     ) -> Result<(), Unread> {
-        let _permit = self.permits.try_acquire().map_err(|_| Unread::Full)?;
+        let Ok(_permit) = self.permits.try_acquire() else {
+            self.metrics.limit("readers_connections");
+            return Err(Unread::Full);
+        };
         let (node, certificate) = (&reader.node, reader.certificate);
         let right = self.right(node);
         let shown = (certificate.clone(), right);

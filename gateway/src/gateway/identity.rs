@@ -69,6 +69,18 @@ pub(super) struct Next {
     cluster: Option<(ClusterTrust, Tls)>,
 }
 
+/// Reads the files of others' certificates.
+pub(super) fn check(config: &config::Config) -> Result<(), BindError> {
+    config
+        .tunnel
+        .identity
+        .as_ref()
+        .map(Given::read)
+        .transpose()?;
+    Cluster::read(config.signer())?;
+    Ok(())
+}
+
 impl Given {
     /// Reads the files.
     pub(super) fn read(files: &config::Identity) -> Result<Self, BindError> {

@@ -17,6 +17,11 @@ impl Metrics {
         }
     }
 
+    /// Sets how many edges may read at once.
+    pub fn reader_limit(&self, connections: usize) {
+        self.declared.pool_readers_limit.set(whole(connections));
+    }
+
     /// So many pools have a leader here.
     pub fn leaders(&self, pools: usize) {
         self.declared.pool_leaders.set(whole(pools));

@@ -1,9 +1,9 @@
 //! Every metric of a redirector; a doc comment here is the metric's help text.
 
 use super::{ClusterMetrics, Label, Open};
+use causeway_rt::Exposition;
 use causeway_tunnel::connection_limit::ConnectionLimit;
 use prometheus_client::{
-    encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
@@ -65,11 +65,9 @@ impl RedirectorMetrics {
         })
     }
 
-    /// All metrics in `OpenMetrics` text format.
-    pub fn encode(&self) -> String {
-        let mut all = String::new();
-        text::encode(&mut all, &self.registry).expect("a String takes all that is written");
-        all
+    /// Returns all metrics and those of the process as text.
+    pub fn encode(&self, format: Exposition) -> String {
+        format.encode(&[&self.registry])
     }
 
     /// What is counted of a cluster's nodes.

@@ -13,11 +13,17 @@ fn guards_count_what_is_open() {
     let open = r#"open_connections{front="https"}"#;
     let connection = metrics.front("https").connection();
     let stream = metrics.front("tcp").stream();
-    assert_eq!(line(&metrics.encode(), open).as_deref(), Some("1"));
+    assert_eq!(
+        line(&metrics.encode(Exposition::OpenMetrics), open).as_deref(),
+        Some("1")
+    );
     let streams = r#"open_streams{front="tcp"}"#;
-    assert_eq!(line(&metrics.encode(), streams).as_deref(), Some("1"));
+    assert_eq!(
+        line(&metrics.encode(Exposition::OpenMetrics), streams).as_deref(),
+        Some("1")
+    );
     drop((connection, stream));
-    let all = metrics.encode();
+    let all = metrics.encode(Exposition::OpenMetrics);
     assert_eq!(line(&all, open).as_deref(), Some("0"));
     assert_eq!(line(&all, streams).as_deref(), Some("0"));
     let total = r#"connections_total{front="https"}"#;
@@ -43,7 +49,7 @@ fn an_ended_stream_is_counted_by_outcome_class_time_and_bytes() {
         down: 9,
         ..StreamOver::default()
     });
-    let all = metrics.encode();
+    let all = metrics.encode(Exposition::OpenMetrics);
     for (begin, value) in [
         (r#"streams_total{front="https",outcome="ok"}"#, "1"),
         (r#"streams_total{front="https",outcome="node_away"}"#, "1"),
@@ -90,21 +96,27 @@ fn a_value_on_a_bound_is_below_it() {
         ..StreamOver::default()
     });
     let bucket = r#"stream_duration_seconds_bucket{le="0.0005",front="http"}"#;
-    assert_eq!(line(&metrics.encode(), bucket).as_deref(), Some("1"));
+    assert_eq!(
+        line(&metrics.encode(Exposition::OpenMetrics), bucket).as_deref(),
+        Some("1")
+    );
 }
 
 #[test]
 fn round_trips_are_quantiles_of_the_moment() {
     let metrics = Metrics::new();
     metrics.round_trips((1..=100).map(Duration::from_millis).collect());
-    let all = metrics.encode();
+    let all = metrics.encode(Exposition::OpenMetrics);
     for (quantile, seconds) in [("0.5", "0.05"), ("0.99", "0.099"), ("1", "0.1")] {
         let begin = format!(r#"tunnel_round_trip_seconds{{quantile="{quantile}"}}"#);
         assert_eq!(line(&all, &begin).as_deref(), Some(seconds));
     }
     metrics.round_trips(Vec::new());
     let slowest = r#"tunnel_round_trip_seconds{quantile="1"}"#;
-    assert_eq!(line(&metrics.encode(), slowest).as_deref(), Some("0.0"));
+    assert_eq!(
+        line(&metrics.encode(Exposition::OpenMetrics), slowest).as_deref(),
+        Some("0.0")
+    );
 }
 
 #[test]
@@ -118,7 +130,7 @@ fn the_text_has_a_help_line_for_each_metric_and_ends_as_openmetrics_does() {
     metrics.enrolment("enrol", "ok");
     metrics.drains();
     drop(metrics.tunnel());
-    let all = metrics.encode();
+    let all = metrics.encode(Exposition::OpenMetrics);
     assert!(all.ends_with("# EOF\n"));
     for metric in all.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
         let name = metric.split(' ').next().unwrap();
@@ -133,7 +145,7 @@ fn two_fronts_of_one_kind_are_told_apart() {
     let metrics = Metrics::new();
     metrics.front("ssh-1").stream_ended(&StreamOver::default());
     metrics.front("ssh-2");
-    let all = metrics.encode();
+    let all = metrics.encode(Exposition::OpenMetrics);
     let ok = |name: &str| {
         line(
             &all,

@@ -41,6 +41,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Bytes of a path that logs keep: lines wait in memory for whoever reads the log.
+const LONGEST_PATH: usize = 4096;
+
 /// The record of one stream.
 #[derive(Debug)]
 pub struct Record {
@@ -136,7 +139,7 @@ impl Record {
             connection: connection.clone(),
             began: Instant::now(),
             method: method.to_owned(),
-            path: path.to_owned(),
+            path: path[..path.floor_char_boundary(LONGEST_PATH)].to_owned(),
             trace,
             _busy: connection.room.busy(),
             passed: Arc::default(),

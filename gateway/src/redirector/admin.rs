@@ -9,7 +9,7 @@ use axum::{
     Router,
     extract::State,
     http::{HeaderMap, StatusCode, header},
-    response::IntoResponse,
+    response::Response,
     routing::{get, post},
 };
 use causeway_config::Reloads;
@@ -42,9 +42,9 @@ async fn readyz(State(app): State<App>) -> (StatusCode, String) {
     }
 }
 
-async fn scrape(State(app): State<App>) -> impl IntoResponse {
+async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
     app.metrics.addresses(app.fares.addresses());
-    scraped(app.metrics.encode())
+    scraped(&fields, |format| app.metrics.encode(format))
 }
 
 /// Has the configuration read anew, and says what that did.

@@ -144,7 +144,12 @@ mod tests {
         assert_eq!(to(dial().await.unwrap()), one);
         assert_eq!(to(dial().await.unwrap()), one);
         let failed = "causeway_redirect_gateways_failed_total 1";
-        assert!(metrics.encode().contains(failed), "asked again");
+        assert!(
+            metrics
+                .encode(causeway_rt::Exposition::OpenMetrics)
+                .contains(failed),
+            "asked again"
+        );
         drop(first);
         assert_eq!(to(dial().await.unwrap()), two);
         drop(second);

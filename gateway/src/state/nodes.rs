@@ -310,6 +310,11 @@ impl Nodes {
         self.0.load().nodes.get(name).cloned()
     }
 
+    /// Returns the names of all nodes that the records have.
+    pub fn record_names(&self) -> BTreeSet<NodeName> {
+        self.0.load().said.records.keys().cloned().collect()
+    }
+
     /// What the records say of a node that has joined, whatever a cluster knows of it.
     pub fn recorded(&self, name: &NodeName) -> Option<Node> {
         self.0.load().said.records.get(name).cloned()

@@ -4,6 +4,7 @@
 
 use super::{DRAIN, PORT};
 use crate::command::{admin, manifests};
+use crate::output::outln;
 use anyhow::Context;
 use causeway_gateway::{
     Bound, Config, Gateway,
@@ -96,12 +97,13 @@ impl Cloud {
                     running.await;
                 }
             }
-            println!("\nthe gateway has stopped; SIGUSR1 starts it again");
+            // The demo goes on without a reader.
+            let _ = outln!("\nthe gateway has stopped; SIGUSR1 starts it again");
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 _ = switch.recv() => bound = begin(&config)?,
             }
-            println!("the gateway runs again");
+            let _ = outln!("the gateway runs again");
         }
     }
 }

@@ -25,6 +25,7 @@ use serde::Deserialize;
 
 use super::{No, Who, Written, read};
 use crate::cli::PolicyTest;
+use crate::output::outln;
 use crate::settings;
 
 /// What is expected of a policy.
@@ -153,17 +154,17 @@ pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
         if !expectation.is_met(&decision) {
             missed += 1;
             let line = lines.of(&format!("expect[{index}]"));
-            println!(
+            outln!(
                 "{}:{line}: {} {method} {}: {}",
                 ask.table.display(),
                 expectation.user.as_deref().unwrap_or("(nobody)"),
                 expectation.url,
                 super::said(&decision, &policy)
-            );
+            )?;
         }
     }
     let all = table.expect.len();
-    println!("{} of {all} expectations are met", all - missed);
+    outln!("{} of {all} expectations are met", all - missed)?;
     if missed > 0 {
         let said = format!(
             "{missed} of {all} expectations are not met by {}",

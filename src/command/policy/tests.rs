@@ -47,6 +47,25 @@ impl Files {
     }
 }
 
+#[test]
+fn a_request_without_a_scheme_is_no_url() {
+    for url in [
+        "edge-1:9100",
+        "edge-1:9100/metrics",
+        "ftp://edge-1:9100/",
+        "/metrics",
+    ] {
+        let error = Written::of(&Method::GET, url, false).unwrap_err();
+        let error = format!("{error:#}");
+        assert!(
+            error.contains("write https://edge-1:10250/metrics"),
+            "{error}"
+        );
+    }
+    assert!(Written::of(&Method::GET, "http://edge-1:9100", false).is_ok());
+    assert!(Written::of(&Method::CONNECT, "edge-1:22", false).is_ok());
+}
+
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
     let written = Written::of(&ask.method, &ask.url, ask.upgrade).unwrap();

@@ -144,8 +144,28 @@ async fn metrics_come_as_openmetrics_with_the_round_trips_of_the_moment() {
     let world = World::start();
     let _edge = world.joined(&world.enrolled("edge-1"), "a", 0).await;
     let (status, kind, body) = get(&world, "/metrics", "localhost").await;
-    assert_eq!((status, kind.as_str()), (200, metrics::CONTENT_TYPE));
+    assert_eq!(
+        (status, kind.as_str()),
+        (200, Exposition::OpenMetrics.content_type())
+    );
     assert!(body.contains("causeway_gateway_tunnels 1\n"));
     assert!(body.contains("causeway_gateway_tunnel_round_trip_seconds{quantile=\"1\"} "));
     assert!(body.ends_with("# EOF\n"));
+}
+
+#[tokio::test]
+async fn metrics_come_in_the_text_format_to_a_scraper_that_asks_for_it() {
+    let world = World::start();
+    let request = http::Request::get("/metrics")
+        .header("host", "localhost")
+        .header("accept", "text/plain;version=0.0.4")
+        .body(Body::empty())
+        .unwrap();
+    let response = router(app(&world)).call(request).await.unwrap();
+    let kind = response.headers()["content-type"].to_str().unwrap();
+    assert_eq!(kind, "text/plain; version=0.0.4; charset=utf-8");
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let body = String::from_utf8(body.to_vec()).unwrap();
+    let declared = "# TYPE causeway_gateway_streams_crossed_total counter\n";
+    assert!(body.contains(declared) && !body.contains("# EOF"), "{body}");
 }

@@ -441,6 +441,31 @@ async fn any_number_of_tunnels_that_were_taken_over_from_keep_streams_and_revoca
     drop(open);
 }
 
+#[tokio::test]
+async fn removing_a_node_ends_its_tunnel_though_a_cluster_has_the_node() {
+    let world = World::start();
+    let node = name("edge-1");
+    let identity = world.enrolled("edge-1");
+    let nodes = world.store.nodes();
+    nodes.put(NodeRecord::arrived(&node, 0)).unwrap();
+    let roll = world.roll();
+    roll.refresh().await.unwrap();
+    let member = Member {
+        edge: true,
+        ..Member::default()
+    };
+    world.nodes.cluster([(node.clone(), member)].into());
+    let _edge = world.joined(&identity, "a", 0).await;
+    nodes.remove(&node).unwrap();
+    assert_eq!(roll.refresh().await.unwrap(), std::slice::from_ref(&node));
+    world
+        .until(|world| world.registry.of(&node).0.is_empty())
+        .await;
+    // The cluster lets it in again.
+    let _edge = world.joined(&identity, "b", 0).await;
+    assert_eq!(roll.refresh().await.unwrap(), []);
+}
+
 /// Another root signs from then on, and both are believed.
 fn turn(world: &World, step: fn(Ca) -> Result<(Ca, Step), CaError>) {
     let next = world
@@ -796,7 +821,7 @@ async fn strangers_that_finish_tls_keep_nobody_from_joining_or_renewing() {
         asks(offering(&renews, wire::ALPN_HTTP11)).await,
         "HTTP/1.1 404"
     );
-    let metrics = world.metrics.encode();
+    let metrics = world.metrics.encode(causeway_rt::Exposition::OpenMetrics);
     assert!(
         !metrics.contains("limit=\"renewing\""),
         "no stranger has a place there"

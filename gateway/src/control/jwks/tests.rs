@@ -170,7 +170,7 @@ async fn fronts_that_name_the_same_keys_share_them_and_the_last_one_ends_the_fet
     assert_eq!(asked.load(SeqCst), 1);
     assert!(
         metrics
-            .encode()
+            .encode(causeway_rt::Exposition::OpenMetrics)
             .contains("jwks_fetches_total{outcome=\"ok\"} 1")
     );
     assert_eq!(issuers.tasks.len(), 1);

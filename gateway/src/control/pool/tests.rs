@@ -159,6 +159,23 @@ async fn who_reads_shows_an_edges_certificate_and_everybody_else_joins_as_ever()
 }
 
 #[tokio::test]
+async fn no_more_edges_read_at_once_than_readers_connections_allows_and_it_is_counted() {
+    let rules = Readers {
+        connections: 1,
+        ..Readers::default()
+    };
+    let world = world(&rules).await;
+    let mut first = Client::dial(&world, Some(&world.enrolled("edge-1"))).await;
+    let mut watch = first.watch().await;
+    world.until(|world| world.counted("pool_readers 1")).await;
+    let mut second = Client::dial(&world, Some(&world.enrolled("edge-2"))).await;
+    assert!(second.ask(SERVICES).await.is_err());
+    let refused = r#"limits_reached_total{limit="readers_connections"} 1"#;
+    world.until(|world| world.counted(refused)).await;
+    assert!(world.counted("pool_readers_limit 1") && is_open(&mut watch));
+}
+
+#[tokio::test]
 async fn a_fifth_connection_of_a_node_ends_its_oldest() {
     let world = world(&Readers::default()).await;
     let identity = world.enrolled("edge-1");

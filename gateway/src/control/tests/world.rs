@@ -333,6 +333,9 @@ impl World {
     /// Whether a metric has this value.
     pub(crate) fn counted(&self, line: &str) -> bool {
         let line = format!("causeway_gateway_{line}");
-        self.metrics.encode().lines().any(|found| found == line)
+        self.metrics
+            .encode(causeway_rt::Exposition::OpenMetrics)
+            .lines()
+            .any(|found| found == line)
     }
 }

@@ -37,6 +37,12 @@ pub(crate) fn read_all(
     apps.iter().map(build).collect()
 }
 
+/// Reads the files of all apps.
+pub(crate) fn check(apps: &BTreeMap<u16, config::App>) -> Result<(), BindError> {
+    apps.iter()
+        .try_for_each(|(port, app)| read(*port, app).map(drop))
+}
+
 fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
     let believed = match (&app.ca, app.pin, app.verify) {
         (Some(path), ..) => Believed::Signed(roots(port, path)?),

@@ -69,6 +69,19 @@ impl Material {
         })
     }
 
+    /// Reads the files that the front names, and judges those that are parsed later.
+    pub(crate) fn check(front: &config::Front) -> Result<(), BindError> {
+        let read = Self::read(front)?;
+        read.tokens()?;
+        for (jwt, files) in front.callers.jwt.iter().zip(&read.issuers) {
+            if let (Some(path), Some(roots)) = (&jwt.jwks_ca, &files.roots) {
+                let found = causeway_certs::certificates(roots);
+                found.map_err(|why| file(&front.name, path, why))?;
+            }
+        }
+        Ok(())
+    }
+
     /// The certificates in the files that the front names.
     pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
         let front = &self.front;

@@ -1,0 +1,83 @@
+//! Resources that this process uses, read from `/proc/self`.
+
+use std::fs;
+use std::sync::OnceLock;
+
+/// Ticks a second of the times in `/proc`: `USER_HZ`, which is 100 on every architecture of Linux that Rust has.
+const TICKS: f64 = 100.0;
+/// Memory in `/proc/self/status` is in KiB, whatever a page is.
+const KIB: u64 = 1024;
+
+/// Resources that this process uses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Usage {
+    pub(crate) cpu_seconds: f64,
+    pub(crate) start_time_seconds: f64,
+    pub(crate) open_fds: u64,
+    pub(crate) max_fds: u64,
+    pub(crate) threads: u64,
+    /// Bytes of resident memory.
+    pub(crate) resident: u64,
+    /// Bytes of virtual memory.
+    pub(crate) mapped: u64,
+}
+
+impl Usage {
+    /// Returns what is used now, or `None` if `/proc` does not have it.
+    pub(crate) fn now() -> Option<Self> {
+        let read = |file: &str| fs::read_to_string(file).ok();
+        let (stat, status) = (read("/proc/self/stat")?, read("/proc/self/status")?);
+        // The name of the program, in brackets, may hold blanks and brackets. Behind it stands field 3.
+        let (_, fields) = stat.rsplit_once(')')?;
+        let fields: Vec<&str> = fields.split_whitespace().collect();
+        let ticks = |field: usize| fields.get(field - 3)?.parse::<f64>().ok();
+        let booted: f64 = number(&read("/proc/stat")?, "btime ")?;
+        Some(Self {
+            cpu_seconds: (ticks(14)? + ticks(15)?) / TICKS,
+            start_time_seconds: booted + ticks(22)? / TICKS,
+            open_fds: u64::try_from(fs::read_dir("/proc/self/fd").ok()?.count()).ok()?,
+            max_fds: number(&read("/proc/self/limits")?, "Max open files")?,
+            threads: number(&status, "Threads:")?,
+            resident: number::<u64>(&status, "VmRSS:")? * KIB,
+            mapped: number::<u64>(&status, "VmSize:")? * KIB,
+        })
+    }
+}
+
+/// Returns the first number of the line that begins so.
+fn number<N: std::str::FromStr>(text: &str, begin: &str) -> Option<N> {
+    let line = text.lines().find_map(|line| line.strip_prefix(begin))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+type Counts = Box<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
+
+static DROPPED: OnceLock<Counts> = OnceLock::new();
+
+/// Sets the source of the counts of lines that logs of this process lack, by log. A later source is ignored: a process
+/// sets its logs up once.
+pub fn count_dropped_log_lines(
+    counts: impl Fn() -> Vec<(&'static str, u64)> + Send + Sync + 'static,
+) {
+    let _ = DROPPED.set(Box::new(counts));
+}
+
+pub(crate) fn dropped_log_lines() -> Vec<(&'static str, u64)> {
+    DROPPED.get().map(|counts| counts()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_use_of_this_process_is_plausible() {
+        let usage = Usage::now().unwrap();
+        assert!(usage.open_fds > 2 && usage.open_fds <= usage.max_fds);
+        assert!(usage.threads > 0 && usage.resident > 0 && usage.mapped >= usage.resident);
+        let now = std::time::SystemTime::now();
+        let now = now.duration_since(std::time::UNIX_EPOCH).unwrap();
+        assert!(usage.start_time_seconds > 0.0 && usage.start_time_seconds <= now.as_secs_f64());
+        assert!(usage.cpu_seconds >= 0.0);
+    }
+}

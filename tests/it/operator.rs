@@ -1,0 +1,471 @@
+//! An operator's day: broken pipes and full devices, checks of configurations, variables, logs.
+
+use crate::world::{
+    app::App,
+    process::{Causeway, Ended, Site, address_after, binary, causeway, program},
+    tool::{Tool, need},
+};
+use serde_json::Value;
+use std::{fs, path::Path};
+
+/// Runs a command line of the shell, in which `causeway` is the binary.
+fn shell(line: &str, folder: &Path) -> Causeway {
+    let script = format!("causeway() {{ \"$0\" \"$@\"; }}\n{line}");
+    program("sh").args(["-c", &script, binary()]).within(folder)
+}
+
+/// Commands that write to standard output, in an order in which each works.
+const COMMANDS: &[&str] = &[
+    "--help",
+    "ca init --data-dir data",
+    "ca caller --name ann --data-dir data --out .",
+    "bootstrap --node edge-9 --data-dir data --out out",
+    "token create --node edge-1 --data-dir data",
+    "token list --data-dir data",
+    "token list --data-dir data -o json",
+    "edge add edge-2 --data-dir data",
+    "edge pins --data-dir data",
+    "caller token --name ann --file callers",
+    "config schema gateway",
+    "reference edge",
+    "completions bash",
+    "ca rotate status --data-dir data",
+    "k8s ca-bundle --data-dir data",
+    "policy check --policy policy.yaml --as ann GET https://edge-1:9100/",
+    "policy test --policy policy.yaml table.yaml",
+    "gateway --data-dir data --check-config",
+    "edge --gateway gw.example:10262 --check-config",
+];
+
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+    write("policy.yaml", "rules: [{ then: allow }]\n");
+    let table = "expect: [{ as: ann, method: GET, url: \"https://edge-1:9100/\", then: allow }]\n";
+    write("table.yaml", table);
+    folder
+}
+
+#[tokio::test]
+async fn no_command_panics_where_its_reader_has_gone_or_its_device_is_full() {
+    let folder = folder();
+    for line in COMMANDS {
+        let gone = shell(
+            &format!("{{ causeway {line}; echo code=$? >&2; }} | true"),
+            folder.path(),
+        );
+        let said = gone.run().await.stderr;
+        assert!(
+            !said.contains("panic") && said.contains("code="),
+            "{line}: {said}"
+        );
+        let full = shell(&format!("causeway {line} >/dev/full"), folder.path())
+            .run()
+            .await;
+        assert!(!full.stderr.contains("panic"), "{line}: {}", full.stderr);
+        assert_ne!(full.code, Some(101), "{line}");
+        // Errors have no other place.
+        let both = shell(&format!("causeway {line} >/dev/full 2>&1"), folder.path())
+            .run()
+            .await;
+        assert!(matches!(both.code, Some(1..=3)), "{line}: {:?}", both.code);
+    }
+}
+
+#[tokio::test]
+async fn a_reader_that_has_gone_is_no_failure_and_a_full_device_is_one_that_is_told() {
+    let folder = folder();
+    let line = "causeway reference gateway";
+    let gone = format!("{{ {line}; echo code=$? >&2; }} | true");
+    assert_eq!(shell(&gone, folder.path()).run().await.stderr, "code=0\n");
+    let full = shell(&format!("{line} >/dev/full"), folder.path())
+        .run()
+        .await;
+    full.failed(&["cannot write to standard output", "No space left on device"]);
+    let table = shell("causeway completions zsh >/dev/full", folder.path())
+        .run()
+        .await;
+    table.failed(&["cannot write to standard output"]);
+}
+
+#[tokio::test]
+async fn a_gateway_whose_log_cannot_be_written_serves_and_says_so_in_its_metrics() {
+    need!("curl");
+    let app = App::saying("served").await;
+    let site = Site::start().await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let script = "exec \"$0\" \"$@\" 2>/dev/full";
+    let second = program("sh").args(["-c", script, binary()]);
+    let second = second.args(
+        "gateway --tunnel-listen 127.0.0.1:0 --fronts [] --admin-listen 127.0.0.1:0".split(' '),
+    );
+    let data = site.path("second");
+    causeway("ca init")
+        .flag("--data-dir", &data)
+        .run()
+        .await
+        .ok();
+    let gateway = second.flag("--data-dir", &data).start();
+    crate::world::until("its log lacks lines", async || {
+        let Ok(admin) = fs::read_to_string(data.join("run-admin")) else {
+            return false;
+        };
+        let url = format!("http://{}/metrics", admin.trim());
+        let metrics = Tool::curl().args([url]).run().await.ok().text();
+        let line = "causeway_log_lines_dropped_total{log=\"stderr\"} ";
+        let dropped = metrics.lines().find_map(|found| found.strip_prefix(line));
+        dropped.is_some_and(|lines| lines != "0")
+    })
+    .await;
+    gateway.stop().await.ok();
+}
+
+#[tokio::test]
+async fn every_record_is_written_before_an_orderly_end() {
+    need!("curl");
+    let app = App::saying("it").await;
+    let site = Site::start().await;
+    let _edge = site.join("edge-1", app.port()).await;
+    let many = site.curl("edge-1", "[1-200]").run().await.ok();
+    assert_eq!(many.text().len(), 2 * 200);
+    let Ended { stderr, .. } = site.gateway.stop().await.ok();
+    assert_eq!(stderr.matches(" access: ").count(), 200, "{stderr}");
+    assert!(stderr.contains("gateway stopped"), "{stderr}");
+}
+
+async fn refused(line: &str, folder: &Path, words: &[&str]) {
+    let said = causeway(line).within(folder).run().await;
+    assert!(matches!(said.code, Some(1..=3)), "{line}: {said:?}");
+    assert_eq!(said.stdout, "", "{line}");
+    for word in words {
+        assert!(said.stderr.contains(word), "{line}: {}", said.stderr);
+    }
+}
+
+#[tokio::test]
+async fn check_config_refuses_what_would_not_start_or_do_what_it_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+    write("empty.pem", "");
+    let front = "fronts: [{ name: web, kind: https, listen: \"127.0.0.1:0\", port: 9100, ";
+    for (name, text) in [
+        (
+            "certificate",
+            format!("{front}certificate: {{ chain: empty.pem, key: empty.pem }} }}]"),
+        ),
+        (
+            "client_ca",
+            format!("{front}callers: {{ client_ca: [empty.pem] }} }}]"),
+        ),
+        ("app", "apps: { 10250: { ca: empty.pem } }".to_owned()),
+        (
+            "identity",
+            "tunnel: { identity: { chain: empty.pem, key: empty.pem, client_ca: [empty.pem] } }"
+                .to_owned(),
+        ),
+    ] {
+        write(&format!("{name}.yaml"), &text);
+        let line = format!("gateway --config {name}.yaml --check-config");
+        refused(&line, folder.path(), &["empty.pem"]).await;
+    }
+    let edge = "edge --check-config --data-dir data --gateway gw.example:10262";
+    write(
+        "port.yaml",
+        "ports: { 10250: { scheme: https, ca: empty.pem } }",
+    );
+    refused(
+        &format!("{edge} --config port.yaml"),
+        folder.path(),
+        &["empty.pem"],
+    )
+    .await;
+    write(
+        "who.yaml",
+        "identity: { chain: empty.pem, key: empty.pem, ca: empty.pem }",
+    );
+    refused(
+        &format!("{edge} --config who.yaml"),
+        folder.path(),
+        &["empty.pem"],
+    )
+    .await;
+    let alone = causeway("edge --check-config --data-dir data").within(folder.path());
+    let told = alone.run().await.ok().stderr;
+    assert!(told.contains("no gateway is known"), "{told}");
+    let named = causeway(edge).within(folder.path()).run().await.ok();
+    assert_eq!(named.stderr, "");
+}
+
+#[tokio::test]
+async fn a_log_filter_that_would_silence_the_log_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let edge = "edge --check-config --data-dir data --gateway gw.example:10262";
+    for filter in ["verbos", "info,verbos", "causeway=loud"] {
+        for side in ["gateway --check-config", "gateway", edge] {
+            let line = format!("{side} --log-filter {filter}");
+            refused(
+                &line,
+                folder.path(),
+                &["log.filter", filter, "such as info"],
+            )
+            .await;
+        }
+    }
+    let said = causeway(edge).env("RUST_LOG", "verbos").run().await;
+    said.failed(&["RUST_LOG", "verbos"]);
+}
+
+#[tokio::test]
+async fn a_policy_is_not_asked_about_a_request_without_a_scheme() {
+    let folder = folder();
+    let line = "policy check --policy policy.yaml --as ann GET edge-1:9100";
+    let said = causeway(line)
+        .within(folder.path())
+        .run()
+        .await
+        .with_code(2);
+    assert_eq!(said.stdout, "");
+    assert!(
+        said.stderr.contains("write https://edge-1:10250/metrics"),
+        "{}",
+        said.stderr
+    );
+}
+
+#[tokio::test]
+async fn variables_that_nothing_reads_are_warned_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |line: &str| causeway(line).within(folder.path());
+    let near = "CAUSEWAY_DATADIR is unknown and has no effect; did you mean CAUSEWAY_DATA_DIR?";
+    for line in [
+        "token list",
+        "gateway --check-config",
+        "gateway",
+        "edge --check-config",
+    ] {
+        let said = run(line).env("CAUSEWAY_DATADIR", "x").run().await.stderr;
+        assert!(said.contains(near), "{line}: {said}");
+    }
+    // A gateway has no key of this name.
+    let said = run("gateway --check-config").env("CAUSEWAY_GATEWAYS", "a:1");
+    let said = said.run().await.ok().stderr;
+    assert!(said.contains("CAUSEWAY_GATEWAYS is unknown"), "{said}");
+    for known in ["CAUSEWAY_LOG_FORMAT", "CAUSEWAY_DATA_DIR"] {
+        let said = run("gateway --check-config").env(known, "json").run().await;
+        assert_eq!(said.ok().stderr, "");
+    }
+}
+
+#[tokio::test]
+async fn errors_for_which_a_process_ends_are_json_where_its_log_is() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(
+        folder.path().join("faults.yaml"),
+        "log: { format: json }\ncores: no\nfront: []\n",
+    )
+    .unwrap();
+    for (line, code, messages) in [
+        (
+            "gateway --data-dir none",
+            3,
+            vec!["causeway ca init --data-dir none"],
+        ),
+        (
+            "edge --data-dir edge --gateway 127.0.0.1:9",
+            3,
+            vec!["token"],
+        ),
+        (
+            "gateway --config faults.yaml",
+            2,
+            vec!["faults.yaml:2:8: cores", "faults.yaml:3:1: front"],
+        ),
+    ] {
+        let run = causeway(line)
+            .env("CAUSEWAY_LOG_FORMAT", "json")
+            .within(folder.path());
+        let said = run.run().await.with_code(code).stderr;
+        let lines: Vec<Value> = said
+            .lines()
+            .map(|line| {
+                serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {said}"))
+            })
+            .collect();
+        let errors = lines.iter().filter(|line| line["level"] == "ERROR");
+        let errors: Vec<&str> = errors
+            .map(|line| line["message"].as_str().unwrap())
+            .collect();
+        assert_eq!(errors.len(), messages.len(), "{said}");
+        for (error, message) in errors.iter().zip(messages) {
+            assert!(error.contains(message), "{said}");
+        }
+        assert!(
+            lines.iter().all(|line| line["timestamp"].is_string()),
+            "{said}"
+        );
+    }
+    // People read this one.
+    let check = causeway("gateway --config faults.yaml --check-config");
+    let said = check.within(folder.path()).run().await.with_code(2).stderr;
+    assert!(said.starts_with("faults.yaml:2:8: "), "{said}");
+}
+
+#[tokio::test]
+async fn status_on_a_node_shows_its_tunnels() {
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let admin = address_after(
+        edge.written()
+            .line(|line| line.contains("edge runs"))
+            .unwrap(),
+        "admin=",
+    );
+    for ask in [
+        causeway("status").flag("--data-dir", site.edge_data("edge-1")),
+        causeway("status").flag("--admin", &admin),
+    ] {
+        let said = ask.run().await.ok().stdout;
+        assert!(said.starts_with("edge-1 is connected (version "), "{said}");
+        assert!(
+            said.contains("GATEWAY") && said.contains("standing"),
+            "{said}"
+        );
+        assert!(said.contains("certificate: until "), "{said}");
+    }
+    let json = causeway("status -o json").flag("--admin", &admin);
+    let json: Value = serde_json::from_str(&json.run().await.ok().stdout).unwrap();
+    assert_eq!(json["node"], "edge-1");
+}
+
+#[tokio::test]
+async fn build_and_process_are_among_the_metrics_in_the_format_that_is_asked_for() {
+    need!("curl");
+    let site = Site::start().await;
+    let edge = site.join("edge-1", 1).await;
+    let admin = address_after(
+        edge.written()
+            .line(|line| line.contains("edge runs"))
+            .unwrap(),
+        "admin=",
+    );
+    for admin in [&site.admin, &admin] {
+        let url = format!("http://{admin}/metrics");
+        let scrape = |accept: &str| {
+            let field = format!("accept: {accept}");
+            let curl = Tool::curl().args(["-H", &field, "-w", "%{content_type}", &url]);
+            async { curl.run().await.ok().text() }
+        };
+        let text = scrape("text/plain;version=0.0.4").await;
+        assert!(
+            text.ends_with("text/plain; version=0.0.4; charset=utf-8"),
+            "{text}"
+        );
+        for line in [
+            "# TYPE process_cpu_seconds_total counter\n",
+            "# TYPE process_resident_memory_bytes gauge\n",
+            "# TYPE process_open_fds gauge\n",
+            "# TYPE process_start_time_seconds gauge\n",
+            concat!(
+                "causeway_build_info{version=\"",
+                env!("CARGO_PKG_VERSION"),
+                "\"} 1\n"
+            ),
+        ] {
+            assert!(text.contains(line), "{line} {text}");
+        }
+        assert!(!text.contains("# EOF"), "{text}");
+        let text = scrape("*/*").await;
+        assert!(text.contains("# TYPE process_cpu_seconds counter\n") && text.contains("# EOF\n"));
+    }
+}
+
+#[tokio::test]
+async fn a_second_gateway_needs_nothing_but_the_ca_and_the_ticket_secret_of_the_first() {
+    let folder = tempfile::tempdir().unwrap();
+    causeway("ca init --data-dir first")
+        .within(folder.path())
+        .run()
+        .await
+        .ok();
+    let place = |name: &str| folder.path().join(name);
+    fs::create_dir(place("second")).unwrap();
+    fs::copy(place("first/ca.json"), place("second/ca.json")).unwrap();
+    let line = "gateway --data-dir second --tunnel-listen 127.0.0.1:0 --fronts [] --admin-listen 127.0.0.1:0";
+    let mut gateway = causeway(line).within(folder.path()).start();
+    gateway.said("gateway ready").await;
+    gateway.stop().await.ok();
+    causeway("token create --node edge-1 --data-dir second")
+        .within(folder.path())
+        .run()
+        .await
+        .ok();
+}
+
+/// Examples are applied to one cluster, one after the other: what has the same name is the same.
+#[test]
+fn no_example_takes_rights_of_another_away() {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let mut found = std::collections::BTreeMap::new();
+    for folder in fs::read_dir(examples).unwrap() {
+        let file = folder.unwrap().path().join("rbac.yaml");
+        let Ok(text) = fs::read_to_string(&file) else {
+            continue;
+        };
+        for object in text.split("\n---\n") {
+            let lines: Vec<&str> = object
+                .lines()
+                .map(|line| line.split(" #").next().unwrap_or(line).trim_end())
+                .filter(|line| !line.trim_start().starts_with('#'))
+                .collect();
+            let kind = lines.iter().find(|line| line.starts_with("kind: "));
+            let at = lines.iter().position(|line| line.starts_with("metadata:"));
+            // A name in braces, or on the lines that follow.
+            let name: Vec<&str> =
+                at.map_or_else(Vec::new, |at| lines[at..].iter().take(3).copied().collect());
+            let name = name.join(" ");
+            let name = name.split("name: ").nth(1).unwrap_or_default();
+            let name = name.split([',', ' ', '}']).next().unwrap_or_default();
+            let key = format!("{} {name}", kind.unwrap_or(&""));
+            let text = lines.join("\n").trim().to_owned();
+            let (first, before) = found
+                .entry(key.clone())
+                .or_insert((file.clone(), text.clone()));
+            assert_eq!(
+                *before,
+                text,
+                "{key} of {} and {}",
+                first.display(),
+                file.display()
+            );
+        }
+    }
+    assert!(found.contains_key("kind: ClusterRole causeway-gateway-dns"));
+}
+
+/// The block is pasted into a shell whose own settings are to stay.
+#[test]
+fn commands_of_the_readme_leave_the_readers_shell_as_it_is() {
+    let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
+    let readme = fs::read_to_string(readme).unwrap();
+    for word in ["export KUBECONFIG", "unset KUBECONFIG"] {
+        assert!(!readme.contains(word), "{word}");
+    }
+}
+
+/// A gateway without a policy is what its configuration asks for; one that loses its policy is not.
+#[tokio::test]
+async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let policy = folder.path().join("policy.yaml");
+    fs::write(&policy, "rules: [{ then: allow }]\n").unwrap();
+    let mut site = Site::start().await;
+    let line = site.gateway.said("no policy").await;
+    assert!(line.contains("INFO"), "{line}");
+    let config = site.path("gateway.yaml");
+    let without = fs::read_to_string(&config).unwrap();
+    fs::write(&config, format!("{without}policy: {}\n", policy.display())).unwrap();
+    site.gateway.said("policy: 1 rule of").await;
+    fs::write(&config, without).unwrap();
+    let warned = |line: &str| line.contains("no policy") && line.contains("WARN");
+    site.gateway.line("a warning", warned).await;
+}
