@@ -57,6 +57,7 @@ mod abuse;
 mod app_faults;
 mod apps;
 mod apps_http2;
+mod upstream;
 mod audit;
 mod pins;
 

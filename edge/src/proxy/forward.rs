@@ -237,8 +237,7 @@ fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
 }
 
 fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Answer, Failed> {
-    check_codings(app, &answer)?;
-    let (head, incoming) = ended_head(answer);
+    let (head, incoming) = ended_head(app, answer)?;
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
         return Err(broken(
             app,
@@ -255,24 +254,19 @@ fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Ans
     })
 }
 
-/// Whoever gets the answer is not told of a coding, and so must not get a body in one.
-pub(super) fn check_codings(app: &App, answer: &Response<Incoming>) -> Result<(), Failed> {
-    if headers::codes_only_by_chunks(answer.headers()) {
-        return Ok(());
-    }
-    let what = "answered with a Transfer-Encoding that is not chunked alone";
-    Err(broken(app, what))
-}
-
-/// The head as it travels: without the fields of one connection, and without ours.
-pub(super) fn ended_head(answer: Response<Incoming>) -> (Response<()>, Incoming) {
+/// The head as it travels: framed anew, without the fields of one connection, and without private ones.
+pub(super) fn ended_head(
+    app: &App,
+    answer: Response<Incoming>,
+) -> Result<(Response<()>, Incoming), Failed> {
     let (parts, incoming) = answer.into_parts();
     let mut head = Response::new(());
     *head.status_mut() = parts.status;
     *head.headers_mut() = parts.headers;
+    headers::reframe_answer(parts.status, head.headers_mut()).map_err(|what| broken(app, what))?;
     headers::strip_hop_by_hop(head.headers_mut());
     headers::strip_private(head.headers_mut());
-    (head, incoming)
+    Ok((head, incoming))
 }
 
 fn unanswered(app: &App, error: &Unanswered) -> Failed {

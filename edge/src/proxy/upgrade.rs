@@ -47,11 +47,10 @@ pub(super) async fn ask(
             return Err(target::slow(app, &what).into());
         }
     };
-    forward::check_codings(app, &answer)?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
         return switched(app, line, answer, body).await;
     }
-    let (head, incoming) = forward::ended_head(answer);
+    let (head, incoming) = forward::ended_head(app, answer)?;
     Ok(Answer {
         head,
         then: Then::Body(Box::new(Body::http1(app, Box::new(line), incoming))),
@@ -87,9 +86,8 @@ async fn switched(
 ) -> Result<Answer, Failed> {
     let token = answer.headers().get(UPGRADE).cloned();
     let token = token.ok_or_else(|| broken(app, "switched protocols without saying to which"))?;
-    let (mut head, _) = forward::ended_head(answer);
+    let (mut head, _) = forward::ended_head(app, answer)?;
     *head.status_mut() = StatusCode::OK;
-    head.headers_mut().remove(CONTENT_LENGTH);
     head.headers_mut().insert(wire::SWITCHED, token);
     match line.into_bytes().await {
         Ok(Some((early, connection))) => Ok(Answer {

@@ -170,6 +170,10 @@ pub(super) fn respond(
 ) -> Result<Response<Outgoing>, Error> {
     let (mut parts, body) = answer.into_parts();
     refusal(way, &parts.headers)?;
+    headers::reframe_answer(parts.status, &mut parts.headers).map_err(|what| {
+        let (target, node) = (&way.route.target, way.route.node.as_str());
+        Reason::TargetBroken.says(format!("{target} on {node} {what}"))
+    })?;
     request::clean(&mut parts.headers);
     via(&mut parts.headers, Version::HTTP_2);
     parts.version = Version::default();

@@ -238,8 +238,8 @@ pub(super) fn respond_by(
     asking: Asking,
     answer: Response<Incoming>,
 ) -> Result<Response<Outgoing>, Error> {
-    check(way, answer.headers())?;
-    let (parts, incoming) = answer.into_parts();
+    let (mut parts, incoming) = answer.into_parts();
+    check(way, &mut parts)?;
     let body = AppBody::of_line(incoming, asking, way.route);
     Ok(respond(way, parts, body, Version::HTTP_11))
 }
@@ -260,17 +260,15 @@ pub(super) fn respond(
     Response::from_parts(parts, body)
 }
 
-/// Whoever gets the answer is not told of a coding, and so must not get a body in one; and it has a bound everywhere
-/// how large a head may be.
-pub(super) fn check(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
-    let what = if !headers::codes_only_by_chunks(fields) {
-        "answered with a Transfer-Encoding that is not chunked alone"
-    } else if headers::size(fields) > wire::MAX_HEAD {
-        "answered with a head that is too large"
-    } else {
-        return Ok(());
-    };
-    Err(failure::broken(way.route, what))
+/// Frames an answer anew, and refuses one whose head is larger than heads may be anywhere.
+pub(super) fn check(way: Way<'_>, parts: &mut http::response::Parts) -> Result<(), Error> {
+    let framed = headers::reframe_answer(parts.status, &mut parts.headers);
+    framed.map_err(|what| failure::broken(way.route, what))?;
+    if headers::size(&parts.headers) > wire::MAX_HEAD {
+        let what = "answered with a head that is too large";
+        return Err(failure::broken(way.route, what));
+    }
+    Ok(())
 }
 
 /// Why there was no answer.

@@ -110,8 +110,8 @@ fn answered(
     answer: Response<Receive>,
     (place, upload): (Place, Option<DropGuard>),
 ) -> Result<Response<Outgoing>, Error> {
-    check(way, answer.headers())?;
-    let (parts, receive) = answer.into_parts();
+    let (mut parts, receive) = answer.into_parts();
+    check(way, &mut parts)?;
     let body = AppBody::of_stream(receive, place, way);
     let response = respond(way, parts, body, Version::HTTP_2);
     Ok(response.map(|body| body.with_upload(upload)))

@@ -74,15 +74,14 @@ pub(in crate::proxy) async fn run(
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         return respond_by(way, asking, answer);
     }
-    check(way, answer.headers())?;
     let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
         let what = "switched protocols without saying to which";
         return Err(failure::broken(way.route, what));
     };
     let far = hyper::upgrade::on(&mut answer);
     let (mut parts, _) = answer.into_parts();
+    check(way, &mut parts)?;
     request::clean(&mut parts.headers);
-    parts.headers.remove(CONTENT_LENGTH);
     forward::via(&mut parts.headers, Version::HTTP_11);
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
