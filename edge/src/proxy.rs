@@ -56,6 +56,7 @@ pub(crate) struct Way {
     kept: Kept,
     timeouts: Timeouts,
     metrics: Arc<Metrics>,
+    exhaustion: target::ExhaustionLog,
     /// Owns what drives HTTP/2 connections to apps.
     tasks: Arc<Tasks>,
 }
@@ -101,6 +102,7 @@ impl Way {
             kept: Kept::new(timeouts.app_idle),
             timeouts,
             metrics,
+            exhaustion: target::ExhaustionLog::default(),
             tasks,
         }
     }

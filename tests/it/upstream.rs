@@ -3,11 +3,14 @@
 use crate::{
     road::Road,
     world::{
-        app::{App, Head, Script},
-        caller::{Answer, Caller, assert_problem, whole},
+        World,
+        app::{App, Head, Script, answer},
+        caller::{Answer, Caller, assert_problem, exchange, read, read_to_end, whole},
     },
 };
+use causeway_edge::config::Port;
 use hyper::Request;
+use tokio::io::AsyncWriteExt;
 
 /// Runs `check` with a client of each HTTP version, first where the edge speaks HTTP to the upstream, then where the
 /// gateway itself does.
@@ -64,7 +67,7 @@ fn framed(head: &Head) -> Script {
 /// RFC 9112 section 6.3: `Transfer-Encoding` overrides `Content-Length`, and equal lengths are one.
 #[tokio::test]
 async fn answers_of_upstreams_are_framed_anew() {
-    over_both_roads(framed, async |_, _, caller| {
+    Box::pin(over_both_roads(framed, async |_, _, caller| {
         for path in [
             "/length-beside-chunks",
             "/list-of-equal-lengths",
@@ -73,7 +76,11 @@ async fn answers_of_upstreams_are_framed_anew() {
             "/length-of-an-interim-answer",
         ] {
             let answer = ask(caller, "GET", path).await;
-            assert_eq!((answer.status, answer.text().as_str()), (200, "ok"), "{path}");
+            assert_eq!(
+                (answer.status, answer.text().as_str()),
+                (200, "ok"),
+                "{path}"
+            );
             let lengths = answer.fields.get_all("content-length").iter().count();
             assert!(lengths < 2, "{path}: {:?}", answer.fields);
         }
@@ -84,13 +91,13 @@ async fn answers_of_upstreams_are_framed_anew() {
         }
         let answer = ask(caller, "GET", "/no-content").await;
         assert_eq!((answer.status, answer.field("content-length")), (204, ""));
-    })
+    }))
     .await;
 }
 
 #[tokio::test]
 async fn lengths_that_differ_are_the_fault_of_the_upstream() {
-    over_both_roads(framed, async |app, _, caller| {
+    Box::pin(over_both_roads(framed, async |app, _, caller| {
         for (method, path) in [
             ("GET", "/different-lengths"),
             ("HEAD", "/different-lengths"),
@@ -110,6 +117,124 @@ async fn lengths_that_differ_are_the_fault_of_the_upstream() {
                 assert_problem(&answer, 502, "target_broken", "answered");
             }
         }
-    })
+    }))
     .await;
+}
+
+/// A GET that makes an upstream fail makes it fail once: what answered anything, or reset, may have taken the request.
+#[tokio::test]
+async fn garbage_and_resets_on_a_reused_connection_are_not_asked_for_again() {
+    let choose = |head: &Head| match head.path().as_str() {
+        "/garbage" => answer::garbage(),
+        "/half-a-head" => Script::new().write("HTTP/1.1 200 OK\r\nContent-Le").close(),
+        "/only-hints" => Script::new()
+            .write("HTTP/1.1 103 Early Hints\r\n\r\n")
+            .close(),
+        "/reset" => Script::new().reset(),
+        _ => answer::ok("well"),
+    };
+    Box::pin(over_both_roads(choose, async |app, road, caller| {
+        for path in ["/garbage", "/half-a-head", "/only-hints", "/reset"] {
+            assert_eq!(ask(caller, "GET", "/well").await.text(), "well");
+            // Its connection rests once the stream is over.
+            road.until_idle().await;
+            let before = app.requests();
+            let answer = ask(caller, "GET", path).await;
+            assert_problem(&answer, 502, "target_broken", "edge-1");
+            assert_eq!(app.requests(), before + 1, "{path}");
+        }
+    }))
+    .await;
+}
+
+const ATTACH: &str =
+    "POST /attach HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n";
+
+fn attach(head: &Head) -> Script {
+    assert!(head.path().starts_with("/attach"));
+    if head.path() == "/attach/refused" {
+        return answer::refuse_upgrade("409 Conflict", "not you");
+    }
+    let switch = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n";
+    Script::new().body().write(switch).echo()
+}
+
+/// As Docker's clients ask for `attach` and `exec`.
+async fn attaches(app: &App, road: &Road) {
+    let large = "x".repeat(300_000);
+    for (fields, framed, body) in [
+        ("Content-Length: 3\r\n\r\n".to_owned(), "xyz", "xyz"),
+        (
+            "Transfer-Encoding: chunked\r\n\r\n".to_owned(),
+            "1\r\nx\r\n2\r\nyz\r\n0\r\n\r\n",
+            "xyz",
+        ),
+        (
+            "Transfer-Encoding: chunked\r\n\r\n".to_owned(),
+            "0\r\n\r\n",
+            "",
+        ),
+        (
+            format!("Content-Length: {}\r\n\r\n", large.len()),
+            large.as_str(),
+            large.as_str(),
+        ),
+    ] {
+        let mut wire = road.tls().await;
+        let head = exchange(&mut wire, format!("{ATTACH}{fields}{framed}")).await;
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+        assert!(app.body().await == body.as_bytes());
+        wire.write_all(b"hello").await.unwrap();
+        assert_eq!(read(&mut wire, 5).await, b"hello");
+        wire.shutdown().await.unwrap();
+        assert_eq!(read_to_end(&mut wire).await.unwrap(), b"");
+    }
+    let refused = ATTACH.replace("/attach", "/attach/refused") + "Content-Length: 3\r\n\r\nxyz";
+    let refused = road.caller().raw("edge-1", refused).await;
+    assert_eq!((refused.status, refused.text().as_str()), (409, "not you"));
+    road.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_upgrade_with_a_body_is_switched_behind_the_body() {
+    let app = App::http(attach).await;
+    attaches(&app, &Road::to(&app).await).await;
+    let (app, road) = Road::secured(attach).await;
+    attaches(&app, &road).await;
+}
+
+/// RFC 9209 section 2.3 has a type for each.
+#[tokio::test]
+async fn a_target_that_cannot_be_dialled_is_reported_by_its_cause() {
+    let world = World::start().await;
+    let refusing = App::refusing();
+    let targets = [
+        (1, refusing.address().to_string()),
+        (2, "nowhere.invalid:80".to_owned()),
+    ];
+    let edge = world.edge("edge-1").config(|config| {
+        for (number, target) in &targets {
+            let port = Port {
+                target: Some(target.clone()),
+                ..Port::default()
+            };
+            config.ports.insert(*number, port);
+        }
+    });
+    let _edge = edge.join().await;
+    for (number, status, reason, error) in [
+        (1, 502, "target_refused", "connection_refused"),
+        (2, 502, "target_unresolved", "dns_error"),
+    ] {
+        let answer = world
+            .caller()
+            .get(&format!("https://edge-1:{number}/"))
+            .await;
+        assert_problem(&answer, status, reason, "edge-1");
+        let expected = format!("causeway; error={error}; ");
+        assert!(
+            answer.field("proxy-status").starts_with(&expected),
+            "{answer}"
+        );
+    }
 }

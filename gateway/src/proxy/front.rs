@@ -93,6 +93,9 @@ pub struct Front {
     pub metrics: Arc<FrontMetrics>,
     /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
     pub(crate) tls_refusals: Seldom,
+    /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
+    /// ports or memory.
+    pub(crate) exhaustions: Seldom,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
     /// The front that has taken this one's place, if one has.
