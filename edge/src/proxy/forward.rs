@@ -4,8 +4,9 @@
 //! over HTTP/2 and goes by prior knowledge; h2c is always prior knowledge; https is what ALPN chose.
 //! Fields pass as they came, save those of one connection; a body streams as it comes, both ways, and
 //! an answer that comes before the request's body has been read passes at once.
-//! A kept connection that turns out closed is tried once more on a new one, if the request was never
-//! sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
+//! A request is sent once more, on a new connection, if the one that was kept did not take it. So is one that can be
+//! repeated (RFC 9110 §9.2.2) and has no body, if the app closed the kept connection without a byte of an answer: a
+//! reset or garbage may be what the request has done to the app.
 
 use super::{
     Answer, Failed, Then, Way,
@@ -18,7 +19,7 @@ use super::{
     target,
 };
 use crate::config::Scheme;
-use causeway_tunnel::{Receive, StreamError, headers};
+use causeway_tunnel::{Receive, StreamError, error::is_close, headers};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, TE, TRANSFER_ENCODING},
@@ -54,7 +55,9 @@ pub(super) async fn ask(
         Ok(answer) => return answered(app, asking, answer),
         Err(error) => error,
     };
-    let Some(request) = (reused.then(|| error.take_message()).flatten()).or(again) else {
+    let unsent = reused.then(|| error.take_message()).flatten();
+    let again = again.filter(|_| asking.closed_unanswered(error.error()));
+    let Some(request) = unsent.or(again) else {
         return Err(unanswered(app, &error));
     };
     if caused_by_caller(error.error()) {
@@ -75,6 +78,14 @@ impl Asking {
         match self {
             Self::Http1(line) => line.ask(request).await,
             Self::Http2(stream) => stream.ask(request).await,
+        }
+    }
+
+    /// Whether the app closed the connection without an answer to the request, which failed with `error`.
+    fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        match self {
+            Self::Http1(line) => line.closed_unanswered(error),
+            Self::Http2(_) => is_close(error),
         }
     }
 

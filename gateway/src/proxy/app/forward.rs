@@ -2,8 +2,9 @@
 //!
 //! By HTTP/2 where the app chose it (`stream`), else by HTTP/1.1.
 //! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
-//! ways; an answer that comes before the request's body has been read passes at once. A kept line that turns out closed
-//! is replaced once, if the request was never sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
+//! ways; an answer that comes before the request's body has been read passes at once. A request is sent once more, on a new
+//! line, if the one that was kept did not take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the
+//! app closed the kept line without a byte of an answer: a reset or garbage may be what the request has done to the app.
 
 use super::{
     body::{AppBody, Asked},
@@ -124,7 +125,7 @@ pub(super) async fn by_line(
     } = content;
     let has_body = !body.is_end_stream();
     prepare(way, &mut head, has_body);
-    let mut again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
+    let again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
@@ -141,7 +142,8 @@ pub(super) async fn by_line(
         Err(error) => error,
     };
     let unsent = error.take_message().filter(|_| reused);
-    let Some(request) = unsent.or(again.take()) else {
+    let again = again.filter(|_| asking.closed_unanswered(error.error()));
+    let Some(request) = unsent.or(again) else {
         return Err(unanswered(way, &asking, error.error()));
     };
     drop(asking);

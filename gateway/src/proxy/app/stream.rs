@@ -1,8 +1,9 @@
 //! A plain request on an HTTP/2 connection to an app, which others share.
 //!
 //! As over the node's tunnel itself: the head first, the body behind it in a task of its own, and whoever goes away
-//! resets the stream. What the app has not taken is asked once more on a younger connection, and so is what can be
-//! repeated (RFC 9110 §9.2.2) and has no body: whoever closed one connection may have closed them all.
+//! resets the stream. What the app has not taken is asked once more on a younger connection: whoever closed one may have
+//! closed them all. So is what can be repeated (RFC 9110 §9.2.2) and has no body, if the app closed the connection in order
+//! without an answer.
 
 use super::{
     body::AppBody,
@@ -44,7 +45,7 @@ pub(super) async fn run(
         Ok(answered) => return answered,
         Err(broke) => broke,
     };
-    let again = reused && (!broke.taken || is_idempotent(&head));
+    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
     let Some(content) = content.filter(|_| again) else {
         return Err(unanswered(way, &broke));
     };
