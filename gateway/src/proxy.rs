@@ -51,7 +51,7 @@ use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::task::Tasks;
 use front::{Connection, Front};
-use http::{HeaderMap, Method, Request, Response, header::UPGRADE};
+use http::{HeaderMap, Method, Request, Response, Version, header::UPGRADE};
 use hyper::body::Incoming;
 use limits::{Count, Limits};
 use outgoing::Outgoing;
@@ -117,10 +117,18 @@ impl Proxy {
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let switches = request.headers().contains_key(UPGRADE);
+        // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
+        let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let served = pin!(self.serve(connection, request, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
-            Err(error) => reply::of(&self.front, &record, (switches, &error)),
+            Err(error) => {
+                let reply = reply::of(&self.front, &record, (switches, &error));
+                if bodiless {
+                    return reply.map(|_| Outgoing::empty());
+                }
+                reply
+            }
         }
     }
 
