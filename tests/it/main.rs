@@ -57,9 +57,9 @@ mod abuse;
 mod app_faults;
 mod apps;
 mod apps_http2;
-mod upstream;
 mod audit;
 mod pins;
+mod upstream;
 
 mod stalled;
 

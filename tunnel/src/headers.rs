@@ -255,7 +255,11 @@ mod tests {
         for (status, lines, length) in [
             (200, &[("content-length", "2")][..], "2"),
             (200, &[("content-length", "2, 2")], "2"),
-            (200, &[("content-length", "2"), ("content-length", "2")], "2"),
+            (
+                200,
+                &[("content-length", "2"), ("content-length", "2")],
+                "2",
+            ),
             (200, &[("content-length", "0000000000000000000002")], "2"),
             (200, &[("content-length", "00,0")], "0"),
             (304, &[("content-length", "7 , 7")], "7"),
