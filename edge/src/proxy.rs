@@ -178,7 +178,10 @@ impl Way {
         let app = app?;
         match kind {
             Kind::Request => forward::ask(self, &app, (head, body), interim).await,
-            Kind::Upgrade(token) => Box::pin(upgrade::ask(self, &app, &token, (head, body))).await,
+            Kind::Upgrade(token) => {
+                let asked = (head, body);
+                Box::pin(upgrade::ask(self, &app, &token, asked, interim)).await
+            }
             Kind::Tcp => relay::ask(self, &app, body).await,
         }
     }

@@ -49,7 +49,7 @@ use app::Apps;
 use authorize::{Act, Ask, Authorize};
 use caller::Caller;
 use causeway_certs::NodeName;
-use causeway_tunnel::task::Tasks;
+use causeway_tunnel::{interim::Exchange, task::Tasks};
 use front::{Connection, Front};
 use http::{HeaderMap, Method, Request, Response, Version, header::UPGRADE};
 use hyper::body::Incoming;
@@ -114,12 +114,13 @@ impl Proxy {
         &self,
         connection: &Arc<Connection>,
         request: Request<Incoming>,
+        exchange: Exchange,
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let switches = request.headers().contains_key(UPGRADE);
         // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
         let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
-        let served = pin!(self.serve(connection, request, &record));
+        let served = pin!(self.serve(connection, request, exchange, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
             Err(error) => {
@@ -136,6 +137,7 @@ impl Proxy {
         &self,
         connection: &Arc<Connection>,
         request: Request<Incoming>,
+        exchange: Exchange,
         record: &Arc<Record>,
     ) -> Result<Response<Outgoing>, Error> {
         if self.front.is_over() {
@@ -191,6 +193,7 @@ impl Proxy {
             tunnel: &picked.tunnel,
             id: picked.id,
             record,
+            exchange,
         };
         way.open(kind, request).await
     }
@@ -278,6 +281,8 @@ pub struct Way<'a> {
     pub id: TunnelId,
     /// The record of this stream.
     pub record: &'a Arc<Record>,
+    /// What interim answers are for.
+    pub exchange: Exchange,
 }
 
 impl Way<'_> {

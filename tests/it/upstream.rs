@@ -4,13 +4,14 @@ use crate::{
     road::Road,
     world::{
         World,
-        app::{App, Head, Script, answer},
-        caller::{Answer, Caller, assert_problem, exchange, read, read_to_end, whole},
+        app::{App, Gate, Head, Script, answer},
+        caller::{Answer, Caller, assert_problem, exchange, read, read_head, read_to_end, whole},
+        frames,
     },
 };
 use causeway_edge::config::Port;
 use hyper::Request;
-use tokio::io::AsyncWriteExt;
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 
 /// Runs `check` with a client of each HTTP version, first where the edge speaks HTTP to the upstream, then where the
 /// gateway itself does.
@@ -155,8 +156,13 @@ fn attach(head: &Head) -> Script {
     if head.path() == "/attach/refused" {
         return answer::refuse_upgrade("409 Conflict", "not you");
     }
+    let hint = if head.path() == "/attach/hints" {
+        HINT
+    } else {
+        ""
+    };
     let switch = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n";
-    Script::new().body().write(switch).echo()
+    Script::new().body().write(hint).write(switch).echo()
 }
 
 /// As Docker's clients ask for `attach` and `exec`.
@@ -189,6 +195,13 @@ async fn attaches(app: &App, road: &Road) {
         wire.shutdown().await.unwrap();
         assert_eq!(read_to_end(&mut wire).await.unwrap(), b"");
     }
+    let hinted = ATTACH.replace("/attach", "/attach/hints") + "Content-Length: 3\r\n\r\nxyz";
+    let mut wire = road.tls().await;
+    let head = exchange(&mut wire, hinted).await;
+    assert!(head.starts_with("HTTP/1.1 103 "), "{head}");
+    let head = read_head(&mut wire).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    drop(wire);
     let refused = ATTACH.replace("/attach", "/attach/refused") + "Content-Length: 3\r\n\r\nxyz";
     let refused = road.caller().raw("edge-1", refused).await;
     assert_eq!((refused.status, refused.text().as_str()), (409, "not you"));
@@ -201,6 +214,110 @@ async fn an_upgrade_with_a_body_is_switched_behind_the_body() {
     attaches(&app, &Road::to(&app).await).await;
     let (app, road) = Road::secured(attach).await;
     attaches(&app, &road).await;
+}
+
+const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\nConnection: x-hop\r\nX-Hop: 1\r\n\r\n";
+
+/// Interim answers, each of which the client has before the upstream goes on.
+fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'static {
+    let gate = gate.clone();
+    move |head| match head.path().as_str() {
+        "/hints" => Script::new()
+            .body()
+            .write(HINT)
+            .until(&gate)
+            .write("HTTP/1.1 102 Processing\r\n\r\n")
+            .until(&gate)
+            .write("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+        "/continue" => answer::after_continue("taken"),
+        other => panic!("{other}"),
+    }
+}
+
+async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
+    let mut wire = road.tcp("plain").await;
+    // On the same connection again: nothing is left of the first.
+    for _ in 0..2 {
+        let head = "GET /hints HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+        let hint = exchange(&mut wire, head).await.to_lowercase();
+        assert!(hint.starts_with("http/1.1 103 early hints\r\n"), "{hint}");
+        assert!(
+            hint.contains("\r\nlink: </style.css>; rel=preload\r\n"),
+            "{hint}"
+        );
+        assert!(!hint.contains("x-hop"), "{hint}");
+        gate.open();
+        let processing = read_head(&mut wire).await;
+        assert!(processing.starts_with("HTTP/1.1 102 "), "{processing}");
+        gate.open();
+        let last = read_head(&mut wire).await;
+        assert!(last.starts_with("HTTP/1.1 200 "), "{last}");
+        assert_eq!(read(&mut wire, 2).await, b"ok");
+    }
+    // A client of HTTP/1.0 knows none (RFC 9110 section 15.2).
+    gate.open();
+    gate.open();
+    let head = "GET /hints HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n";
+    let last = exchange(&mut road.tcp("plain").await, head).await;
+    assert!(last.starts_with("HTTP/1.0 200 "), "{last}");
+}
+
+/// The status of the next answer on a stream, interim or not.
+async fn status(wire: &mut TcpStream, stream: u32) -> u16 {
+    loop {
+        let frame = frames::next(wire).await.unwrap();
+        if frame.kind == frames::HEADERS && frame.stream == stream {
+            return frame.status();
+        }
+        assert!(frame.stream != stream || frame.kind != frames::RST_STREAM);
+    }
+}
+
+async fn hints_arrive_over_http2(road: &Road, gate: &Gate) {
+    let mut wire = road.tcp("plain").await;
+    let asked = |stream: u32, method: &str, path: &str, expect: bool| {
+        let mut list = vec![
+            (":method", method),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "edge-1:9100"),
+        ];
+        list.extend(expect.then_some(("expect", "100-continue")));
+        let end = if expect { 0 } else { frames::END_STREAM };
+        let flags = frames::END_HEADERS | end;
+        frames::frame(frames::HEADERS, flags, stream, &frames::fields(&list))
+    };
+    // No table: no answer refers to an earlier one.
+    let begin = [frames::PREFACE, &frames::settings(&[(1, 0)])].concat();
+    frames::send(&mut wire, &begin).await.unwrap();
+    let hints = asked(1, "GET", "/hints", false);
+    frames::send(&mut wire, &hints).await.unwrap();
+    assert_eq!(status(&mut wire, 1).await, 103);
+    gate.open();
+    assert_eq!(status(&mut wire, 1).await, 102);
+    // Beside the first stream, whose answer is not there.
+    let waits = asked(3, "POST", "/continue", true);
+    frames::send(&mut wire, &waits).await.unwrap();
+    assert_eq!(status(&mut wire, 3).await, 100);
+    let body = frames::frame(frames::DATA, frames::END_STREAM, 3, b"body");
+    frames::send(&mut wire, &body).await.unwrap();
+    assert_eq!(status(&mut wire, 3).await, 200);
+    gate.open();
+    assert_eq!(status(&mut wire, 1).await, 200);
+}
+
+/// RFC 9110 section 15.2: a proxy forwards interim answers, and none waits for the next.
+#[tokio::test]
+async fn interim_answers_reach_clients_of_both_versions() {
+    let gate = Gate::new();
+    let app = App::http(hinting(&gate)).await;
+    let road = Road::to(&app).await;
+    hints_arrive_over_http1(&road, &gate).await;
+    hints_arrive_over_http2(&road, &gate).await;
+    let (app, road) = Box::pin(Road::secured(hinting(&gate))).await;
+    hints_arrive_over_http1(&road, &gate).await;
+    hints_arrive_over_http2(&road, &gate).await;
+    drop(app);
 }
 
 /// RFC 9209 section 2.3 has a type for each.

@@ -10,6 +10,7 @@ use super::{
     app::{App, Offer, Replayed},
     body::{Behind, Body, Outgoing},
     broken, forward,
+    interim::Interim,
     kept::Line,
     target,
 };
@@ -37,9 +38,11 @@ pub(super) async fn ask(
     app: &App,
     token: &str,
     (head, body): (Request<()>, Receive),
+    interim: &Interim,
 ) -> Result<Answer, Failed> {
-    let (request, session) = prepare(head, app, token, body)
+    let (mut request, session) = prepare(head, app, token, body)
         .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
+    interim.listen(&mut request);
     let deadline = target::deadline(way.timeouts.dial);
     let connection = app.connect(way, Offer::Http1, deadline).await?;
     let mut line = Line::begin(connection)

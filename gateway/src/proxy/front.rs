@@ -33,7 +33,7 @@ use causeway_certs::{
     Fingerprint, FrontResolver, NodeName,
     verify::{PeerRefused, Trust},
 };
-use causeway_tunnel::{connection_limit::Slot, listener::Peer};
+use causeway_tunnel::{connection_limit::Slot, interim::Interims, listener::Peer};
 use door::Door;
 pub use door::Entrance;
 use idle::Idle;
@@ -231,6 +231,8 @@ pub struct Connection {
     /// What each of its streams may hold unread, where HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: LastToken,
+    /// Interim answers to its requests.
+    pub(crate) interims: Interims,
     /// What `Forwarded` said last, and for which authority: a kept-alive caller mostly names one.
     pub(crate) forwarded: Mutex<Option<(Option<Box<str>>, HeaderValue)>>,
     nobody: OnceLock<Caller>,
@@ -282,6 +284,7 @@ impl Arrival {
             idle: Arc::default(),
             last_token: LastToken::default(),
             window: http::window(proxy),
+            interims: Interims::default(),
             forwarded: Mutex::default(),
             nobody: OnceLock::new(),
             room: self.room,

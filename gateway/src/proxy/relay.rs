@@ -17,7 +17,7 @@ use crate::{
         recheck::Allowed,
     },
 };
-use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
+use causeway_tunnel::{Receive, Send, client, copy, interim::Exchange, socket::Abort};
 use http::{Method, Request, Response, StatusCode, Version};
 use hyper::{
     body::Incoming,
@@ -176,6 +176,7 @@ async fn begin(
         tunnel: &picked.tunnel,
         id: picked.id,
         record,
+        exchange: Exchange::None,
     })
     .await
 }

@@ -56,7 +56,8 @@ pub async fn run(
     let ask = Ask::Upgrade(token.to_owned());
     let opened = way.tunnel.open(head, &ask, &way.route.target, false);
     let opened = within_bound(way, opened).await?;
-    let (mut send, mut answer) = (opened.send, opened.answer);
+    let mut send = opened.send;
+    let mut answer = pin!(forward::wait(way, opened.answer, None));
     let answer = if has_content {
         let pressure = way.proxy.shared.limits.pressure();
         let mut sending = pin!(content.send(way, &mut send));

@@ -136,7 +136,7 @@ pub(super) async fn by_line(
         _ => Asked::default(),
     };
     let mut request = head.map(|()| body);
-    listen(&mut request, &asking, go);
+    listen(way, &mut request, &asking, Some(go));
     let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(way, asking, answer),
         Err(error) => error,
@@ -151,19 +151,29 @@ pub(super) async fn by_line(
     let mut request = request.map(|body| body.moved(&line.life));
     let mut asking = line.asking();
     // A body that waits for a 100 waits for it no longer than its bound.
-    listen(&mut request, &asking, oneshot::channel().0);
+    listen(way, &mut request, &asking, None);
     match asking.ask(request).await {
         Ok(answer) => answered(way, asking, answer),
         Err(error) => Err(unanswered(way, &asking, error.error())),
     }
 }
 
-/// Hears interim answers: a 100 lets the body go, too many end the line.
-fn listen(request: &mut Request<Asked>, asking: &Asking, go: oneshot::Sender<()>) {
+/// Passes interim answers on: a 100 lets the body go, too many end the line.
+pub(super) fn listen(
+    way: Way<'_>,
+    request: &mut Request<Asked>,
+    asking: &Asking,
+    go: Option<oneshot::Sender<()>>,
+) {
     let Some(life) = asking.life() else { return };
     let (end, came) = (life.end.clone(), AtomicUsize::new(0));
-    let go = Mutex::new(Some(go));
+    let (connection, exchange) = (way.connection.clone(), way.exchange);
+    let go = Mutex::new(go);
     hyper::ext::on_informational(request, move |answer| {
+        // What is given up has its answer already.
+        if !end.is_cancelled() {
+            forward::pass_interim(&connection, exchange, answer.status(), answer.headers());
+        }
         if answer.status() == StatusCode::CONTINUE
             && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
         {

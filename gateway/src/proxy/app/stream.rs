@@ -97,7 +97,7 @@ async fn ask(
             (go, Some(given_up.drop_guard()))
         }
     };
-    match forward::wait(opened.answer, go).await {
+    match forward::wait(way, opened.answer, go).await {
         Ok(answer) => Ok(answered(way, answer, (place, upload))),
         Err(error) => Err(Broke {
             taken: !error.is_refused(),

@@ -7,7 +7,7 @@
 use super::{
     body::Asked,
     failure::{self, find},
-    forward::{check, respond_by, to_origin, unanswered},
+    forward::{check, listen, respond_by, to_origin, unanswered},
     line::Line,
     tls::AppTls,
 };
@@ -75,7 +75,9 @@ pub(in crate::proxy) async fn run(
     };
     let bound = way.proxy.shared.timeouts.upgrade_first_byte;
     let answered = {
-        let mut asked = pin!(asking.ask(head.map(|()| body)));
+        let mut request = head.map(|()| body);
+        listen(way, &mut request, &asking, None);
+        let mut asked = pin!(asking.ask(request));
         loop {
             let before = life.taken.load(Relaxed);
             match timeout(bound, &mut asked).await {
