@@ -229,6 +229,7 @@ fn hinting(gate: &Gate) -> impl Fn(&Head) -> Script + Send + Sync + Clone + 'sta
             .write("HTTP/1.1 102 Processing\r\n\r\n")
             .until(&gate)
             .write("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+        "/at-once" => answer::after_hints("ok"),
         "/continue" => answer::after_continue("taken"),
         other => panic!("{other}"),
     }
@@ -254,6 +255,11 @@ async fn hints_arrive_over_http1(road: &Road, gate: &Gate) {
         assert!(last.starts_with("HTTP/1.1 200 "), "{last}");
         assert_eq!(read(&mut wire, 2).await, b"ok");
     }
+    let head = "GET /at-once HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    let hint = exchange(&mut wire, head).await;
+    assert!(hint.starts_with("HTTP/1.1 103 "), "{hint}");
+    let last = read_head(&mut wire).await;
+    assert!(last.starts_with("HTTP/1.1 200 "), "{last}");
     // A client of HTTP/1.0 knows none (RFC 9110 section 15.2).
     gate.open();
     gate.open();
@@ -304,6 +310,10 @@ async fn hints_arrive_over_http2(road: &Road, gate: &Gate) {
     assert_eq!(status(&mut wire, 3).await, 200);
     gate.open();
     assert_eq!(status(&mut wire, 1).await, 200);
+    let hint = asked(5, "GET", "/at-once", false);
+    frames::send(&mut wire, &hint).await.unwrap();
+    assert_eq!(status(&mut wire, 5).await, 103);
+    assert_eq!(status(&mut wire, 5).await, 200);
 }
 
 /// RFC 9110 section 15.2: a proxy forwards interim answers, and none waits for the next.

@@ -198,7 +198,6 @@ async fn answer(
     if request.version() == Version::HTTP_2 {
         let busy = connection.idle.busy();
         let response = proxy.handle(connection, request, exchange).await;
-        connection.interims.end(exchange);
         if let Some(eviction) = response.body().eviction() {
             // Not within a task of the executor's, nobody waits for it.
             let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
@@ -208,7 +207,6 @@ async fn answer(
     connection.condition.asked();
     connection.condition.evictable(None);
     let response = proxy.handle(connection, request, exchange).await;
-    connection.interims.end(exchange);
     connection.condition.evictable(response.body().eviction());
     response.map(|body| body.over(Some(connection.condition.clone())))
 }
