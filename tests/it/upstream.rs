@@ -337,7 +337,8 @@ async fn a_target_that_cannot_be_dialled_is_reported_by_its_cause() {
     let refusing = App::refusing();
     let targets = [
         (1, refusing.address().to_string()),
-        (2, "nowhere.invalid:80".to_owned()),
+        // With a label that is too long, for which no name server is asked.
+        (2, format!("{}.invalid:80", "x".repeat(64))),
     ];
     let edge = world.edge("edge-1").config(|config| {
         for (number, target) in &targets {

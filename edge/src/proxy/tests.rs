@@ -607,12 +607,15 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
 
 #[tokio::test]
 async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
-    let free = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let free = free.local_addr().unwrap().to_string();
-    for (target, cause) in [
-        ("nowhere.invalid:80", "target-unresolved"),
-        (&free, "target-refused"),
-    ] {
+    let free = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .to_string();
+    // With a label that is too long, for which no name server is asked.
+    let no_name = format!("{}.invalid:80", "x".repeat(64));
+    for (target, cause) in [(&no_name, "target-unresolved"), (&free, "target-refused")] {
         let world = World::start(json!({ "ports": { "80": { "target": target } } })).await;
         let answer = world.get("/").await;
         assert_eq!(failure(&answer).0, cause, "{:?}", failure(&answer));
