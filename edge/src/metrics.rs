@@ -80,6 +80,11 @@ struct ReasonLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CauseLabel {
+    cause: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: &'static str,
 }
@@ -90,6 +95,7 @@ pub(crate) struct Metrics {
     streams: Family<StreamLabels, Counter>,
     open: Family<KindLabel, Gauge>,
     dials: Family<OutcomeLabel, Counter>,
+    dial_failures: Family<CauseLabel, Counter>,
     dial_seconds: Histogram,
     connections: Family<OutcomeLabel, Counter>,
     retries: Counter,
@@ -119,6 +125,7 @@ impl Default for Metrics {
             streams: Family::default(),
             open: Family::default(),
             dials: Family::default(),
+            dial_failures: Family::default(),
             // From a loopback connection's 50 µs to the dial's bound of seconds.
             dial_seconds: Histogram::new(exponential_buckets(0.000_05, 4.0, 10)),
             connections: Family::default(),
@@ -138,6 +145,7 @@ impl Default for Metrics {
         // The one that it begins with is in force.
         metrics.last_reload_successful.set(1);
         metrics.register();
+        metrics.register_dials();
         metrics.register_stalls();
         metrics.register_expiries();
         metrics
@@ -151,18 +159,6 @@ impl Metrics {
         registry.register("streams", "Streams that ended, by kind and how", streams);
         let open = self.open.clone();
         registry.register("open_streams", "Streams that are open, by kind", open);
-        let dials = self.dials.clone();
-        registry.register(
-            "app_dials",
-            "TCP connections to apps that were tried, by outcome",
-            dials,
-        );
-        registry.register_with_unit(
-            "app_dial",
-            "Time that a TCP connection to an app took, with its name's resolution",
-            Unit::Seconds,
-            self.dial_seconds.clone(),
-        );
         let connections = self.connections.clone();
         registry.register(
             "app_connections",
@@ -172,7 +168,7 @@ impl Metrics {
         let retries = self.retries.clone();
         registry.register(
             "app_retries",
-            "Requests sent again because a kept connection was closed",
+            "Requests sent again because a kept connection was closed without a byte of an answer",
             retries,
         );
         let turned_away = self.turned_away.clone();
@@ -205,6 +201,27 @@ impl Metrics {
             "last_reload_successful",
             "Whether the newest configuration that was read is the one in force",
             self.last_reload_successful.clone(),
+        );
+    }
+
+    fn register_dials(&mut self) {
+        let registry = &mut self.registry;
+        let dials = self.dials.clone();
+        registry.register(
+            "app_dials",
+            "TCP connections to apps that were tried, by outcome",
+            dials,
+        );
+        registry.register(
+            "app_dial_failures",
+            "TCP connections to apps that failed, by cause: target-refused, target-timeout, target-unresolved, resolve-timeout, target-unreachable, policy, or exhausted (this edge is out of file descriptors, local ports or memory)",
+            self.dial_failures.clone(),
+        );
+        registry.register_with_unit(
+            "app_dial",
+            "Time that a TCP connection to an app took, with its name's resolution",
+            Unit::Seconds,
+            self.dial_seconds.clone(),
         );
     }
 
@@ -247,9 +264,18 @@ impl Metrics {
         }
     }
 
-    /// A dial ended.
-    pub(crate) fn dialled(&self, worked: bool, took: Duration) {
-        let outcome = if worked { "connected" } else { "failed" };
+    /// Counts a dial that ended, with the cause if it failed.
+    pub(crate) fn dialled(&self, failure: Option<Refusal>, took: Duration) {
+        let outcome = if failure.is_none() {
+            "connected"
+        } else {
+            "failed"
+        };
+        if let Some(failure) = failure {
+            let cause = failure.word();
+            let failures = self.dial_failures.get_or_create(&CauseLabel { cause });
+            failures.inc();
+        }
         self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
         self.dial_seconds.observe(took.as_secs_f64());
     }

@@ -56,6 +56,7 @@ pub(crate) struct Way {
     kept: Kept,
     timeouts: Timeouts,
     metrics: Arc<Metrics>,
+    exhaustion: target::ExhaustionLog,
     /// Owns what drives HTTP/2 connections to apps.
     tasks: Arc<Tasks>,
 }
@@ -101,6 +102,7 @@ impl Way {
             kept: Kept::new(timeouts.app_idle),
             timeouts,
             metrics,
+            exhaustion: target::ExhaustionLog::default(),
             tasks,
         }
     }
@@ -176,7 +178,10 @@ impl Way {
         let app = app?;
         match kind {
             Kind::Request => forward::ask(self, &app, (head, body), interim).await,
-            Kind::Upgrade(token) => Box::pin(upgrade::ask(self, &app, &token, (head, body))).await,
+            Kind::Upgrade(token) => {
+                let asked = (head, body);
+                Box::pin(upgrade::ask(self, &app, &token, asked, interim)).await
+            }
             Kind::Tcp => relay::ask(self, &app, body).await,
         }
     }

@@ -27,6 +27,14 @@ pub enum Reason {
     EdgePolicy,
     /// The target refused the connection.
     TargetRefused,
+    /// The target's name does not resolve.
+    TargetUnresolved,
+    /// No route leads to the target.
+    TargetUnreachable,
+    /// The target's name was not resolved in time.
+    ResolveTimeout,
+    /// Whoever dials the target, an edge or this gateway, has no file descriptors, local ports or memory left.
+    Exhausted,
     /// The target spoke nonsense, or broke off.
     TargetBroken,
     /// The target has another key than the one that it is known by.
@@ -53,7 +61,7 @@ pub enum Reason {
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 22] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -61,6 +69,10 @@ impl Reason {
         Self::Forbidden,
         Self::EdgePolicy,
         Self::TargetRefused,
+        Self::TargetUnresolved,
+        Self::TargetUnreachable,
+        Self::ResolveTimeout,
+        Self::Exhausted,
         Self::TargetBroken,
         Self::TargetChanged,
         Self::TunnelLost,
@@ -78,16 +90,21 @@ impl Reason {
     pub fn status(self) -> StatusCode {
         match self {
             Self::NodeUnknown => StatusCode::NOT_FOUND,
-            Self::NodeAway | Self::Undecided | Self::LimitReached | Self::Draining => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::NodeAway
+            | Self::Undecided
+            | Self::LimitReached
+            | Self::Draining
+            | Self::Exhausted => StatusCode::SERVICE_UNAVAILABLE,
             Self::Misdirected => StatusCode::MISDIRECTED_REQUEST,
             Self::Unauthenticated => StatusCode::UNAUTHORIZED,
             Self::Forbidden | Self::EdgePolicy => StatusCode::FORBIDDEN,
-            Self::TargetRefused | Self::TargetBroken | Self::TargetChanged | Self::TunnelLost => {
-                StatusCode::BAD_GATEWAY
-            }
-            Self::TargetTimeout => StatusCode::GATEWAY_TIMEOUT,
+            Self::TargetRefused
+            | Self::TargetUnresolved
+            | Self::TargetUnreachable
+            | Self::TargetBroken
+            | Self::TargetChanged
+            | Self::TunnelLost => StatusCode::BAD_GATEWAY,
+            Self::TargetTimeout | Self::ResolveTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
@@ -145,6 +162,10 @@ impl Reason {
             Self::Forbidden => "forbidden",
             Self::EdgePolicy => "edge_policy",
             Self::TargetRefused => "target_refused",
+            Self::TargetUnresolved => "target_unresolved",
+            Self::TargetUnreachable => "target_unreachable",
+            Self::ResolveTimeout => "resolve_timeout",
+            Self::Exhausted => "exhausted",
             Self::TargetBroken => "target_broken",
             Self::TargetChanged => "target_changed",
             Self::TunnelLost => "tunnel_lost",
@@ -166,11 +187,14 @@ impl Reason {
             Self::NodeAway | Self::Draining => "destination_unavailable",
             Self::Forbidden | Self::EdgePolicy => "http_request_denied",
             Self::TargetRefused => "connection_refused",
+            Self::TargetUnresolved => "dns_error",
+            Self::TargetUnreachable => "destination_ip_unroutable",
+            Self::ResolveTimeout => "dns_timeout",
             Self::TargetBroken => "http_protocol_error",
             Self::TargetChanged => "tls_certificate_error",
             Self::TunnelLost => "connection_terminated",
             Self::TargetTimeout => "connection_timeout",
-            Self::Undecided => "proxy_internal_error",
+            Self::Undecided | Self::Exhausted => "proxy_internal_error",
             Self::LimitReached => "connection_limit_reached",
             Self::Unauthenticated
             | Self::Misdirected
@@ -185,13 +209,16 @@ impl Reason {
     pub fn retry_after(self) -> Option<Duration> {
         match self {
             Self::NodeAway | Self::Undecided => Some(Duration::from_secs(2)),
-            Self::LimitReached | Self::Draining => Some(Duration::from_secs(1)),
+            Self::LimitReached | Self::Draining | Self::Exhausted => Some(Duration::from_secs(1)),
             Self::NodeUnknown
             | Self::Misdirected
             | Self::Unauthenticated
             | Self::Forbidden
             | Self::EdgePolicy
             | Self::TargetRefused
+            | Self::TargetUnresolved
+            | Self::TargetUnreachable
+            | Self::ResolveTimeout
             | Self::TargetBroken
             | Self::TargetChanged
             | Self::TunnelLost
@@ -213,6 +240,10 @@ impl Reason {
             Self::Forbidden => "Caller not allowed",
             Self::EdgePolicy => "Refused by the edge's policy",
             Self::TargetRefused => "Target refused the connection",
+            Self::TargetUnresolved => "Name of the target not resolved",
+            Self::TargetUnreachable => "Target unreachable",
+            Self::ResolveTimeout => "Name of the target not resolved in time",
+            Self::Exhausted => "Out of file descriptors, ports or memory",
             Self::TargetBroken => "Target broke the protocol",
             Self::TargetChanged => "Target not the one that is known",
             Self::TunnelLost => "Tunnel lost in flight",
@@ -257,6 +288,10 @@ impl From<Refusal> for Reason {
         match refusal {
             Refusal::Policy => Self::EdgePolicy,
             Refusal::TargetRefused => Self::TargetRefused,
+            Refusal::TargetUnresolved => Self::TargetUnresolved,
+            Refusal::TargetUnreachable => Self::TargetUnreachable,
+            Refusal::ResolveTimeout => Self::ResolveTimeout,
+            Refusal::Exhausted => Self::Exhausted,
             Refusal::TargetTimeout => Self::TargetTimeout,
             Refusal::TargetBroken => Self::TargetBroken,
             Refusal::Busy => Self::LimitReached,

@@ -51,9 +51,9 @@ use app::Apps;
 use authorize::{Act, Ask, Authorize};
 use caller::Caller;
 use causeway_certs::NodeName;
-use causeway_tunnel::{headers, task::Tasks};
+use causeway_tunnel::{headers, interim::Exchange, task::Tasks};
 use front::{Connection, Front};
-use http::{HeaderMap, Method, Request, Response, header::EXPECT};
+use http::{HeaderMap, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use limits::{Count, Limits};
@@ -119,16 +119,25 @@ impl Proxy {
         &self,
         connection: &Arc<Connection>,
         request: Request<Incoming>,
+        exchange: Exchange,
     ) -> Response<Outgoing> {
         let record = Record::begin(self, connection, &request);
         let protocol = Protocol::of(&request);
         let is_awaited = !request.body().is_end_stream()
             && headers::lists(request.headers(), &EXPECT, "100-continue");
         let request = request.map(|body| RequestBody::new(body, is_awaited, &self.tasks));
-        let served = pin!(self.serve(connection, request, &record));
+        // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
+        let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
+        let served = pin!(self.serve(connection, request, exchange, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
-            Err(error) => reply::of(&self.front, &record, (protocol, &error)),
+            Err(error) => {
+                let reply = reply::of(&self.front, &record, (protocol, &error));
+                if bodiless {
+                    return reply.map(|_| Outgoing::empty());
+                }
+                reply
+            }
         }
     }
 
@@ -136,6 +145,7 @@ impl Proxy {
         &self,
         connection: &Arc<Connection>,
         request: Request<RequestBody>,
+        exchange: Exchange,
         record: &Arc<Record>,
     ) -> Result<Response<Outgoing>, Error> {
         if self.front.is_over() {
@@ -191,6 +201,7 @@ impl Proxy {
             tunnel: &picked.tunnel,
             id: picked.id,
             record,
+            exchange,
         };
         way.open(kind, request).await
     }
@@ -278,6 +289,8 @@ pub struct Way<'a> {
     pub id: TunnelId,
     /// The record of this stream.
     pub record: &'a Arc<Record>,
+    /// What interim answers are for.
+    pub exchange: Exchange,
 }
 
 impl Way<'_> {

@@ -403,8 +403,10 @@ async fn an_edge_that_is_out_of_files_says_so_and_serves_again() {
     // Those for which there was no file left have their answer, which says so.
     let answered = silent.iter_mut().map(|wire| Box::pin(read_head(wire)));
     let (head, ..) = timeout(PATIENCE, select_all(answered)).await.unwrap();
-    assert!(head.starts_with("HTTP/1.1 502 "), "{head}");
-    assert!(head.contains("target_refused"), "{head}");
+    assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
+    let error = "error=proxy_internal_error; details=\"exhausted: ";
+    assert!(head.contains(error), "{head}");
+    edge.said("this edge is out of file descriptors").await;
     // And so has whoever comes now, well or not.
     let mut wire = TcpStream::connect(&site.front).await.unwrap();
     let head = timeout(PATIENCE, exchange(&mut wire, GET)).await;

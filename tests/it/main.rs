@@ -62,6 +62,7 @@ mod apps;
 mod apps_http2;
 mod audit;
 mod pins;
+mod upstream;
 
 mod stalled;
 

@@ -3,7 +3,8 @@
 //! The HTTP/2 engine's own error stays inside: callers see which end did what, and a body error keeps the
 //! engine's error as its source, so that an HTTP/2 front sends the same code on (design trap 3).
 
-use std::{borrow::Cow, fmt, io};
+use nix::errno::Errno;
+use std::{borrow::Cow, fmt, io, net::IpAddr};
 
 /// Why a stream ended before its time.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +57,11 @@ impl StreamError {
         }
     }
 
+    /// Whether the other end closed the connection in order below a stream that it had not answered.
+    pub fn is_closed(&self) -> bool {
+        matches!(self, Self::Lost { cause } if is_close_of_engine(cause))
+    }
+
     /// A reset, as against a lost tunnel.
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset { .. })
@@ -69,6 +75,58 @@ impl From<h2::Error> for StreamError {
             _ => Self::Lost { cause },
         }
     }
+}
+
+/// Whether a request without an answer failed because its peer closed the connection in order or refused the stream, as
+/// against a reset, a lost tunnel or bytes that are no HTTP. Looks through the causes of an engine's error.
+pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
+    if error.is::<StreamError>() {
+        return false;
+    }
+    if let Some(engine) = error.downcast_ref::<h2::Error>() {
+        return engine.reason() == Some(h2::Reason::REFUSED_STREAM) || is_close_of_engine(engine);
+    }
+    if let Some(io) = error.downcast_ref::<io::Error>() {
+        // An `io::Error` does not show the error that it holds as its source.
+        let below = io.get_ref();
+        return below.map_or_else(
+            || is_close_of_socket(io),
+            |below| is_close(below) || (!below.is::<StreamError>() && is_close_of_socket(io)),
+        );
+    }
+    error.source().is_some_and(is_close)
+}
+
+fn is_close_of_engine(error: &h2::Error) -> bool {
+    if error.is_go_away() {
+        return error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR);
+    }
+    error.get_io().is_some_and(is_close_of_socket)
+}
+
+/// A write behind the peer's FIN, or TLS that ended without `close_notify`.
+fn is_close_of_socket(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof
+    )
+}
+
+/// Whether the system refused a socket because this process or machine has none left: file descriptors, memory or local
+/// ports.
+pub fn is_exhaustion(error: &io::Error) -> bool {
+    use io::ErrorKind::{AddrInUse, AddrNotAvailable, OutOfMemory, WouldBlock};
+    // `connect` reports the lack of local ports by the first two kinds, `bind` by the second.
+    has_code(error, &[Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS])
+        || matches!(
+            error.kind(),
+            AddrNotAvailable | AddrInUse | OutOfMemory | WouldBlock
+        )
+}
+
+fn has_code(error: &io::Error, codes: &[Errno]) -> bool {
+    let code = error.raw_os_error().map(Errno::from_raw);
+    code.is_some_and(|code| codes.contains(&code))
 }
 
 /// How a tunnel ended.
@@ -129,10 +187,18 @@ impl fmt::Display for Ended {
 pub enum Refusal {
     /// The edge's allow-list does not have the target.
     Policy,
-    /// The target refused the connection, or its name does not resolve.
+    /// The target refused the connection.
     TargetRefused,
     /// The target did not take the connection, or did not answer an upgrade, in time.
     TargetTimeout,
+    /// The target's name does not resolve.
+    TargetUnresolved,
+    /// The target's name was not resolved in time.
+    ResolveTimeout,
+    /// No route leads to the target, or a firewall forbids it.
+    TargetUnreachable,
+    /// The edge's own process has no file descriptors, local ports or memory left.
+    Exhausted,
     /// The target spoke nonsense, or closed before it had answered.
     TargetBroken,
     /// The edge stops, or has as many streams as it may have.
@@ -143,10 +209,14 @@ pub enum Refusal {
 
 impl Refusal {
     /// All of them, for parsing and for tests.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 10] = [
         Self::Policy,
         Self::TargetRefused,
         Self::TargetTimeout,
+        Self::TargetUnresolved,
+        Self::ResolveTimeout,
+        Self::TargetUnreachable,
+        Self::Exhausted,
         Self::TargetBroken,
         Self::Busy,
         Self::Malformed,
@@ -158,6 +228,10 @@ impl Refusal {
             Self::Policy => "policy",
             Self::TargetRefused => "target-refused",
             Self::TargetTimeout => "target-timeout",
+            Self::TargetUnresolved => "target-unresolved",
+            Self::ResolveTimeout => "resolve-timeout",
+            Self::TargetUnreachable => "target-unreachable",
+            Self::Exhausted => "exhausted",
             Self::TargetBroken => "target-broken",
             Self::Busy => "busy",
             Self::Malformed => "malformed",
@@ -167,6 +241,30 @@ impl Refusal {
     /// The refusal that a word names.
     pub fn parse(word: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|refusal| refusal.word() == word)
+    }
+
+    /// The refusal that the error of a TCP connection attempt at this address means.
+    pub fn of_dial(error: &io::Error, address: IpAddr) -> Self {
+        use io::ErrorKind::{
+            AddrNotAvailable, HostUnreachable, NetworkDown, NetworkUnreachable, PermissionDenied,
+            TimedOut,
+        };
+        // What `connect` says of IPv6 where the system has none.
+        let without_ipv6 = address.is_ipv6()
+            && (error.kind() == AddrNotAvailable || has_code(error, &[Errno::EAFNOSUPPORT]));
+        if without_ipv6 {
+            return Self::TargetUnreachable;
+        }
+        if is_exhaustion(error) {
+            return Self::Exhausted;
+        }
+        match error.kind() {
+            TimedOut => Self::TargetTimeout,
+            HostUnreachable | NetworkUnreachable | NetworkDown | PermissionDenied => {
+                Self::TargetUnreachable
+            }
+            _ => Self::TargetRefused,
+        }
     }
 
     /// The refusal with the sentence that a person reads.
@@ -186,4 +284,54 @@ pub struct Refused {
     pub refusal: Refusal,
     /// What happened, for the caller.
     pub detail: Cow<'static, str>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_dial_is_told_apart_by_its_cause() {
+        for (code, refusal) in [
+            (Errno::ECONNREFUSED, Refusal::TargetRefused),
+            (Errno::ECONNRESET, Refusal::TargetRefused),
+            (Errno::ETIMEDOUT, Refusal::TargetTimeout),
+            (Errno::EHOSTUNREACH, Refusal::TargetUnreachable),
+            (Errno::ENETUNREACH, Refusal::TargetUnreachable),
+            (Errno::EACCES, Refusal::TargetUnreachable),
+            (Errno::EPERM, Refusal::TargetUnreachable),
+            (Errno::EMFILE, Refusal::Exhausted),
+            (Errno::ENFILE, Refusal::Exhausted),
+            (Errno::ENOBUFS, Refusal::Exhausted),
+            (Errno::ENOMEM, Refusal::Exhausted),
+            (Errno::EADDRNOTAVAIL, Refusal::Exhausted),
+            (Errno::EAGAIN, Refusal::Exhausted),
+        ] {
+            let error = io::Error::from_raw_os_error(code as i32);
+            let address = IpAddr::from([127, 0, 0, 1]);
+            assert_eq!(Refusal::of_dial(&error, address), refusal, "{code}");
+        }
+        // A system without IPv6.
+        let error = io::Error::from_raw_os_error(Errno::EADDRNOTAVAIL as i32);
+        let address = "::1".parse().unwrap();
+        assert_eq!(
+            Refusal::of_dial(&error, address),
+            Refusal::TargetUnreachable
+        );
+    }
+
+    #[test]
+    fn a_close_without_an_answer_is_no_reset_and_no_garbage() {
+        let io = |kind| io::Error::new(kind, "inside");
+        assert!(is_close(&io(io::ErrorKind::UnexpectedEof)));
+        assert!(is_close(&io::Error::other(io(io::ErrorKind::BrokenPipe))));
+        assert!(is_close(&h2::Error::from(h2::Reason::REFUSED_STREAM)));
+        for other in [
+            io(io::ErrorKind::ConnectionReset),
+            io::Error::new(io::ErrorKind::BrokenPipe, StreamError::cancelled()),
+            io::Error::other(h2::Error::from(h2::Reason::PROTOCOL_ERROR)),
+        ] {
+            assert!(!is_close(&other), "{other:?}");
+        }
+    }
 }

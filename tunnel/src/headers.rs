@@ -5,7 +5,7 @@
 
 use crate::wire::PRIVATE_PREFIX;
 use http::{
-    HeaderMap, HeaderName, HeaderValue,
+    HeaderMap, HeaderName, HeaderValue, StatusCode,
     header::{
         AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, HOST, TE, TRAILER, TRANSFER_ENCODING,
         UPGRADE,
@@ -90,6 +90,63 @@ pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
     let first = codings.next();
     let plain = first.is_none_or(|value| value.as_bytes().eq_ignore_ascii_case(b"chunked"));
     plain && codings.next().is_none()
+}
+
+/// Makes the fields that frame an answer anew (RFC 9112 §6.3), before those of one connection are removed: a
+/// `Content-Length` beside `Transfer-Encoding` or in a 1xx or 204 is removed, equal lengths become one field.
+///
+/// # Errors
+/// What the sender of the answer did wrong, as the end of a sentence about it.
+pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), &'static str> {
+    if !codes_only_by_chunks(fields) {
+        return Err("answered with a Transfer-Encoding that is not chunked alone");
+    }
+    let mut lengths = fields.get_all(CONTENT_LENGTH).iter();
+    let Some(first) = lengths.next() else {
+        return Ok(());
+    };
+    // RFC 9110 §8.6 for the latter two.
+    let framed_otherwise = fields.contains_key(TRANSFER_ENCODING)
+        || status.is_informational()
+        || status == StatusCode::NO_CONTENT;
+    if framed_otherwise {
+        fields.remove(CONTENT_LENGTH);
+        return Ok(());
+    }
+    if lengths.next().is_none() && is_length(first.as_bytes()) {
+        return Ok(());
+    }
+    let length = common_length(fields)
+        .ok_or("answered with values of Content-Length that differ or are not numbers")?;
+    fields.insert(CONTENT_LENGTH, HeaderValue::from(length));
+    Ok(())
+}
+
+/// The longest number that HTTP/2 engines take for a length, in digits: any number of them fits 64 bits.
+const LENGTH_DIGITS: usize = 19;
+
+fn is_length(value: &[u8]) -> bool {
+    (1..=LENGTH_DIGITS).contains(&value.len()) && value.iter().all(u8::is_ascii_digit)
+}
+
+/// The number that all values of `Content-Length`, and all items of lists in them, are.
+fn common_length(fields: &HeaderMap) -> Option<u64> {
+    let mut common = None;
+    for value in fields.get_all(CONTENT_LENGTH) {
+        for item in value.to_str().ok()?.split(',') {
+            let item = item.trim();
+            let digits = item.trim_start_matches('0');
+            let number = match digits {
+                "" if !item.is_empty() => 0,
+                digits if is_length(digits.as_bytes()) => digits.parse().ok()?,
+                _ => return None,
+            };
+            if *common.get_or_insert(number) != number {
+                return None;
+            }
+        }
+    }
+    common
 }
 
 /// The protocols that a request asks to switch to (RFC 9110 §7.8), if it asks: `Upgrade` counts
@@ -195,6 +252,52 @@ mod tests {
             ("x-stream-protocol-version", "v4"),
         ]);
         assert_eq!(headers, left);
+    }
+
+    #[test]
+    fn answers_are_framed_anew() {
+        let reframed = |status: u16, lines: &[(&'static str, &'static str)]| {
+            let mut headers = fields(lines);
+            let status = StatusCode::from_u16(status).unwrap();
+            reframe_answer(status, &mut headers).map(|()| {
+                let lengths = headers.get_all(CONTENT_LENGTH).iter();
+                let lengths: Vec<_> = lengths.map(|value| value.to_str().unwrap()).collect();
+                lengths.join("|")
+            })
+        };
+        for (status, lines, length) in [
+            (200, &[("content-length", "2")][..], "2"),
+            (200, &[("content-length", "2, 2")], "2"),
+            (
+                200,
+                &[("content-length", "2"), ("content-length", "2")],
+                "2",
+            ),
+            (200, &[("content-length", "0000000000000000000002")], "2"),
+            (200, &[("content-length", "00,0")], "0"),
+            (304, &[("content-length", "7 , 7")], "7"),
+            (204, &[("content-length", "2")], ""),
+            (103, &[("content-length", "2")], ""),
+            (
+                200,
+                &[("content-length", "5"), ("transfer-encoding", "chunked")],
+                "",
+            ),
+        ] {
+            assert_eq!(reframed(status, lines).unwrap(), length, "{lines:?}");
+        }
+        for lines in [
+            &[("content-length", "2, 3")][..],
+            &[("content-length", "2"), ("content-length", "3")],
+            &[("content-length", "2,")],
+            &[("content-length", "")],
+            &[("content-length", "+2")],
+            &[("content-length", "0x2")],
+            &[("content-length", "20000000000000000000")],
+            &[("transfer-encoding", "gzip, chunked")],
+        ] {
+            assert!(reframed(200, lines).is_err(), "{lines:?}");
+        }
     }
 
     #[test]

@@ -26,6 +26,7 @@ pub mod eviction;
 pub mod frames;
 pub mod headers;
 pub mod heard;
+pub mod interim;
 pub mod load;
 mod small;
 pub mod stream;

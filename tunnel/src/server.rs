@@ -16,7 +16,7 @@ use crate::{
 };
 use bytes::Bytes;
 use h2::ext::Protocol;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header::CONTENT_LENGTH};
 use std::{
     future::poll_fn,
     sync::Arc,
@@ -274,6 +274,9 @@ fn understand(mut head: Request<()>) -> Result<(Kind, Target, Request<()>), &'st
                 take(head.headers_mut(), &wire::METHOD).ok_or("an upgrade without a method")?;
             *head.method_mut() =
                 Method::from_bytes(method.as_bytes()).map_err(|_| "an upgrade with no method")?;
+            if let Some(length) = head.headers_mut().remove(wire::CONTENT) {
+                head.headers_mut().insert(CONTENT_LENGTH, length);
+            }
             Kind::Upgrade(protocol.as_str().to_owned())
         }
     };

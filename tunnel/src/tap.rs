@@ -43,6 +43,11 @@ impl<S, L> Tap<S, L> {
     pub fn new(io: S, listener: L) -> Self {
         Self { io, listener }
     }
+
+    /// Returns the connection.
+    pub fn into_inner(self) -> S {
+        self.io
+    }
 }
 
 impl<S: AsyncRead + Unpin, L: Listen + Unpin> AsyncRead for Tap<S, L> {

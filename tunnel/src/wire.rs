@@ -24,6 +24,9 @@ pub const PRIVATE_PREFIX: &str = "causeway-";
 pub const TARGET: HeaderName = HeaderName::from_static("causeway-target");
 /// Request of an upgrade: the method that the caller used (kubectl uses POST and GET).
 pub const METHOD: HeaderName = HeaderName::from_static("causeway-method");
+/// Request of an upgrade: the length of its body, in bytes. CONNECT cannot say it as `Content-Length`. The body comes first
+/// on the stream, and what the client sends behind the 101 follows.
+pub const CONTENT: HeaderName = HeaderName::from_static("causeway-content");
 /// Request: marks the control stream of a tunnel.
 pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 /// Answer of an upgrade: the app switched protocols (its 101 travels as 200).

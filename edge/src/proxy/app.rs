@@ -85,8 +85,13 @@ impl App {
     pub(super) async fn dial(&self, way: &Way, deadline: Instant) -> Result<TcpStream, Refused> {
         let began = Instant::now();
         let dialled = target::dial(&way.policy, self, deadline).await;
-        way.metrics.dialled(dialled.is_ok(), began.elapsed());
-        dialled
+        let cause = dialled.as_ref().err().map(|refused| refused.refusal);
+        way.metrics.dialled(cause, began.elapsed());
+        dialled.inspect_err(|refused| {
+            if refused.refusal == Refusal::Exhausted {
+                way.exhaustion.write(self, refused);
+            }
+        })
     }
 
     async fn secure(

@@ -20,14 +20,58 @@ use std::{
     },
     task::{Context, Poll, ready},
 };
+use tokio::sync::oneshot;
 
 /// A request's body on its way to the app.
 #[derive(Default)]
 pub(super) struct Outgoing {
     /// `None`: it has none.
-    body: Option<Receive>,
+    body: Option<Source>,
     taken: Taken,
     place: Option<Arc<Place>>,
+}
+
+/// What a request's body comes from.
+enum Source {
+    /// All of a stream.
+    Stream(Receive),
+    /// The beginning of a stream.
+    Content(Box<Content>),
+}
+
+/// The body of an upgrade: so many bytes of a stream, which belongs to the session behind them.
+struct Content {
+    stream: Option<Receive>,
+    left: u64,
+    session: Option<oneshot::Sender<Behind>>,
+}
+
+/// A stream behind the body of an upgrade, and bytes that were read of it too early.
+pub(super) type Behind = (Receive, Bytes);
+
+impl Content {
+    fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
+        let Some(stream) = &mut self.stream else {
+            return Poll::Ready(None);
+        };
+        let Some(mut chunk) = ready!(stream.poll_data(cx)).transpose()? else {
+            let what = "the stream ended within the request's body";
+            return Poll::Ready(Some(Err(StreamError::Nonsense(what))));
+        };
+        let most = usize::try_from(self.left).unwrap_or(usize::MAX);
+        let behind = chunk.split_off(most.min(chunk.len()));
+        self.left -= u64::try_from(chunk.len()).unwrap_or(self.left);
+        if self.left == 0
+            && let (Some(stream), Some(session)) = (self.stream.take(), self.session.take())
+        {
+            // An upgrade that was given up needs no session.
+            let _ = session.send((stream, behind));
+        }
+        Poll::Ready(Some(Ok(Frame::data(chunk))))
+    }
 }
 
 /// How many parts of a request's body the engine has taken. Clones share the count.
@@ -61,25 +105,45 @@ impl http_body::Body for Outgoing {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
-        let Some(receive) = &mut self.body else {
-            return Poll::Ready(None);
+        let frame = match &mut self.body {
+            None => return Poll::Ready(None),
+            Some(Source::Stream(receive)) => ready!(Pin::new(receive).poll_frame(cx)),
+            Some(Source::Content(content)) => ready!(content.poll_frame(cx)),
         };
-        let frame = ready!(Pin::new(receive).poll_frame(cx));
         self.taken.0.fetch_add(1, Relaxed);
         Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Receive::is_end)
+        match &self.body {
+            None => true,
+            Some(Source::Stream(receive)) => receive.is_end(),
+            Some(Source::Content(content)) => content.left == 0,
+        }
     }
 }
 
 impl Outgoing {
     pub(super) fn new(body: Option<Receive>) -> Self {
         Self {
-            body,
+            body: body.map(Source::Stream),
             ..Self::default()
         }
+    }
+
+    /// The first `length` bytes of a stream, which is handed to the receiver behind them.
+    pub(super) fn content(stream: Receive, length: u64) -> (Self, oneshot::Receiver<Behind>) {
+        let (session, behind) = oneshot::channel();
+        let content = Content {
+            stream: Some(stream),
+            left: length,
+            session: Some(session),
+        };
+        let body = Self {
+            body: Some(Source::Content(Box::new(content))),
+            ..Self::default()
+        };
+        (body, behind)
     }
 
     pub(super) fn taken(&self) -> Taken {

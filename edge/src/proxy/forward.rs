@@ -4,8 +4,9 @@
 //! over HTTP/2 and goes by prior knowledge; h2c is always prior knowledge; https is what ALPN chose.
 //! Fields pass as they came, save those of one connection; a body streams as it comes, both ways, and
 //! an answer that comes before the request's body has been read passes at once.
-//! A kept connection that turns out closed is tried once more on a new one, if the request was never
-//! sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
+//! A request is sent once more, on a new connection, if the one that was kept did not take it. So is one that can be
+//! repeated (RFC 9110 §9.2.2) and has no body, if the app closed the kept connection without a byte of an answer: a
+//! reset or garbage may be what the request has done to the app.
 
 use super::{
     Answer, Failed, Then, Way,
@@ -18,7 +19,7 @@ use super::{
     target,
 };
 use crate::config::Scheme;
-use causeway_tunnel::{Receive, StreamError, headers};
+use causeway_tunnel::{Receive, StreamError, error::is_close, headers};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, HOST, TE, TRANSFER_ENCODING},
@@ -54,7 +55,9 @@ pub(super) async fn ask(
         Ok(answer) => return answered(app, asking, answer),
         Err(error) => error,
     };
-    let Some(request) = (reused.then(|| error.take_message()).flatten()).or(again) else {
+    let unsent = reused.then(|| error.take_message()).flatten();
+    let again = again.filter(|_| asking.closed_unanswered(error.error()));
+    let Some(request) = unsent.or(again) else {
         return Err(unanswered(app, &error));
     };
     if caused_by_caller(error.error()) {
@@ -75,6 +78,14 @@ impl Asking {
         match self {
             Self::Http1(line) => line.ask(request).await,
             Self::Http2(stream) => stream.ask(request).await,
+        }
+    }
+
+    /// Whether the app closed the connection without an answer to the request, which failed with `error`.
+    fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        match self {
+            Self::Http1(line) => line.closed_unanswered(error),
+            Self::Http2(_) => is_close(error),
         }
     }
 
@@ -233,8 +244,7 @@ fn copy(request: &Request<Outgoing>) -> Request<Outgoing> {
 }
 
 fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Answer, Failed> {
-    check_codings(app, &answer)?;
-    let (head, incoming) = ended_head(answer);
+    let (head, incoming) = ended_head(app, answer)?;
     if head.status() == StatusCode::SWITCHING_PROTOCOLS {
         return Err(broken(
             app,
@@ -251,24 +261,19 @@ fn answered(app: &App, asking: Asking, answer: Response<Incoming>) -> Result<Ans
     })
 }
 
-/// Whoever gets the answer is not told of a coding, and so must not get a body in one.
-pub(super) fn check_codings(app: &App, answer: &Response<Incoming>) -> Result<(), Failed> {
-    if headers::codes_only_by_chunks(answer.headers()) {
-        return Ok(());
-    }
-    let what = "answered with a Transfer-Encoding that is not chunked alone";
-    Err(broken(app, what))
-}
-
-/// The head as it travels: without the fields of one connection, and without ours.
-pub(super) fn ended_head(answer: Response<Incoming>) -> (Response<()>, Incoming) {
+/// The head as it travels: framed anew, without the fields of one connection, and without private ones.
+pub(super) fn ended_head(
+    app: &App,
+    answer: Response<Incoming>,
+) -> Result<(Response<()>, Incoming), Failed> {
     let (parts, incoming) = answer.into_parts();
     let mut head = Response::new(());
     *head.status_mut() = parts.status;
     *head.headers_mut() = parts.headers;
+    headers::reframe_answer(parts.status, head.headers_mut()).map_err(|what| broken(app, what))?;
     headers::strip_hop_by_hop(head.headers_mut());
     headers::strip_private(head.headers_mut());
-    (head, incoming)
+    Ok((head, incoming))
 }
 
 fn unanswered(app: &App, error: &Unanswered) -> Failed {

@@ -7,7 +7,7 @@
 
 use causeway_tunnel::{headers, wire::MOST_INTERIMS};
 use futures_util::task::AtomicWaker;
-use http::{HeaderMap, Request, Response, StatusCode};
+use http::{HeaderMap, Request, Response, StatusCode, header::CONTENT_LENGTH};
 use std::{
     collections::VecDeque,
     future::{Future, poll_fn},
@@ -76,6 +76,8 @@ impl Waiting {
         let large = headers::size(fields) > MOST_FIELDS;
         if !large {
             head.headers_mut().clone_from(fields);
+            // Its framing says nothing, and a length would be taken for the answer's.
+            head.headers_mut().remove(CONTENT_LENGTH);
             headers::strip_hop_by_hop(head.headers_mut());
             headers::strip_private(head.headers_mut());
         }

@@ -11,7 +11,11 @@ use super::{
     shared::Shared,
 };
 use bytes::Bytes;
-use causeway_tunnel::socket::Abort;
+use causeway_tunnel::{
+    error::is_close,
+    socket::Abort,
+    tap::{Listen, Tap},
+};
 use http_body::{Body as _, Frame};
 use hyper::{
     Request, Response,
@@ -22,8 +26,12 @@ use hyper_util::rt::TokioIo;
 use std::{
     collections::HashMap,
     future::{Future, poll_fn},
+    io,
     pin::{Pin, pin},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -41,6 +49,20 @@ pub(super) struct Line {
     busy: bool,
     /// Of its body.
     taken: Taken,
+    answering: Answering,
+}
+
+/// Whether the app has sent a byte since the last request. Clones share it.
+#[derive(Clone, Debug, Default)]
+struct Answering(Arc<AtomicBool>);
+
+impl Listen for Answering {
+    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if !bytes.is_empty() {
+            self.0.store(true, Relaxed);
+        }
+        Ok(())
+    }
 }
 
 /// What is kept, by app.
@@ -117,7 +139,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The engine's half of a line.
 struct Driven {
     /// `None` once it was given up.
-    connection: Option<http1::Connection<TokioIo<Connection>, Outgoing>>,
+    connection: Option<http1::Connection<TokioIo<Tap<Connection, Answering>>, Outgoing>>,
     /// It must not be polled again, but may still hold bytes behind a 101.
     over: bool,
 }
@@ -154,6 +176,8 @@ impl Driven {
 impl Line {
     /// Begins HTTP/1.1 on a connection.
     pub(super) async fn begin(connection: Connection) -> hyper::Result<Self> {
+        let answering = Answering::default();
+        let connection = Tap::new(connection, answering.clone());
         let (sender, connection) = http1::Builder::new()
             .title_case_headers(true)
             .handshake(TokioIo::new(connection))
@@ -167,6 +191,7 @@ impl Line {
             since: Instant::now(),
             busy: false,
             taken: Taken::default(),
+            answering,
         })
     }
 
@@ -177,6 +202,7 @@ impl Line {
     ) -> Result<Response<Incoming>, TrySendError<Request<Outgoing>>> {
         self.busy = true;
         self.taken = request.body().taken();
+        self.answering.0.store(false, Relaxed);
         let mut answer = pin!(self.sender.try_send_request(request));
         let driven = &mut self.driven;
         poll_fn(|cx| {
@@ -185,6 +211,12 @@ impl Line {
             driven.feed(cx, |cx| answer.as_mut().poll(cx))
         })
         .await
+    }
+
+    /// Whether the app closed the connection without a byte of an answer to the last request, which failed with `error`.
+    pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        let closed = error.is_incomplete_message() || is_close(error);
+        closed && !self.answering.0.load(Relaxed)
     }
 
     /// The next frame of the answer's body.
@@ -214,7 +246,7 @@ impl Line {
         } else {
             connection.without_shutdown().await?
         };
-        Ok(Some((parts.read_buf, parts.io.into_inner())))
+        Ok(Some((parts.read_buf, parts.io.into_inner().into_inner())))
     }
 
     /// As [`Line::rest`], for as long as the request's body moves: an app may answer and read on for hours. One that it
@@ -257,7 +289,7 @@ impl Drop for Line {
         if self.busy
             && let Some(connection) = self.driven.connection.take()
         {
-            connection.into_parts().io.into_inner().abort();
+            connection.into_parts().io.into_inner().into_inner().abort();
         }
     }
 }

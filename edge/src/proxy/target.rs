@@ -6,10 +6,15 @@
 //! (`timeouts.dial`), shared out among the addresses that are left to try.
 
 use super::{Policy, app::App};
-use causeway_tunnel::{Refusal, error::Refused, socket};
+use causeway_tunnel::{
+    Refusal,
+    error::{Refused, is_exhaustion},
+    socket,
+};
 use std::{
     io,
     net::{IpAddr, SocketAddr},
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 use tokio::{
@@ -28,7 +33,7 @@ pub(super) async fn dial(
         .into_iter()
         .filter_map(|address| policy.check(app, address))
         .collect();
-    let mut refused = None;
+    let mut refused: Option<Refused> = None;
     for (tried, address) in allowed.iter().enumerate() {
         let left = deadline.saturating_duration_since(Instant::now());
         let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
@@ -43,7 +48,17 @@ pub(super) async fn dial(
             }
             // No address of this node any more: what loopback has said counts.
             Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
-            Ok(Err(error)) => refused = Some(failed(app, &error)),
+            Ok(Err(error)) => {
+                let refusal = if not_here(&error) && policy.only_here(app, address.ip()) {
+                    Refusal::TargetUnreachable
+                } else {
+                    Refusal::of_dial(&error, address.ip())
+                };
+                // An address that is out of reach says less than one that answered, such as loopback's of the other family.
+                if refused.is_none() || refusal != Refusal::TargetUnreachable {
+                    refused = Some(failed(app, refusal, &error));
+                }
+            }
             Err(_) => refused = Some(slow(app, "did not take the connection in time")),
         }
     }
@@ -78,24 +93,52 @@ async fn resolve(app: &App, deadline: Instant) -> Result<Vec<SocketAddr>, Refuse
     match timeout_at(deadline, causeway_rt::resolve(host, port)).await {
         Ok(Ok(addresses)) => Ok(addresses),
         Ok(Err(error)) => {
+            // A resolver that can open no file may say that there is no such name.
+            let lack = TcpSocket::new_v4().err().filter(is_exhaustion);
+            let (refusal, error) = match lack {
+                Some(lack) => (Refusal::Exhausted, lack),
+                None if error.kind() == io::ErrorKind::TimedOut => (Refusal::ResolveTimeout, error),
+                None => (Refusal::TargetUnresolved, error),
+            };
             let detail = format!("{} could not resolve {host}: {error}", app.node);
-            Err(Refusal::TargetRefused.because(detail))
+            Err(refusal.because(detail))
         }
-        Err(_) => Err(slow(app, "has a name that was not resolved in time")),
+        Err(_) => {
+            let detail = format!(
+                "{} has a name that was not resolved in time",
+                app.sentence()
+            );
+            Err(Refusal::ResolveTimeout.because(detail))
+        }
     }
 }
 
-fn failed(app: &App, error: &io::Error) -> Refused {
-    let refusal = match error.kind() {
-        io::ErrorKind::TimedOut => Refusal::TargetTimeout,
-        _ => Refusal::TargetRefused,
-    };
+fn failed(app: &App, refusal: Refusal, error: &io::Error) -> Refused {
     refusal.because(format!(
         "{} could not dial {}: {}",
         app.node,
         app.target,
         reason(error)
     ))
+}
+
+/// The least time between two log lines about the exhaustion of this process.
+const LOG_PAUSE: Duration = Duration::from_mins(1);
+
+/// Log of dials that failed because this process has no file descriptors, local ports or memory left.
+#[derive(Debug, Default)]
+pub(super) struct ExhaustionLog(Mutex<Option<Instant>>);
+
+impl ExhaustionLog {
+    /// Logs the refusal, unless one was logged a moment ago: each request may meet it.
+    pub(super) fn write(&self, app: &App, refused: &Refused) {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|last| last.elapsed() >= LOG_PAUSE) {
+            *last = Some(Instant::now());
+            let (target, error) = (&app.target, &refused.detail);
+            tracing::warn!(%target, %error, "this edge is out of file descriptors, local ports or memory");
+        }
+    }
 }
 
 /// The error as a person says it, without the system's number where there is a word.

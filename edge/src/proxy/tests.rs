@@ -14,6 +14,7 @@ use causeway_tunnel::{
     socket::{Abort, Traffic},
     wire,
 };
+use futures_util::FutureExt;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use http_body::Frame;
 use http_body_util::StreamBody;
@@ -244,6 +245,42 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
     timeout(SOON, async { tokio::join!(serving, asking) })
         .await
         .unwrap();
+}
+
+#[tokio::test]
+async fn a_get_that_an_app_answers_by_garbage_or_a_reset_is_not_sent_again() {
+    for (says, words) in [
+        (&b"not HTTP at all\r\n\r\n"[..], "what is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "closed the connection"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n", "closed the connection"),
+        (b"", "broke the connection"),
+    ] {
+        let (world, app) = World::with_app().await;
+        let serving = async {
+            let mut first = accept(&app).await;
+            read_to(&mut first, "\r\n\r\n").await;
+            first.write_all(OK).await.unwrap();
+            read_to(&mut first, "\r\n\r\n").await;
+            if says.is_empty() {
+                causeway_tunnel::socket::Abort::abort(&first);
+            }
+            first.write_all(says).await.unwrap();
+        };
+        let asking = async {
+            drop(world.get("/").await);
+            while world.way.kept.idle() == 0 {
+                tokio::task::yield_now().await;
+            }
+            let answer = world.get("/").await;
+            let (reason, detail) = failure(&answer);
+            assert_eq!(reason, "target-broken", "{detail}");
+            assert!(detail.contains(words), "{detail}");
+        };
+        timeout(SOON, async { tokio::join!(serving, asking) })
+            .await
+            .unwrap();
+        assert!(app.accept().now_or_never().is_none(), "{words}");
+    }
 }
 
 #[tokio::test]
@@ -535,6 +572,60 @@ async fn an_upgrade_keeps_method_fields_and_the_bytes_behind_the_101() {
     app.write_all(b"pong").await.unwrap();
     drop(app);
     assert_eq!(text(body).await.unwrap(), "pong");
+}
+
+#[tokio::test]
+async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() {
+    let (world, app) = World::with_app().await;
+    let mut head = get("/exec");
+    *head.method_mut() = http::Method::POST;
+    head.headers_mut()
+        .insert(wire::CONTENT, HeaderValue::from_static("3"));
+    let mut opened = world
+        .open(head, Ask::Upgrade("tcp".into()), "edge-1:80", false)
+        .await;
+    // In one frame with the first bytes of the session.
+    let bytes = Bytes::from_static(b"xyzping");
+    opened.send.data(bytes).await.unwrap();
+    let mut app = accept(&app).await;
+    let head = read_to(&mut app, "\r\n\r\n").await;
+    assert!(head.contains("Content-Length: 3\r\n"), "{head}");
+    let mut body = [0; 3];
+    app.read_exact(&mut body).await.unwrap();
+    assert_eq!(&body, b"xyz");
+    let answer = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n";
+    app.write_all(answer.as_bytes()).await.unwrap();
+    let answer = timeout(SOON, opened.answer).await.unwrap().unwrap();
+    assert_eq!(failure(&answer), ("", ""));
+    assert_eq!(read_to(&mut app, "ping").await, "ping");
+    opened.send.last(Bytes::from_static(b"-end")).await.unwrap();
+    assert_eq!(read_to(&mut app, "-end").await, "-end");
+    app.write_all(b"pong").await.unwrap();
+    drop(app);
+    assert_eq!(text(answer.into_body()).await.unwrap(), "pong");
+}
+
+#[tokio::test]
+async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
+    let free = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .to_string();
+    // With a label that is too long, for which no name server is asked.
+    let no_name = format!("{}.invalid:80", "x".repeat(64));
+    for (target, cause) in [(&no_name, "target-unresolved"), (&free, "target-refused")] {
+        let world = World::start(json!({ "ports": { "80": { "target": target } } })).await;
+        let answer = world.get("/").await;
+        assert_eq!(failure(&answer).0, cause, "{:?}", failure(&answer));
+        let counted = format!("causeway_edge_app_dial_failures_total{{cause=\"{cause}\"}} 1");
+        let metrics = world
+            .way
+            .metrics
+            .encode(causeway_rt::Exposition::OpenMetrics);
+        assert!(metrics.contains(&counted), "{metrics}");
+    }
 }
 
 #[tokio::test]

@@ -2,13 +2,15 @@
 //!
 //! The request goes as the caller made it, with its own method and its own `Upgrade`. A 101 travels as 200 with
 //! the app's token in a private field, then bytes pass both ways, those behind the 101 first; any other
-//! answer travels whole. The app has `timeouts.upgrade` for its first byte, the session has no bound.
+//! answer travels whole. A body comes first on the stream, and goes first to the app. Behind what it takes of that the app
+//! has `timeouts.upgrade` for its answer; the session has no bound.
 
 use super::{
     Answer, Failed, Then, Way,
     app::{App, Offer, Replayed},
-    body::{Body, Outgoing},
+    body::{Behind, Body, Outgoing},
     broken, forward,
+    interim::Interim,
     kept::Line,
     target,
 };
@@ -19,7 +21,16 @@ use http::{
     uri::PathAndQuery,
 };
 use hyper::body::Incoming;
-use tokio::time::timeout;
+use std::pin::pin;
+use tokio::{io::AsyncWriteExt, sync::oneshot, time::timeout};
+
+/// Where a session's bytes come from.
+enum Session {
+    /// The stream: the request has no body.
+    Whole(Receive),
+    /// The stream, once the request's body was read from it.
+    Behind(oneshot::Receiver<Behind>),
+}
 
 /// Asks the app to switch protocols.
 pub(super) async fn ask(
@@ -27,39 +38,58 @@ pub(super) async fn ask(
     app: &App,
     token: &str,
     (head, body): (Request<()>, Receive),
+    interim: &Interim,
 ) -> Result<Answer, Failed> {
-    let request = prepare(head, app, token)
+    let (mut request, session) = prepare(head, app, token, body)
         .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
+    interim.listen(&mut request);
     let deadline = target::deadline(way.timeouts.dial);
     let connection = app.connect(way, Offer::Http1, deadline).await?;
     let mut line = Line::begin(connection)
         .await
         .map_err(|error| forward::failed(app, &error))?;
-    let asked = line.ask(request);
-    let answer = match timeout(way.timeouts.upgrade, asked).await {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(error)) => return Err(forward::failed(app, error.error())),
-        Err(_) => {
-            let what = format!(
-                "did not answer the upgrade within {:?}",
-                way.timeouts.upgrade
-            );
-            return Err(target::slow(app, &what).into());
+    let progress = request.body().taken();
+    let answer = {
+        let mut asked = pin!(line.ask(request));
+        loop {
+            let before = progress.count();
+            match timeout(way.timeouts.upgrade, &mut asked).await {
+                Ok(Ok(answer)) => break answer,
+                Ok(Err(error)) => return Err(forward::failed(app, error.error())),
+                Err(_) if progress.count() != before => {}
+                Err(_) => {
+                    let bound = way.timeouts.upgrade;
+                    let what = format!("did not answer the upgrade within {bound:?}");
+                    return Err(target::slow(app, &what).into());
+                }
+            }
         }
     };
-    forward::check_codings(app, &answer)?;
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
-        return switched(app, line, answer, body).await;
+        return switched(app, line, answer, session).await;
     }
-    let (head, incoming) = forward::ended_head(answer);
+    let (head, incoming) = forward::ended_head(app, answer)?;
     Ok(Answer {
         head,
         then: Then::Body(Box::new(Body::http1(app, Box::new(line), incoming))),
     })
 }
 
-fn prepare(head: Request<()>, app: &App, token: &str) -> Option<Request<Outgoing>> {
-    let mut request = head.map(|()| Outgoing::default());
+fn prepare(
+    head: Request<()>,
+    app: &App,
+    token: &str,
+    stream: Receive,
+) -> Option<(Request<Outgoing>, Session)> {
+    let length = head.headers().get(CONTENT_LENGTH);
+    let length = length.map_or(Some(0), |length| length.to_str().ok()?.parse().ok())?;
+    let (content, session) = if length == 0 {
+        (Outgoing::default(), Session::Whole(stream))
+    } else {
+        let (content, behind) = Outgoing::content(stream, length);
+        (content, Session::Behind(behind))
+    };
+    let mut request = head.map(|()| content);
     let path = request.uri().path_and_query().cloned();
     let authority = request.uri().authority().cloned();
     *request.version_mut() = Version::HTTP_11;
@@ -72,31 +102,41 @@ fn prepare(head: Request<()>, app: &App, token: &str) -> Option<Request<Outgoing
     forward::to_origin(fields, app, authority.as_ref());
     fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     fields.insert(UPGRADE, HeaderValue::from_str(token).ok()?);
-    if has_content {
+    if has_content && length == 0 {
         // RFC 9110 §8.6; kubectl's POST says so too, and CONNECT could not carry it.
         fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
     }
-    Some(request)
+    Some((request, session))
 }
 
 async fn switched(
     app: &App,
     line: Line,
     answer: Response<Incoming>,
-    body: Receive,
+    session: Session,
 ) -> Result<Answer, Failed> {
     let token = answer.headers().get(UPGRADE).cloned();
     let token = token.ok_or_else(|| broken(app, "switched protocols without saying to which"))?;
-    let (mut head, _) = forward::ended_head(answer);
+    let (mut head, _) = forward::ended_head(app, answer)?;
     *head.status_mut() = StatusCode::OK;
-    head.headers_mut().remove(CONTENT_LENGTH);
     head.headers_mut().insert(wire::SWITCHED, token);
-    match line.into_bytes().await {
-        Ok(Some((early, connection))) => Ok(Answer {
-            head,
-            then: Then::Bytes(Box::new(Replayed::new(early, connection)), body),
-        }),
-        Ok(None) => Err(broken(app, "closed the connection behind its 101")),
-        Err(error) => Err(forward::failed(app, &error)),
-    }
+    let bytes = line.into_bytes().await;
+    let bytes = bytes.map_err(|error| forward::failed(app, &error))?;
+    let (early, mut connection) =
+        bytes.ok_or_else(|| broken(app, "closed the connection behind its 101"))?;
+    let stream = match session {
+        Session::Whole(stream) => stream,
+        Session::Behind(mut behind) => {
+            let (stream, first) = behind
+                .try_recv()
+                .map_err(|_| broken(app, "switched protocols before it had read the request"))?;
+            let written = connection.write_all(&first).await;
+            written.map_err(|_| broken(app, "closed the connection behind its 101"))?;
+            stream
+        }
+    };
+    Ok(Answer {
+        head,
+        then: Then::Bytes(Box::new(Replayed::new(early, connection)), stream),
+    })
 }

@@ -23,7 +23,7 @@ use crate::{
 };
 use causeway_rt::resolve;
 use causeway_tunnel::{
-    Target,
+    Refusal, Target,
     copy::Passed,
     socket::{self, Abort},
 };
@@ -36,6 +36,7 @@ use std::{
     pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
+    time::Duration,
 };
 use tokio::{
     io::{
@@ -48,6 +49,9 @@ use tracing::debug_span;
 
 /// Bytes that are read at once, each way.
 const CHUNK: usize = 16 * 1024;
+
+/// The least time between two log lines about the exhaustion of this process.
+const LOG_PAUSE: Duration = Duration::from_mins(1);
 
 /// Who asks, and where.
 pub struct Direct<'a> {
@@ -109,7 +113,13 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
             }
             Ok(Err(cause)) => {
                 let detail = format!("this gateway could not dial {target}: {cause}");
-                failed = Some(Reason::TargetRefused.because(detail, cause));
+                let reason = Reason::from(Refusal::of_dial(&cause, address.ip()));
+                if reason == Reason::Exhausted
+                    && let Some(count) = direct.proxy.front.exhaustions.happened_within(LOG_PAUSE)
+                {
+                    tracing::warn!(%target, error = %cause, count, "this gateway is out of file descriptors, local ports or memory");
+                }
+                failed = Some(reason.because(detail, cause));
             }
             Err(_) => {
                 let detail = format!("{target} did not take this gateway's connection in time");
@@ -156,7 +166,7 @@ async fn look_up(direct: &Direct<'_>, deadline: Instant) -> Result<Vec<SocketAdd
         }
         Err(_) => {
             let detail = format!("no node has the name {host}, and it was not resolved in time");
-            Err(Reason::TargetTimeout.says(detail))
+            Err(Reason::ResolveTimeout.says(detail))
         }
     }
 }

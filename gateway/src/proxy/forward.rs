@@ -6,18 +6,20 @@
 use crate::{
     error::{Error, Reason},
     proxy::{
-        Way, forwarding_headers::Hop, outgoing::Outgoing, request, request_body::RequestBody,
-        trace, upload,
+        Way, forwarding_headers::Hop, front::Connection, outgoing::Outgoing, request,
+        request_body::RequestBody, trace, upload,
     },
 };
 use causeway_tunnel::{
     Receive, Refusal, StreamError,
     client::{Answer, Ask},
-    headers, wire,
+    headers,
+    interim::Exchange,
+    wire,
 };
 use http::{
     HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
-    header::{AUTHORIZATION, EXPECT, VIA},
+    header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, VIA},
     uri,
 };
 use http_body::Body;
@@ -56,7 +58,7 @@ pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response
         );
         (go, Some(given_up.drop_guard()), None)
     };
-    let answer = match wait(opened.answer, go).await {
+    let answer = match wait(way, opened.answer, go).await {
         Ok(answer) => answer,
         // The stream may have been given up because of what the caller sent, which is not the node's fault.
         Err(error) => return Err(way.record.failure().unwrap_or_else(|| failed(way, &error))),
@@ -64,14 +66,23 @@ pub async fn run(way: Way<'_>, request: Request<RequestBody>) -> Result<Response
     Ok(respond(way, answer)?.map(|body| body.with_upload(upload).with_request(request)))
 }
 
-/// Waits for the final answer; lets the body go at the app's 100, at its answer, or when it took too long.
+/// Waits for the final answer, and passes interim ones on; lets the body go at the app's 100, at its answer, or when it
+/// took too long.
 pub(super) async fn wait(
+    way: Way<'_>,
     mut answer: Answer,
     go: Option<oneshot::Sender<()>>,
 ) -> Result<Response<Receive>, StreamError> {
     if let Some(go) = go {
         let asked = async {
             while let Some(interim) = answer.interim().await? {
+                let exchange = way.exchange;
+                pass_interim(
+                    way.connection,
+                    exchange,
+                    interim.status(),
+                    interim.headers(),
+                );
                 if interim.status() == StatusCode::CONTINUE {
                     break;
                 }
@@ -84,7 +95,34 @@ pub(super) async fn wait(
         // A body that is gone needs no leave.
         let _ = go.send(());
     }
+    while let Some(interim) = answer.interim().await? {
+        let exchange = way.exchange;
+        pass_interim(
+            way.connection,
+            exchange,
+            interim.status(),
+            interim.headers(),
+        );
+    }
     answer.await
+}
+
+/// Passes an interim answer on to the client (RFC 9110 §15.2).
+pub(super) fn pass_interim(
+    connection: &Connection,
+    exchange: Exchange,
+    status: StatusCode,
+    fields: &HeaderMap,
+) {
+    let of_engine = exchange == Exchange::Http1 && status == StatusCode::CONTINUE;
+    if of_engine || exchange == Exchange::None {
+        // The engine of HTTP/1.1 sends its own 100 when the body is asked for.
+        return;
+    }
+    let mut fields = fields.clone();
+    request::clean(&mut fields);
+    fields.remove(CONTENT_LENGTH);
+    connection.interims.send(exchange, status, &fields);
 }
 
 /// The request's head as the tunnel takes it.
@@ -148,6 +186,10 @@ pub(super) fn respond(
 ) -> Result<Response<Outgoing>, Error> {
     let (mut parts, body) = answer.into_parts();
     refusal(way, &parts.headers)?;
+    headers::reframe_answer(parts.status, &mut parts.headers).map_err(|what| {
+        let (target, node) = (&way.route.target, way.route.node.as_str());
+        Reason::TargetBroken.says(format!("{target} on {node} {what}"))
+    })?;
     request::clean(&mut parts.headers);
     via(&mut parts.headers, Version::HTTP_2);
     parts.version = Version::default();

@@ -33,7 +33,7 @@ use causeway_certs::{
     Fingerprint, FrontResolver, NodeName,
     verify::{PeerRefused, Trust},
 };
-use causeway_tunnel::{connection_limit::Slot, listener::Peer};
+use causeway_tunnel::{connection_limit::Slot, interim::Interims, listener::Peer};
 use door::Door;
 pub use door::Entrance;
 use idle::Idle;
@@ -95,6 +95,9 @@ pub struct Front {
     pub metrics: Arc<FrontMetrics>,
     /// Limits the log lines of clients that ask for an unknown name or refuse the certificate.
     pub(crate) tls_refusals: Seldom,
+    /// Connections that this listener dials itself and that failed because this process is out of file descriptors, local
+    /// ports or memory.
+    pub(crate) exhaustions: Seldom,
     /// From when on nothing begins here any more, once this is known.
     pub(crate) retired: OnceLock<Instant>,
     /// The front that has taken this one's place, if one has.
@@ -230,6 +233,8 @@ pub struct Connection {
     /// What each of its streams may hold unread, where HTTP/2 is spoken.
     pub window: u32,
     pub(crate) last_token: LastToken,
+    /// Interim answers to its requests.
+    pub(crate) interims: Interims,
     /// Values of the forwarding headers of the last request.
     pub(crate) forwarded: LastValues,
     nobody: OnceLock<Caller>,
@@ -281,6 +286,7 @@ impl Arrival {
             idle: Arc::default(),
             last_token: LastToken::default(),
             window: http::window(proxy),
+            interims: Interims::default(),
             forwarded: LastValues::default(),
             nobody: OnceLock::new(),
             room: self.room,

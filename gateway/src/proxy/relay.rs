@@ -18,7 +18,7 @@ use crate::{
         request_body::RequestBody,
     },
 };
-use causeway_tunnel::{Receive, Send, client, copy, socket::Abort};
+use causeway_tunnel::{Receive, Send, client, copy, interim::Exchange, socket::Abort};
 use http::{Method, Request, Response, StatusCode, Version};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -174,6 +174,7 @@ async fn begin(
         tunnel: &picked.tunnel,
         id: picked.id,
         record,
+        exchange: Exchange::None,
     })
     .await
 }

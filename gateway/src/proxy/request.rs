@@ -135,11 +135,11 @@ pub fn kind<B: Body>(request: &Request<B>, front: config::Kind) -> Result<Kind, 
     }
 }
 
-/// The protocol to switch to. A server may ignore the wish (RFC 9110 §7.8), and we do where it comes with
-/// a body, and for HTTP itself, in TLS (RFC 2817) or not: what runs inside would be requests that no policy has seen.
-fn upgrade<B: Body>(request: &Request<B>) -> Option<&str> {
+/// The protocol to switch to. A server may ignore the wish (RFC 9110 §7.8), and we do for HTTP itself, in TLS (RFC 2817)
+/// or not: what runs inside would be requests that no policy has seen.
+fn upgrade<B>(request: &Request<B>) -> Option<&str> {
     let token = headers::upgrade_token(request.headers())?;
-    let ours = request.version() == Version::HTTP_11 && request.body().is_end_stream();
+    let ours = request.version() == Version::HTTP_11;
     let hides = |each: &str| {
         let each = each.trim().to_ascii_lowercase();
         ["h2", "h3", "http", "tls"]
@@ -297,6 +297,12 @@ mod tests {
         assert_eq!(
             kind_of(&[("connection", "Upgrade"), ("upgrade", "websocket")]),
             Kind::Upgrade("websocket".into())
+        );
+        let with_body = request(&[("connection", "Upgrade"), ("upgrade", "tcp")], "/");
+        let with_body = with_body.map(|_| http_body_util::Full::new(bytes::Bytes::from("xyz")));
+        assert_eq!(
+            kind(&with_body, config::Kind::Https).unwrap(),
+            Kind::Upgrade("tcp".into())
         );
         for token in ["h2c", "H2C", "TLS/1.0", "HTTP/2.0", "websocket, tls/1.2"] {
             let fields = [("connection", "Upgrade"), ("upgrade", token)];

@@ -1,17 +1,35 @@
 //! Step 6b: 101 and extended CONNECT (RFC 8441).
 //!
 //! The upgrade travels with the caller's own method and token; the edge performs it with the app. Where the app
-//! switched, the caller gets its 101 and then bytes both ways, untouched. Any other answer comes back whole.
+//! switched, the caller gets its 101 and then bytes both ways, untouched. Any other answer comes back whole. A request's
+//! body goes first on the stream, and its length in a private field; one without a length is short, and collected before.
 
 use crate::{
     error::{Error, Reason},
-    proxy::{Way, forward, outgoing::Outgoing, relay, request, request_body::RequestBody},
+    proxy::{
+        Way, forward,
+        held::{Waiting, weighed},
+        outgoing::Outgoing,
+        relay, request,
+        request_body::RequestBody,
+        upload::{Fault, Upload},
+    },
 };
-use causeway_tunnel::{client::Ask, wire};
+use bytes::{Bytes, BytesMut};
+use causeway_tunnel::{Receive, Send, StreamError, client::Ask, wire};
 use http::{
     HeaderValue, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
 };
+use http_body::Body;
+use std::{
+    future::poll_fn,
+    pin::{Pin, pin},
+};
+use tokio::time::timeout;
+
+/// Bytes of a body without a length at most.
+const MOST_COLLECTED: usize = 64 << 10;
 
 /// Forwards an upgrade to the protocol that `token` names.
 ///
@@ -23,28 +41,43 @@ pub async fn run(
     token: &str,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);
-    let (parts, _) = request.into_parts();
+    let (parts, body) = request.into_parts();
+    let version = parts.version;
     let mut head = forward::head(way, parts)?;
     head.headers_mut().remove(CONTENT_LENGTH);
-    let bound = way.proxy.shared.timeouts.upgrade_first_byte;
-    let ask = Ask::Upgrade(token.to_owned());
-    let answered = async {
-        let opened = way
-            .tunnel
-            .open(head, &ask, &way.route.target, false)
-            .await?;
-        Ok((opened.send, opened.answer.await?))
+    let (waiting, has_content) = (Waiting::default(), !body.is_end_stream());
+    let mut content = Content {
+        body: Upload::new(way, (body, version), waiting.clone()),
+        first: None,
     };
-    let (send, answer) = match tokio::time::timeout(bound, answered).await {
-        Ok(Ok(opened)) => opened,
-        Ok(Err(error)) => return Err(forward::failed(way, &error)),
-        Err(_) => {
-            let detail = format!(
-                "{} did not answer the upgrade within {bound:?}",
-                way.route.node
-            );
-            return Err(Reason::TargetTimeout.says(detail));
+    if has_content && let Some(length) = content.length(way).await? {
+        head.headers_mut().insert(wire::CONTENT, length.into());
+    }
+    let ask = Ask::Upgrade(token.to_owned());
+    let opened = way.tunnel.open(head, &ask, &way.route.target, false);
+    let opened = within_bound(way, opened).await?;
+    let mut send = opened.send;
+    let mut answer = pin!(forward::wait(way, opened.answer, None));
+    let answer = if has_content {
+        let pressure = way.proxy.shared.limits.pressure();
+        let mut sending = pin!(content.send(way, &mut send));
+        let mut sending = pin!(weighed(pressure, &waiting, sending.as_mut()));
+        tokio::select! {
+            biased;
+            early = &mut answer => {
+                let early = early.map_err(|error| forward::failed(way, &error))?;
+                if early.headers().contains_key(wire::SWITCHED) {
+                    sending.await?;
+                }
+                early
+            }
+            done = &mut sending => {
+                done?;
+                within_bound(way, &mut answer).await?
+            }
         }
+    } else {
+        within_bound(way, &mut answer).await?
     };
     let Some(protocol) = answer.headers().get(wire::SWITCHED).cloned() else {
         return refused(way, send, answer);
@@ -62,12 +95,95 @@ pub async fn run(
     Ok(Response::from_parts(parts, Outgoing::empty()))
 }
 
+/// Waits for `work` as long as an upgrade may take.
+async fn within_bound<T>(
+    way: Way<'_>,
+    work: impl Future<Output = Result<T, StreamError>>,
+) -> Result<T, Error> {
+    let bound = way.proxy.shared.timeouts.upgrade_first_byte;
+    let done = timeout(bound, work).await.map_err(|_| {
+        let node = &way.route.node;
+        let detail = format!("{node} did not answer the upgrade within {bound:?}");
+        Reason::TargetTimeout.says(detail)
+    })?;
+    done.map_err(|error| forward::failed(way, &error))
+}
+
+/// The body of an upgrade.
+struct Content {
+    body: Upload,
+    /// All of it, where it was collected.
+    first: Option<Bytes>,
+}
+
+impl Content {
+    /// Returns the length of a body that is not empty, after it was collected if it does not say one.
+    async fn length(&mut self, way: Way<'_>) -> Result<Option<u64>, Error> {
+        if let Some(length) = self.body.length() {
+            return Ok((length > 0).then_some(length));
+        }
+        let mut collected = BytesMut::new();
+        while let Some(chunk) = self.next(way).await? {
+            if collected.len() + chunk.len() > MOST_COLLECTED {
+                let detail = format!(
+                    "the body of an upgrade needs a Content-Length beyond {MOST_COLLECTED} bytes"
+                );
+                return Err(Reason::Malformed.says(detail));
+            }
+            collected.extend_from_slice(&chunk);
+        }
+        let length = u64::try_from(collected.len()).unwrap_or(u64::MAX);
+        self.first = Some(collected.freeze());
+        Ok((length > 0).then_some(length))
+    }
+
+    /// Sends it on a stream that goes on behind it.
+    async fn send(&mut self, way: Way<'_>, send: &mut Send) -> Result<(), Error> {
+        let patience = way.proxy.shared.timeouts.upload;
+        while let Some(chunk) = self.next(way).await? {
+            let taken = timeout(patience, send.data(chunk)).await.map_err(|_| {
+                let (node, patience) = (&way.route.node, humantime::format_duration(patience));
+                let detail = format!(
+                    "the app on {node} has taken nothing of the request's body for {patience}"
+                );
+                Reason::TargetTimeout.says(detail)
+            })?;
+            taken.map_err(|error| forward::failed(way, &error))?;
+        }
+        Ok(())
+    }
+
+    async fn next(&mut self, way: Way<'_>) -> Result<Option<Bytes>, Error> {
+        if let Some(first) = self.first.take() {
+            return Ok(Some(first).filter(|first| !first.is_empty()));
+        }
+        loop {
+            let frame = poll_fn(|cx| Pin::new(&mut self.body).poll_frame(cx)).await;
+            let Some(frame) = frame.transpose().map_err(|fault| broken(way, fault))? else {
+                return Ok(None);
+            };
+            // Trailers have no place in front of a session.
+            if let Ok(chunk) = frame.into_data()
+                && !chunk.is_empty()
+            {
+                return Ok(Some(chunk));
+            }
+        }
+    }
+}
+
+fn broken(way: Way<'_>, fault: Fault) -> Error {
+    way.record
+        .failure()
+        .unwrap_or_else(|| Reason::Malformed.because("the request's body broke off", fault))
+}
+
 /// The app did not switch: its answer passes whole. What it may still send comes over the same stream, so
 /// this end of it ends in order and not with a reset.
 fn refused(
     way: Way<'_>,
-    mut send: causeway_tunnel::Send,
-    answer: Response<causeway_tunnel::Receive>,
+    mut send: Send,
+    answer: Response<Receive>,
 ) -> Result<Response<Outgoing>, Error> {
     // A stream that is gone already says so in the body.
     let _ = send.end();

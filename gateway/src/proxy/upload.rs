@@ -121,6 +121,11 @@ impl Upload {
         }
     }
 
+    /// How long the body is, if that is known.
+    pub(super) fn length(&self) -> Option<u64> {
+        self.inner.size_hint().exact()
+    }
+
     /// From now on `waiting` is told what it brings.
     pub(super) fn tells(&mut self, waiting: Waiting) {
         self.waiting = waiting;

@@ -150,6 +150,7 @@ impl Material {
             proxy_protocol: front.proxy_protocol.clone(),
             metrics: shared.metrics.front(&front.name),
             tls_refusals: Seldom::default(),
+            exhaustions: Seldom::default(),
             retired: OnceLock::new(),
             successor: OnceLock::new(),
         })

@@ -85,7 +85,12 @@ impl AsyncRead for Guarded {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tls).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.tls).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.life.answering.store(true, Relaxed);
+        }
+        read
     }
 }
 

@@ -2,8 +2,9 @@
 //!
 //! By HTTP/2 where the app chose it (`stream`), else by HTTP/1.1.
 //! As an edge asks apps: fields pass as they came, save those of one connection; a body streams as it comes, both
-//! ways; an answer that comes before the request's body has been read passes at once. A kept line that turns out closed
-//! is replaced once, if the request was never sent, or can be repeated (RFC 9110 §9.2.2) and has no body.
+//! ways; an answer that comes before the request's body has been read passes at once. A request is sent once more, on a new
+//! line, if the one that was kept did not take it. So is one that can be repeated (RFC 9110 §9.2.2) and has no body, if the
+//! app closed the kept line without a byte of an answer: a reset or garbage may be what the request has done to the app.
 
 use super::{
     body::{AppBody, Asked},
@@ -124,7 +125,7 @@ pub(super) async fn by_line(
     } = content;
     let has_body = !body.is_end_stream();
     prepare(way, &mut head, has_body);
-    let mut again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
+    let again = (reused && !has_body && is_idempotent(&head)).then(|| copy(&head));
     let (go, gone) = oneshot::channel();
     let body = match asking.life() {
         Some(life) if has_body => {
@@ -135,13 +136,14 @@ pub(super) async fn by_line(
         _ => Asked::default(),
     };
     let mut request = head.map(|()| body);
-    listen(&mut request, &asking, go);
+    listen(way, &mut request, &asking, Some(go));
     let mut error = match asking.ask(request).await {
         Ok(answer) => return answered(way, asking, answer),
         Err(error) => error,
     };
     let unsent = error.take_message().filter(|_| reused);
-    let Some(request) = unsent.or(again.take()) else {
+    let again = again.filter(|_| asking.closed_unanswered(error.error()));
+    let Some(request) = unsent.or(again) else {
         return Err(unanswered(way, &asking, error.error()));
     };
     drop(asking);
@@ -149,19 +151,29 @@ pub(super) async fn by_line(
     let mut request = request.map(|body| body.moved(&line.life));
     let mut asking = line.asking();
     // A body that waits for a 100 waits for it no longer than its bound.
-    listen(&mut request, &asking, oneshot::channel().0);
+    listen(way, &mut request, &asking, None);
     match asking.ask(request).await {
         Ok(answer) => answered(way, asking, answer),
         Err(error) => Err(unanswered(way, &asking, error.error())),
     }
 }
 
-/// Hears interim answers: a 100 lets the body go, too many end the line.
-fn listen(request: &mut Request<Asked>, asking: &Asking, go: oneshot::Sender<()>) {
+/// Passes interim answers on: a 100 lets the body go, too many end the line.
+pub(super) fn listen(
+    way: Way<'_>,
+    request: &mut Request<Asked>,
+    asking: &Asking,
+    go: Option<oneshot::Sender<()>>,
+) {
     let Some(life) = asking.life() else { return };
     let (end, came) = (life.end.clone(), AtomicUsize::new(0));
-    let go = Mutex::new(Some(go));
+    let (connection, exchange) = (way.connection.clone(), way.exchange);
+    let go = Mutex::new(go);
     hyper::ext::on_informational(request, move |answer| {
+        // What is given up has its answer already.
+        if !end.is_cancelled() {
+            forward::pass_interim(&connection, exchange, answer.status(), answer.headers());
+        }
         if answer.status() == StatusCode::CONTINUE
             && let Some(go) = go.lock().unwrap_or_else(PoisonError::into_inner).take()
         {
@@ -238,8 +250,8 @@ pub(super) fn respond_by(
     asking: Asking,
     answer: Response<Incoming>,
 ) -> Result<Response<Outgoing>, Error> {
-    check(way, answer.headers())?;
-    let (parts, incoming) = answer.into_parts();
+    let (mut parts, incoming) = answer.into_parts();
+    check(way, &mut parts)?;
     let body = AppBody::of_line(incoming, asking, way.route);
     Ok(respond(way, parts, body, Version::HTTP_11))
 }
@@ -260,17 +272,15 @@ pub(super) fn respond(
     Response::from_parts(parts, body)
 }
 
-/// Whoever gets the answer is not told of a coding, and so must not get a body in one; and it has a bound everywhere
-/// how large a head may be.
-pub(super) fn check(way: Way<'_>, fields: &HeaderMap) -> Result<(), Error> {
-    let what = if !headers::codes_only_by_chunks(fields) {
-        "answered with a Transfer-Encoding that is not chunked alone"
-    } else if headers::size(fields) > wire::MAX_HEAD {
-        "answered with a head that is too large"
-    } else {
-        return Ok(());
-    };
-    Err(failure::broken(way.route, what))
+/// Frames an answer anew, and refuses one whose head is larger than heads may be anywhere.
+pub(super) fn check(way: Way<'_>, parts: &mut http::response::Parts) -> Result<(), Error> {
+    let framed = headers::reframe_answer(parts.status, &mut parts.headers);
+    framed.map_err(|what| failure::broken(way.route, what))?;
+    if headers::size(&parts.headers) > wire::MAX_HEAD {
+        let what = "answered with a head that is too large";
+        return Err(failure::broken(way.route, what));
+    }
+    Ok(())
 }
 
 /// Why there was no answer.

@@ -19,7 +19,7 @@ use crate::{
     },
 };
 use causeway_certs::Fingerprint;
-use causeway_tunnel::{eviction::Eviction, wire};
+use causeway_tunnel::{error::is_close, eviction::Eviction, wire};
 use hyper::{
     Request, Response,
     body::Incoming,
@@ -68,6 +68,8 @@ pub(super) struct Life {
     pub(super) waiting: Waiting,
     /// It has taken nothing for too long.
     pub(super) stalled: AtomicBool,
+    /// The app has sent a byte since the last request.
+    pub(super) answering: AtomicBool,
     /// It is no line of HTTP any more.
     pub(super) switched: AtomicBool,
 }
@@ -140,7 +142,17 @@ impl Asking {
         request: Request<Asked>,
     ) -> Result<Response<Incoming>, TrySendError<Request<Asked>>> {
         let line = self.0.as_mut().expect("a line that is asked on is there");
+        line.life.answering.store(false, Relaxed);
         line.sender.try_send_request(request).await
+    }
+
+    /// Whether the app closed the line without a byte of an answer to the last request, which failed with `error`.
+    pub(super) fn closed_unanswered(&self, error: &hyper::Error) -> bool {
+        let closed = error.is_incomplete_message() || is_close(error);
+        closed
+            && self
+                .life()
+                .is_some_and(|life| !life.answering.load(Relaxed))
     }
 
     pub(super) fn life(&self) -> Option<&Arc<Life>> {

@@ -1,8 +1,9 @@
 //! A plain request on an HTTP/2 connection to an app, which others share.
 //!
 //! As over the node's tunnel itself: the head first, the body behind it in a task of its own, and whoever goes away
-//! resets the stream. What the app has not taken is asked once more on a younger connection, and so is what can be
-//! repeated (RFC 9110 §9.2.2) and has no body: whoever closed one connection may have closed them all.
+//! resets the stream. What the app has not taken is asked once more on a younger connection: whoever closed one may have
+//! closed them all. So is what can be repeated (RFC 9110 §9.2.2) and has no body, if the app closed the connection in order
+//! without an answer.
 
 use super::{
     body::AppBody,
@@ -44,7 +45,7 @@ pub(super) async fn run(
         Ok(answered) => return answered,
         Err(broke) => broke,
     };
-    let again = reused && (!broke.taken || is_idempotent(&head));
+    let again = reused && (!broke.taken || (broke.error.is_closed() && is_idempotent(&head)));
     let Some(content) = content.filter(|_| again) else {
         return Err(unanswered(way, &broke));
     };
@@ -96,7 +97,7 @@ async fn ask(
             (go, Some(given_up.drop_guard()))
         }
     };
-    match forward::wait(opened.answer, go).await {
+    match forward::wait(way, opened.answer, go).await {
         Ok(answer) => Ok(answered(way, answer, (place, upload))),
         Err(error) => Err(Broke {
             taken: !error.is_refused(),
@@ -110,8 +111,8 @@ fn answered(
     answer: Response<Receive>,
     (place, upload): (Place, Option<DropGuard>),
 ) -> Result<Response<Outgoing>, Error> {
-    check(way, answer.headers())?;
-    let (parts, receive) = answer.into_parts();
+    let (mut parts, receive) = answer.into_parts();
+    check(way, &mut parts)?;
     let body = AppBody::of_stream(receive, place, way);
     let response = respond(way, parts, body, Version::HTTP_2);
     Ok(response.map(|body| body.with_upload(upload)))

@@ -1,13 +1,13 @@
 //! An upgrade with an app that the gateway itself asks, on a line of its own.
 //!
 //! The request goes as the caller made it, with its own method and its own `Upgrade`. Where the app switched, the caller
-//! gets its 101 and then bytes both ways, those behind the app's 101 first; any other answer passes whole. The app
-//! has `timeouts.upgrade_first_byte` for its answer, the session has no bound.
+//! gets its 101 and then bytes both ways, those behind the app's 101 first; any other answer passes whole. Behind what it
+//! takes of the request's body the app has `timeouts.upgrade_first_byte` for its answer, the session has no bound.
 
 use super::{
     body::Asked,
     failure::{self, find},
-    forward::{check, respond_by, to_origin, unanswered},
+    forward::{check, listen, respond_by, to_origin, unanswered},
     line::Line,
     tls::AppTls,
 };
@@ -22,19 +22,21 @@ use crate::{
         relay::Session,
         request,
         request_body::RequestBody,
+        upload::Upload,
     },
 };
 use causeway_tunnel::{StreamError, socket::Abort};
 use http::{
     HeaderValue, Method, Request, Response, StatusCode, Version,
-    header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
+    header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE},
 };
+use http_body::Body;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use std::{
     io,
     pin::{Pin, pin},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll},
 };
 use tokio::{
@@ -54,33 +56,50 @@ pub(in crate::proxy) async fn run(
     token: &str,
 ) -> Result<Response<Outgoing>, Error> {
     let switched = hyper::upgrade::on(&mut request);
-    let (parts, _) = request.into_parts();
+    let (parts, body) = request.into_parts();
+    let version = parts.version;
     let mut head = forward::head(way, parts)?;
     app.alone(head.headers_mut());
-    prepare(way, &mut head, token)?;
-    let mut asking = Line::open(way, app).await?.asking();
+    let has_body = !body.is_end_stream();
+    prepare(way, &mut head, token, has_body)?;
+    let opened = Line::open(way, app).await?;
+    let life = opened.life.clone();
+    let mut asking = opened.asking();
+    let body = if has_body {
+        let upload = Upload::new(way, (body, version), life.waiting.clone());
+        Asked::new((upload, None), &life, None)
+    } else {
+        Asked::default()
+    };
     let bound = way.proxy.shared.timeouts.upgrade_first_byte;
-    let asked = asking.ask(head.map(|()| Asked::default()));
-    let mut answer = match timeout(bound, asked).await {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(error)) => return Err(unanswered(way, &asking, error.error())),
-        Err(_) => {
-            let what = format!("did not answer the upgrade within {bound:?}");
-            return Err(failure::slow(way.route, &what));
+    let answered = {
+        let mut request = head.map(|()| body);
+        listen(way, &mut request, &asking, None);
+        let mut asked = pin!(asking.ask(request));
+        loop {
+            let before = life.taken.load(Relaxed);
+            match timeout(bound, &mut asked).await {
+                Ok(answered) => break answered,
+                Err(_) if life.taken.load(Relaxed) != before => {}
+                Err(_) => {
+                    let what = format!("did not answer the upgrade within {bound:?}");
+                    return Err(failure::slow(way.route, &what));
+                }
+            }
         }
     };
+    let mut answer = answered.map_err(|error| unanswered(way, &asking, error.error()))?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         return respond_by(way, asking, answer);
     }
-    check(way, answer.headers())?;
     let Some(protocol) = answer.headers().get(UPGRADE).cloned() else {
         let what = "switched protocols without saying to which";
         return Err(failure::broken(way.route, what));
     };
     let far = hyper::upgrade::on(&mut answer);
     let (mut parts, _) = answer.into_parts();
+    check(way, &mut parts)?;
     request::clean(&mut parts.headers);
-    parts.headers.remove(CONTENT_LENGTH);
     forward::via(&mut parts.headers, Version::HTTP_11);
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
@@ -93,15 +112,21 @@ pub(in crate::proxy) async fn run(
     Ok(Response::from_parts(parts, Outgoing::empty()))
 }
 
-fn prepare(way: Way<'_>, head: &mut Request<()>, token: &str) -> Result<(), Error> {
+fn prepare(way: Way<'_>, head: &mut Request<()>, token: &str, has_body: bool) -> Result<(), Error> {
     to_origin(way, head);
     let has_content = matches!(*head.method(), Method::POST | Method::PUT | Method::PATCH);
     let token = HeaderValue::from_str(token)
         .map_err(|_| failure::broken(way.route, "cannot be asked for this protocol"))?;
     let fields = head.headers_mut();
-    fields.remove(CONTENT_LENGTH);
     fields.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     fields.insert(UPGRADE, token);
+    if has_body {
+        if !fields.contains_key(CONTENT_LENGTH) {
+            fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+        }
+        return Ok(());
+    }
+    fields.remove(CONTENT_LENGTH);
     if has_content {
         // RFC 9110 §8.6; kubectl's POST says so too.
         fields.insert(CONTENT_LENGTH, HeaderValue::from_static("0"));

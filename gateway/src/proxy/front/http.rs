@@ -9,7 +9,12 @@ use crate::{
     config::ErrorForm,
     proxy::{Proxy, access::Record, outgoing::Outgoing, reply},
 };
-use causeway_tunnel::{calm::Calm, eviction::Eviction, task::Tasks};
+use causeway_tunnel::{
+    calm::Calm,
+    eviction::Eviction,
+    interim::{Exchange, InterimIo},
+    task::Tasks,
+};
 use http::{Request, Response, StatusCode, Version};
 use hyper::{body::Incoming, ext::ReasonPhrase, service::service_fn};
 use hyper_util::{
@@ -111,13 +116,11 @@ pub(super) async fn serve(
     let builder = builder(proxy, connection.window);
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
-        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request).await) }
+        // Here and not below: the engine hands streams over in their order.
+        let exchange = exchange(&connection, request.version());
+        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
     });
-    let metrics = proxy.shared.metrics.clone();
-    let io = Calm::new(io, move || {
-        tracing::debug!("a client flooded its connection with control frames");
-        metrics.limit("control_frames");
-    });
+    let io = below_engine(proxy, io, &connection);
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
@@ -181,14 +184,38 @@ fn unparsed(proxy: &Proxy, connection: &Arc<Connection>, error: Option<&hyper::E
     }
 }
 
+/// Returns the connection as the engine sees it.
+fn below_engine(
+    proxy: &Proxy,
+    io: Io,
+    connection: &Connection,
+) -> InterimIo<Calm<Io, impl Fn() + use<>>> {
+    let metrics = proxy.shared.metrics.clone();
+    let io = Calm::new(io, move || {
+        tracing::debug!("a client flooded its connection with control frames");
+        metrics.limit("control_frames");
+    });
+    InterimIo::new(io, connection.interims.clone())
+}
+
+/// Returns what interim answers to the request are for that the engine hands over now.
+fn exchange(connection: &Connection, version: Version) -> Exchange {
+    match version {
+        Version::HTTP_2 => connection.interims.accepted(),
+        Version::HTTP_11 => Exchange::Http1,
+        _ => Exchange::None,
+    }
+}
+
 async fn answer(
     proxy: &Proxy,
     connection: &Arc<Connection>,
     request: Request<Incoming>,
+    exchange: Exchange,
 ) -> Response<Outgoing> {
     if request.version() == Version::HTTP_2 {
         let busy = connection.idle.busy();
-        let response = proxy.handle(connection, request).await;
+        let response = proxy.handle(connection, request, exchange).await;
         if let Some(eviction) = response.body().eviction() {
             // Not within a task of the executor's, nobody waits for it.
             let _ = EVICTION.try_with(|slot| slot.set((eviction, connection.clone())));
@@ -197,7 +224,7 @@ async fn answer(
     }
     connection.condition.asked();
     connection.condition.evictable(None);
-    let mut response = proxy.handle(connection, request).await;
+    let mut response = proxy.handle(connection, request, exchange).await;
     if response.status().canonical_reason().is_none() {
         // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
         let extensions = response.extensions_mut();
