@@ -8,7 +8,7 @@ use std::io::{self, ErrorKind, Write};
 
 use anyhow::Context;
 
-/// Writes a line to standard output; see [`write`].
+/// Writes a line to standard output; see [`write()`].
 macro_rules! outln {
     ($($format:tt)*) => {
         $crate::output::write(format_args!("{}\n", format_args!($($format)*)))

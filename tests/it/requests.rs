@@ -294,3 +294,20 @@ async fn an_empty_port_is_none_and_an_unknown_status_has_an_empty_phrase() {
     let answer = exchange(&mut wire, "GET / HTTP/1.1\r\nHost: edge-1:\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 299 \r\n"), "{answer}");
 }
+
+/// An upstream that answers a body which it does not read, and closes over it: its connection is reset.
+#[tokio::test]
+async fn an_early_answer_of_an_upstream_that_hangs_up_on_an_upload_is_passed() {
+    let world = World::start().await;
+    let answer = "HTTP/1.1 413 Content Too Large\r\nContent-Length: 9\r\n\r\ntoo large";
+    let app = App::http(move |_| Script::new().write(answer).close()).await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    for caller in [world.caller(), world.caller().http2()] {
+        for _ in 0..10 {
+            let answer = caller
+                .ask("POST", "https://edge-1:9100/", vec![b'x'; LARGE])
+                .await;
+            assert_eq!((answer.status, &*answer.text()), (413, "too large"));
+        }
+    }
+}

@@ -29,6 +29,14 @@ pub trait Listen {
 
     /// These bytes were written.
     fn written(&mut self, _bytes: &[u8]) {}
+
+    /// A write has failed.
+    ///
+    /// # Errors
+    /// The error, unless what is written from now on is to be thrown away in silence.
+    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
+        Err(error)
+    }
 }
 
 /// A connection, and who listens to it.
@@ -79,14 +87,20 @@ impl<S: AsyncWrite + Unpin, L: Listen + Unpin> AsyncWrite for Tap<S, L> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
-        this.listener
-            .written(buf.get(..written).unwrap_or_default());
-        Poll::Ready(Ok(written))
+        Poll::Ready(match ready!(Pin::new(&mut this.io).poll_write(cx, buf)) {
+            Ok(written) => {
+                this.listener
+                    .written(buf.get(..written).unwrap_or_default());
+                Ok(written)
+            }
+            Err(error) => this.listener.write_failed(error).map(|()| buf.len()),
+        })
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_flush(cx)
+        let this = self.get_mut();
+        let flushed = ready!(Pin::new(&mut this.io).poll_flush(cx));
+        Poll::Ready(flushed.or_else(|error| this.listener.write_failed(error)))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -99,7 +113,13 @@ impl<S: AsyncWrite + Unpin, L: Listen + Unpin> AsyncWrite for Tap<S, L> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;
+        let written = match ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs)) {
+            Ok(written) => written,
+            Err(error) => {
+                this.listener.write_failed(error)?;
+                return Poll::Ready(Ok(bufs.iter().map(|buf| buf.len()).sum()));
+            }
+        };
         let mut left = written;
         for buf in bufs {
             let part = buf.len().min(left);

@@ -63,6 +63,15 @@ impl Listen for Answering {
         }
         Ok(())
     }
+
+    /// An app that has answered before it read the request's body may close its connection over that: the answer is still
+    /// to be read.
+    fn write_failed(&mut self, error: io::Error) -> io::Result<()> {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
+            _ => Err(error),
+        }
+    }
 }
 
 /// What is kept, by app.
