@@ -55,7 +55,7 @@ const PROXY: &[(&str, &str)] = &[
 /// What is left to do once the configuration is known.
 pub(crate) struct Job {
     pub(crate) log: Log,
-    /// What the log is to begin with.
+    /// Settings of the log at the start.
     pub(crate) warnings: Vec<String>,
     /// The file of the audit log.
     pub(crate) audit: Option<PathBuf>,

@@ -33,7 +33,7 @@ pub enum Reason {
     TargetUnreachable,
     /// The target's name was not resolved in time.
     ResolveTimeout,
-    /// Whoever dials the target, an edge or this gateway, has no file descriptors, local ports or memory left.
+    /// The dialling end, an edge or this gateway, has no file descriptors, local ports or memory left.
     Exhausted,
     /// The target spoke nonsense, or broke off.
     TargetBroken,

@@ -289,7 +289,7 @@ pub struct Way<'a> {
     pub id: TunnelId,
     /// The record of this stream.
     pub record: &'a Arc<Record>,
-    /// What interim answers are for.
+    /// Exchange that interim answers belong to.
     pub exchange: Exchange,
 }
 

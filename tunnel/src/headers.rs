@@ -96,7 +96,7 @@ pub fn codes_only_by_chunks(headers: &HeaderMap) -> bool {
 /// `Content-Length` beside `Transfer-Encoding` or in a 1xx or 204 is removed, equal lengths become one field.
 ///
 /// # Errors
-/// What the sender of the answer did wrong, as the end of a sentence about it.
+/// Fault of an answer's sender, as the end of a sentence about it.
 pub fn reframe_answer(status: StatusCode, fields: &mut HeaderMap) -> Result<(), &'static str> {
     if !codes_only_by_chunks(fields) {
         return Err("answered with a Transfer-Encoding that is not chunked alone");

@@ -8,9 +8,12 @@
 //! The engine does not tell which HTTP/2 stream a request came on. It hands streams over in the order in which they begin,
 //! except those that it refuses itself, which it does in writing before it hands over what came behind them. Behind a refusal,
 //! and where one may wait for the socket, streams cannot be told apart for sure: that connection has no more interim answers.
+//! Nor has one whose client makes the table of the compression smaller: the next head has to say so first (RFC 7541 §4.2), which
+//! only the engine can.
 
 use crate::frames::{
-    CONTINUATION, ClientFrames, END_HEADERS, Frames, GOAWAY, HEADERS, Part, RST_STREAM,
+    ACK, CONTINUATION, ClientFrames, END_HEADERS, Frames, GOAWAY, HEADERS, Part, RST_STREAM,
+    SETTINGS,
 };
 use bytes::{Buf, Bytes};
 use futures_util::task::AtomicWaker;
@@ -67,6 +70,13 @@ struct Queue {
     lost: bool,
 }
 
+impl Queue {
+    fn lose(&mut self) {
+        self.lost = true;
+        self.begun.clear();
+    }
+}
+
 impl Interims {
     /// Returns the stream of the HTTP/2 request that the engine hands over now.
     pub fn accepted(&self) -> Exchange {
@@ -116,6 +126,13 @@ impl Shared {
         answer.map(|(_, bytes)| bytes)
     }
 
+    /// Sends no more interim answers over HTTP/2.
+    fn lose(&self) {
+        self.queue().lose();
+        self.begun.store(0, Relaxed);
+        self.drop_waiting(|of| matches!(of, Exchange::Http2(_)));
+    }
+
     fn begins(&self, stream: u32) {
         let mut queue = self.queue();
         if !queue.lost {
@@ -145,8 +162,7 @@ impl Shared {
             let mut queue = self.queue();
             // The engine may hand over a stream that it has reset, or may not.
             if kind == GOAWAY || queue.begun.contains(&stream) {
-                queue.lost = true;
-                queue.begun.clear();
+                queue.lose();
                 self.begun.store(0, Relaxed);
             }
         }
@@ -207,6 +223,49 @@ fn string(bytes: &mut Vec<u8>, text: &[u8]) {
     bytes.extend_from_slice(text);
 }
 
+/// The client's SETTINGS as they come.
+#[derive(Debug, Default)]
+struct Settings {
+    /// A frame of SETTINGS is under way.
+    within: bool,
+    /// Frames of SETTINGS that have come.
+    frames: usize,
+    /// Bytes of a value that has not come as a whole.
+    part: Vec<u8>,
+}
+
+impl Settings {
+    /// Returns whether the table of the compression may have become smaller.
+    fn change_table(&mut self, part: Part<'_>) -> bool {
+        /// Bytes of one value: identifier and number (RFC 9113 §6.5.1).
+        const VALUE: usize = 6;
+        /// The size that a table begins with (RFC 7541 §4.2, RFC 9113 §6.5.2).
+        const FIRST: u32 = 4096;
+        match part {
+            Part::Head(head) => {
+                self.within = head.kind == SETTINGS && head.flags & ACK == 0;
+                self.frames += usize::from(self.within);
+                self.part.clear();
+                false
+            }
+            Part::Payload { bytes, .. } if self.within => {
+                self.part.extend_from_slice(bytes);
+                let changes = self.part.chunks_exact(VALUE).any(|value| {
+                    let (name, size) = value.split_at(2);
+                    let size = size
+                        .iter()
+                        .fold(0, |size, byte| size << 8 | u32::from(*byte));
+                    name == [0, 1] && (size < FIRST || self.frames > 1)
+                });
+                let whole = self.part.len() / VALUE * VALUE;
+                self.part.drain(..whole);
+                changes
+            }
+            Part::Payload { .. } => false,
+        }
+    }
+}
+
 /// A client's connection, on which interim answers are written as well.
 #[derive(Debug)]
 pub struct InterimIo<S> {
@@ -214,12 +273,13 @@ pub struct InterimIo<S> {
     interims: Interims,
     read: ClientFrames,
     last_stream: u32,
+    settings: Settings,
     written: Frames,
     /// The engine is within a head of several frames.
     in_head: bool,
     /// The engine has written nothing since it flushed all it had.
     flushed: bool,
-    /// What is left of the answer that is being written.
+    /// Rest of the answer that is being written.
     rest: Bytes,
 }
 
@@ -231,6 +291,7 @@ impl<S> InterimIo<S> {
             interims,
             read: ClientFrames::default(),
             last_stream: 0,
+            settings: Settings::default(),
             written: Frames::default(),
             in_head: false,
             flushed: true,
@@ -242,6 +303,7 @@ impl<S> InterimIo<S> {
         let Self {
             read,
             last_stream,
+            settings,
             interims,
             ..
         } = self;
@@ -252,6 +314,9 @@ impl<S> InterimIo<S> {
             {
                 *last_stream = head.stream;
                 interims.0.begins(head.stream);
+            }
+            if settings.change_table(part) {
+                interims.0.lose();
             }
         });
     }
@@ -385,7 +450,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for InterimIo<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frames::{PREFACE, SETTINGS};
+    use crate::frames::PREFACE;
     use http::{HeaderValue, Request, Response};
     use std::future::poll_fn;
     use tokio::{
@@ -517,5 +582,41 @@ mod tests {
         far.read_to_string(&mut read).await.unwrap();
         let hint = "HTTP/1.1 103 Early Hints\r\nlink: x\r\nlink: x\r\n\r\n";
         assert_eq!(read, format!("{hint}one two {hint}three"));
+    }
+
+    #[test]
+    fn a_client_that_makes_the_table_smaller_gets_no_interim_answers() {
+        let settings = |values: &[(u16, u32)]| {
+            let length = u8::try_from(values.len() * 6).unwrap();
+            let mut bytes = vec![0, 0, length, SETTINGS, 0, 0, 0, 0, 0];
+            for (name, value) in values {
+                bytes.extend(name.to_be_bytes());
+                bytes.extend(value.to_be_bytes());
+            }
+            bytes
+        };
+        let request = [0, 0, 1, HEADERS, END_HEADERS, 0, 0, 0, 1, 0x82];
+        let other = (4, 1 << 20);
+        for (sent, known) in [
+            (settings(&[]), true),
+            (settings(&[other, (1, 4096)]), true),
+            (settings(&[(1, 65_536), other]), true),
+            (settings(&[other, (1, 4095)]), false),
+            (settings(&[(1, 0)]), false),
+            (
+                [settings(&[(1, 65_536)]), settings(&[(1, 8192)])].concat(),
+                false,
+            ),
+        ] {
+            for cut in [1, 5, 1000] {
+                let interims = Interims::default();
+                let mut io = InterimIo::new(tokio::io::empty(), interims.clone());
+                for part in [PREFACE, &sent, &request].concat().chunks(cut) {
+                    io.did_read(part);
+                }
+                let exchange = interims.accepted();
+                assert_eq!(exchange == Exchange::Http2(1), known, "{sent:?} {cut}");
+            }
+        }
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct Outgoing {
     place: Option<Arc<Place>>,
 }
 
-/// What a request's body comes from.
+/// Source of a request's body.
 enum Source {
     /// All of a stream.
     Stream(Receive),

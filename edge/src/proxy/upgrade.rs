@@ -24,7 +24,7 @@ use hyper::body::Incoming;
 use std::pin::pin;
 use tokio::{io::AsyncWriteExt, sync::oneshot, time::timeout};
 
-/// Where a session's bytes come from.
+/// Source of a session's bytes.
 enum Session {
     /// The stream: the request has no body.
     Whole(Receive),

@@ -126,7 +126,7 @@ pub(crate) fn is_taken(name: &str) -> bool {
 /// Checks the prefix of a family of fields.
 ///
 /// # Errors
-/// What is wrong with the prefix.
+/// Fault of the prefix, if there is one.
 pub(crate) fn check_prefix(prefix: &str) -> Result<(), String> {
     if HeaderName::from_bytes(prefix.as_bytes()).is_err() {
         return Err(format!(
