@@ -274,7 +274,10 @@ mod tests {
                 Reason::Malformed => 13,
                 Reason::Unauthenticated => 16,
                 Reason::Forbidden | Reason::EdgePolicy => 7,
-                Reason::Misdirected | Reason::HeaderTooLarge | Reason::MethodNotAllowed => 2,
+                Reason::Misdirected
+                | Reason::HeaderTooLarge
+                | Reason::MethodNotAllowed
+                | Reason::ClientClosed => 2,
                 _ => 14,
             };
             assert_eq!(reason.grpc_status(), expected, "{}", reason.word());
