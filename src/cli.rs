@@ -159,7 +159,7 @@ pub(crate) enum Output {
     Table,
     /// With tunnels, pool, instance and time last seen
     Wide,
-    /// What the gateway or edge says, in JSON
+    /// The full answer of the gateway or edge, in JSON
     Json,
 }
 

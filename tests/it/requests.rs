@@ -3,7 +3,7 @@
 use crate::world::{
     World,
     app::{App, Script},
-    caller::{exchange, read, read_head, read_to_end},
+    caller::{Wire, exchange, read, read_head, read_to_end},
     frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE},
     gateway::{anonymous, fixed},
     until,
@@ -38,6 +38,23 @@ async fn recorded(world: &World, reason: &str) -> Value {
     records(world, reason).remove(0)
 }
 
+/// Begins a POST on the first stream of an HTTP/2 connection, with the first bytes of its body.
+async fn begin_upload(wire: &mut dyn Wire, authority: &str, first: &[u8]) {
+    let list = frames::fields(&[
+        (":method", "POST"),
+        (":scheme", "https"),
+        (":path", "/"),
+        (":authority", authority),
+    ]);
+    let begin = [
+        PREFACE.to_vec(),
+        frames::settings(&[]),
+        frames::frame(HEADERS, END_HEADERS, 1, &list),
+        frames::frame(DATA, 0, 1, first),
+    ];
+    frames::send(wire, &begin.concat()).await.unwrap();
+}
+
 /// A POST of a body to a port that is not served, whose client looks for an answer behind the body's end only.
 #[tokio::test]
 async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
@@ -65,19 +82,7 @@ async fn a_refused_upload_is_read_to_its_end_and_the_connection_goes_on() {
 async fn a_refused_upload_over_http_2_is_answered_and_not_reset() {
     let (world, _site) = site().await;
     let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
-    let list = frames::fields(&[
-        (":method", "POST"),
-        (":scheme", "https"),
-        (":path", "/"),
-        (":authority", "edge-1:9999"),
-    ]);
-    let begin = [
-        PREFACE.to_vec(),
-        frames::settings(&[]),
-        frames::frame(HEADERS, END_HEADERS, 1, &list),
-        frames::frame(DATA, 0, 1, &[0; 1000]),
-    ];
-    frames::send(&mut *wire, &begin.concat()).await.unwrap();
+    begin_upload(&mut *wire, "edge-1:9999", &[0; 1000]).await;
     let mut status = 0;
     loop {
         let frame = frames::next(&mut *wire).await.unwrap();
@@ -128,19 +133,7 @@ async fn a_client_that_leaves_within_its_upload_is_not_the_targets_fault() {
     assert_eq!(record["status"], 499, "{record}");
 
     let mut wire = world.caller().wire("edge-1", &["h2"]).await.unwrap();
-    let list = frames::fields(&[
-        (":method", "POST"),
-        (":scheme", "https"),
-        (":path", "/"),
-        (":authority", "edge-1:9100"),
-    ]);
-    let begin = [
-        PREFACE.to_vec(),
-        frames::settings(&[]),
-        frames::frame(HEADERS, END_HEADERS, 1, &list),
-        frames::frame(DATA, 0, 1, b"some of it"),
-    ];
-    frames::send(&mut *wire, &begin.concat()).await.unwrap();
+    begin_upload(&mut *wire, "edge-1:9100", b"some of it").await;
     until("it is on its way", async || {
         world.metrics().await.sum("open_streams", &[]) == 1
     })

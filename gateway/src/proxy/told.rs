@@ -1,8 +1,8 @@
 //! Who calls, as the app is told it: fields that this gateway alone sets.
 //!
-//! What a caller sends under these names, and under any that begins as a family of such names does (`X-Remote-Extra-…`),
-//! is taken away, in heads and trailers, in any spelling that an app may take for the same name (`X_Remote_User` reaches
-//! CGI as `X-Remote-User` does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value is
+//! Fields of these names that a caller sends are removed, and so are those of the whole family (`X-Remote-Extra-…`), from
+//! heads and trailers, in any spelling that an app may take for the same name (`X_Remote_User` reaches CGI as
+//! `X-Remote-User` does). Kubernetes' aggregator removes the same (`SetAuthProxyHeaders` in client-go). A value is
 //! what a field can hold of a name: all else is percent-encoded, and so are `%` and the comma, by which apps join and
 //! split like-named fields.
 
