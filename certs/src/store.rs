@@ -249,6 +249,11 @@ impl Store {
         Ok(learned.unwrap_or_default())
     }
 
+    /// Returns the path of the unix socket at which the running process takes commands.
+    pub fn admin_socket(&self) -> PathBuf {
+        self.dir.path(&format!("{}.sock", runtime("admin")))
+    }
+
     /// Notes a small fact about the running process, such as its admin address.
     pub fn write_runtime(&self, name: &str, text: &str) -> Result<(), StoreError> {
         let _lock = self.dir.lock()?;

@@ -34,13 +34,13 @@ use crate::{
 use arc_swap::ArcSwap;
 use brought::Faces;
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
-use causeway_tunnel::{task::Tasks, unread::Pressure};
+use causeway_tunnel::{listener, task::Tasks, unread::Pressure};
 use joining::{own, warn_of_expiry};
 use reading::{Listeners, own_ports};
 use reload::{Allowed, Parts, listing, serving, sweep};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
-    net::TcpListener,
+    net::{TcpListener, UnixListener},
     sync::{Semaphore, watch},
     time::sleep,
 };
@@ -318,6 +318,7 @@ impl Bound {
         } = self;
         let fault = reading::fault(address, "admin.listen");
         let admin = TcpListener::from_std(admin).map_err(fault)?;
+        let admin = (admin, admin_socket(&store));
         let tls = tunnel_client(&identity)?;
         warn_of_expiry(&identity);
         let _ended = done.clone().drop_guard();
@@ -360,11 +361,25 @@ impl Bound {
     }
 }
 
+/// Binds the socket for commands. The edge has the claim on the directory, so that a socket there is that of a process
+/// that is gone or has made way.
+fn admin_socket(store: &Store) -> Option<UnixListener> {
+    let bound = listener::Bound::unix_instead(&store.admin_socket());
+    match bound.and_then(listener::Bound::attach) {
+        Ok(listener::Listener::Unix(socket)) => Some(socket),
+        Ok(listener::Listener::Tcp(_)) => None,
+        Err(error) => {
+            warn!(%error, "no unix socket for commands: they use the admin listener");
+            None
+        }
+    }
+}
+
 /// Begins the admin listener, and what looks after apps' connections and after streams that stand still.
 fn attend(
     parts: &Parts,
     links: &Links,
-    (admin, reader, reloads): (TcpListener, Reader, Reloads),
+    (admin, reader, reloads): (admin::Listeners, Reader, Reloads),
     done: &CancellationToken,
 ) {
     let (tasks, metrics) = (&parts.tasks, &parts.metrics);

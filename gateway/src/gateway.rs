@@ -174,6 +174,8 @@ pub struct Bound {
     admission: Admission,
     tunnel: listener::Bound,
     admin: listener::Bound,
+    /// For commands, which need no place among the connections of the admin listener.
+    admin_socket: Option<listener::Bound>,
     admin_app: admin::App,
     dns: Option<dns::Bound>,
     reloader: Reloader,
@@ -344,10 +346,17 @@ impl Bound {
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
         let metrics = &self.shared.metrics;
-        let limit = metrics.connection_limit("admin_connections", http::CONNECTIONS);
         let router = admin::router(self.admin_app);
-        let admin = http::run(self.admin, router, limit, closing.clone());
-        control.spawn_on(runtime, info_span!("admin"), admin);
+        let listeners = [
+            ("admin_connections", Some(self.admin)),
+            ("admin_socket_connections", self.admin_socket),
+        ];
+        for (name, listener) in listeners {
+            let Some(listener) = listener else { continue };
+            let limit = metrics.connection_limit(name, http::CONNECTIONS);
+            let admin = http::run(listener, router.clone(), limit, closing.clone());
+            control.spawn_on(runtime, info_span!("admin"), admin);
+        }
         if let Some(bound) = self.dns {
             let names = self.reloader.parts().names.clone();
             let answering = dns::run(bound, names, closing.clone());

@@ -1,10 +1,13 @@
 //! One request to the admin listener of a running process.
 //!
-//! The address is said by flag or environment, or stands in the data directory, where a
-//! running gateway, edge or demo notes it. Every failure says which address was asked, how it
+//! The address is given by flag or environment, or stands in the data directory, where a
+//! running gateway, edge or demo notes it. Beside it there is a unix socket, which nobody but the owner of the
+//! directory and root can connect to: it is asked first, so that other users of the machine cannot hold up a command by
+//! taking all connections of the admin listener. Every failure says which address was asked, how it
 //! was found and what to do.
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -15,7 +18,8 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
 
 /// Under this name a running process notes its admin address in its data directory.
 pub(super) const NAME: &str = "admin";
@@ -23,10 +27,34 @@ pub(super) const NAME: &str = "admin";
 /// A process on the same machine that does not answer within this is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Where a running process is asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// The address of its admin listener, `HOST:PORT`.
+    address: String,
+    /// The socket in its data directory, if the process was found by that.
+    socket: Option<PathBuf>,
+}
+
+impl From<String> for Place {
+    fn from(address: String) -> Self {
+        Self {
+            address,
+            socket: None,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
+}
+
 /// The admin address, and in words where it was found.
-pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<(String, String)> {
+pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<(Place, String)> {
     if let Some(address) = given {
-        return Ok((address, "as told".into()));
+        return Ok((address.into(), "as told".into()));
     }
     let remedy =
         "name the process with --admin HOST:PORT, or its data directory with --data-dir DIR";
@@ -40,49 +68,66 @@ pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<
 }
 
 /// The admin address of the process that lives on a data directory, if there are such a directory and process.
-pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<String>> {
-    let asked = Store::open(data_dir, Access::Existing).and_then(|store| store.read_runtime(NAME));
+pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<Place>> {
+    let asked = Store::open(data_dir, Access::Existing).and_then(|store| {
+        let address = store.read_runtime(NAME)?;
+        Ok(address.map(|address| Place {
+            address: address.trim().to_owned(),
+            socket: Some(store.admin_socket()),
+        }))
+    });
     match asked {
-        Ok(address) => Ok(address.map(|address| address.trim().to_owned())),
+        Ok(place) => Ok(place),
         Err(StoreError::Missing { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
 /// The answer's status and body to a GET.
-pub(super) async fn get(address: &str, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
-    ask(Method::GET, address, path).await
+pub(super) async fn get(place: &Place, path: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+    ask(Method::GET, place, path).await
 }
 
 /// The answer's status and body.
 pub(super) async fn ask(
     method: Method,
-    address: &str,
+    place: &Place,
     path: &str,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    tokio::time::timeout(PATIENCE, exchange(method, address, path))
+    let asking = async {
+        if let Some(socket) = &place.socket
+            && let Ok(stream) = UnixStream::connect(socket).await
+        {
+            return exchange(method, stream, (place, path)).await;
+        }
+        exchange(method, connect(&place.address).await?, (place, path)).await
+    };
+    tokio::time::timeout(PATIENCE, asking)
         .await
-        .with_context(|| format!("{address} has not answered within {PATIENCE:?}"))?
+        .with_context(|| format!("{place} has not answered within {PATIENCE:?}"))?
 }
 
-async fn exchange(
-    method: Method,
-    address: &str,
-    path: &str,
-) -> anyhow::Result<(StatusCode, Bytes)> {
+async fn connect(address: &str) -> anyhow::Result<TcpStream> {
     let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
     let addresses = resolve(host, port)
         .await
         .with_context(|| format!("cannot resolve {host}"))?;
-    let stream = TcpStream::connect(addresses.as_slice())
+    TcpStream::connect(addresses.as_slice())
         .await
-        .with_context(|| format!("cannot connect to {address}; is the process running?"))?;
+        .with_context(|| format!("cannot connect to {address}; is the process running?"))
+}
+
+async fn exchange(
+    method: Method,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    (place, path): (&Place, &str),
+) -> anyhow::Result<(StatusCode, Bytes)> {
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let request = Request::builder()
         .method(method)
         .uri(path)
-        .header(header::HOST, address)
+        .header(header::HOST, &place.address)
         .body(Full::<Bytes>::default())?;
     let ask = async move {
         let answer = sender.send_request(request).await?;
@@ -92,7 +137,7 @@ async fn exchange(
     };
     // The connection ends by itself once `ask` has dropped its sender.
     let (answer, _) = tokio::join!(ask, connection);
-    answer.with_context(|| format!("{address} does not answer as an admin listener does"))
+    answer.with_context(|| format!("{place} does not answer as an admin listener does"))
 }
 
 #[cfg(test)]
@@ -104,7 +149,7 @@ mod tests {
     /// What `get` makes of an answer.
     async fn answered(answer: &str) -> anyhow::Result<(StatusCode, Bytes)> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let address = listener.local_addr()?.to_string();
+        let place = Place::from(listener.local_addr()?.to_string());
         let serve = async {
             let (mut stream, _) = listener.accept().await?;
             let mut request = [0; 1024];
@@ -112,7 +157,7 @@ mod tests {
             assert!(request[..read].starts_with(b"GET /healthz HTTP/1.1\r\n"));
             stream.write_all(answer.as_bytes()).await
         };
-        let (asked, served) = tokio::join!(get(&address, "/healthz"), serve);
+        let (asked, served) = tokio::join!(get(&place, "/healthz"), serve);
         served?;
         asked
     }
@@ -139,7 +184,7 @@ mod tests {
     #[test]
     fn an_address_that_is_told_wins() {
         let found = address(Some("127.0.0.1:1".into()), Path::new("/nowhere")).unwrap();
-        assert_eq!(found.0, "127.0.0.1:1");
+        assert_eq!(found.0, Place::from("127.0.0.1:1".to_owned()));
     }
 
     #[test]

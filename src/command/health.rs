@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
-use super::admin;
+use super::admin::{self, Place};
 use crate::cli::Health;
 use crate::output::outln;
 
@@ -34,16 +34,16 @@ pub(crate) async fn run(health: Health) -> anyhow::Result<()> {
 pub(super) fn addresses(
     admin: Option<String>,
     data_dir: Option<PathBuf>,
-) -> anyhow::Result<Vec<String>> {
+) -> anyhow::Result<Vec<Place>> {
     match (admin, data_dir) {
-        (Some(address), _) => Ok(vec![address]),
-        (None, Some(directory)) => Ok(vec![super::admin::address(None, &directory)?.0]),
+        (Some(address), _) => Ok(vec![address.into()]),
+        (None, Some(directory)) => Ok(vec![admin::address(None, &directory)?.0]),
         (None, None) => running(&DATA.map(Path::new)),
     }
 }
 
 /// The admin addresses of what runs in these data directories: one at least.
-fn running(directories: &[&Path]) -> anyhow::Result<Vec<String>> {
+fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
     let mut found = Vec::new();
     for directory in directories {
         found.extend(admin::noted(directory)?);
@@ -84,7 +84,7 @@ mod tests {
             "it has not noted its address yet"
         );
         store.write_runtime(admin::NAME, "127.0.0.1:1\n").unwrap();
-        assert_eq!(running(&places).unwrap(), ["127.0.0.1:1"]);
+        assert_eq!(running(&places).unwrap()[0].to_string(), "127.0.0.1:1");
 
         Store::open(&gateway, Access::Create).unwrap();
         std::fs::write(gateway.join("version"), "99").unwrap();

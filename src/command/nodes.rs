@@ -61,7 +61,10 @@ pub(super) async fn tell(directory: &Path, done: &str) -> anyhow::Result<()> {
     };
     let told = admin::ask(Method::POST, &address, "/api/v1/refresh").await;
     let (status, body) = told.with_context(|| {
-        format!("{done} in {}, but the gateway that should run there was not told: it holds from its next start", directory.display())
+        format!(
+            "{done} in {}, but the gateway that should run there was not told: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start applies it",
+            directory.display()
+        )
     })?;
     if !status.is_success() {
         let said = String::from_utf8_lossy(&body);

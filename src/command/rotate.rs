@@ -193,7 +193,7 @@ pub(super) async fn tell(directory: &Path) -> anyhow::Result<Option<Progress>> {
     let told = admin::ask(Method::POST, &address, PROGRESS).await;
     let (status, body) = told.with_context(|| {
         format!(
-            "the gateway that should run in {} was not told; what the directory says holds from its next start",
+            "the gateway that should run in {} was not told: a reload (SIGHUP, `systemctl reload causeway-gateway`) or its next start takes up what the directory says",
             directory.display()
         )
     })?;
@@ -241,7 +241,7 @@ fn names(nodes: &BTreeSet<NodeName>) -> String {
 }
 
 /// How far a rotation is, for whoever looks at the edges; nothing where none is under way.
-pub(super) async fn remark(address: &str) -> Option<String> {
+pub(super) async fn remark(address: &admin::Place) -> Option<String> {
     let (status, body) = admin::get(address, PROGRESS).await.ok()?;
     // An edge, or a gateway from before, says nothing of this.
     let progress: Progress = serde_json::from_slice(&body)

@@ -12,8 +12,9 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use hyper::StatusCode;
 use serde_json::Value;
 
+use super::admin::{self, Place};
 use super::health::DATA;
-use super::{admin, rotate};
+use super::rotate;
 use crate::cli::{Output, Status};
 use crate::output::outln;
 
@@ -56,7 +57,7 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
 
 /// Returns the admin address, and in words where it was found. Of the usual data directories the gateway's is first: where
 /// both run, the edge is one of those that the gateway shows.
-fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(String, String)> {
+fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(Place, String)> {
     if given.is_none() && data_dir.is_none() {
         for directory in DATA.map(Path::new) {
             if let Some(address) = admin::noted(directory)? {
@@ -68,7 +69,7 @@ fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(St
 }
 
 /// Prints what an edge says of itself.
-async fn of_edge(address: &str, output: Output) -> anyhow::Result<()> {
+async fn of_edge(address: &Place, output: Output) -> anyhow::Result<()> {
     let (code, body) = admin::get(address, "/status").await?;
     if !code.is_success() {
         bail!("{address} answers {code} to /status; is it the admin address of a gateway or edge?");
@@ -164,7 +165,7 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
 }
 
 /// Returns a table of the certificates that the gateway uses.
-async fn certificates(address: &str) -> Option<String> {
+async fn certificates(address: &Place) -> Option<String> {
     let (code, body) = admin::get(address, "/api/v1/certificates").await.ok()?;
     // An older gateway does not say.
     let all: Vec<Value> = serde_json::from_slice(&body)
@@ -210,7 +211,7 @@ fn left(value: &Value, now: SystemTime) -> Cell {
 }
 
 /// What edges may read here, in one line, if they may read anything.
-async fn reading(address: &str) -> Option<String> {
+async fn reading(address: &Place) -> Option<String> {
     let (code, body) = admin::get(address, "/api/v1/pool").await.ok()?;
     // A gateway where they may not, or from before, says nothing of this.
     let kept: Value = serde_json::from_slice(&body)

@@ -29,7 +29,6 @@ const COMMANDS: &[&str] = &[
     "config schema gateway",
     "reference edge",
     "completions bash",
-    "ca rotate status --data-dir data",
     "k8s ca-bundle --data-dir data",
     "policy check --policy policy.yaml --as ann GET https://edge-1:9100/",
     "policy test --policy policy.yaml table.yaml",

@@ -7,7 +7,13 @@ use crate::world::{
     until,
 };
 use serde_json::Value;
-use std::time::{Duration, SystemTime};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    time::{Duration, SystemTime},
+};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 
 const URL: &str = "http://edge-1:9100/";
 
@@ -74,6 +80,37 @@ async fn a_revoked_node_loses_its_tunnels_at_once_and_stays_out_until_it_is_allo
         .run()
         .await
         .failed(&["edge-1 is not known here", "edge-2"]);
+}
+
+/// Every user of the machine can connect to the admin listener, and hold its connections by heads that never end.
+#[tokio::test]
+async fn a_full_admin_listener_holds_up_no_command() {
+    let app = App::saying("it").await;
+    let site = Site::with_fronts(crate::world::process::OPEN).await;
+    let mut edge = site.join("edge-1", app.port()).await;
+    let noted = |data: PathBuf| fs::read_to_string(data.join("run-admin")).unwrap();
+    let mut held = Vec::new();
+    for address in [noted(site.data()), noted(site.edge_data("edge-1"))] {
+        for _ in 0..300 {
+            let mut tcp = TcpStream::connect(address.trim()).await.unwrap();
+            tcp.write_all(b"GET /healthz HTTP/1.1\r\n").await.unwrap();
+            held.push(tcp);
+        }
+    }
+    let of = |line: &str, data: PathBuf| causeway(line).flag("--data-dir", data).run();
+    for line in ["health", "reload", "status"] {
+        of(line, site.data()).await.ok();
+    }
+    for line in ["health", "status"] {
+        of(line, site.edge_data("edge-1")).await.ok();
+    }
+    let revoked = of("edge revoke edge-1 --reason stolen", site.data()).await;
+    assert_eq!(revoked.ok().stdout, "edge-1 is revoked\n");
+    assert_eq!(site.nobody().get(URL).await.status, 503);
+    edge.said("node edge-1 is revoked: stolen").await;
+    let socket = site.data().join("run-admin.sock");
+    let mode = fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "nobody else connects to it");
 }
 
 /// Whoever stole a machine has its certificate still when another machine has taken the node's place.

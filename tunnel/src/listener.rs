@@ -81,8 +81,18 @@ impl Bound {
     /// If somebody listens there, if something else than a socket is in the way, or as the system says.
     pub fn unix(path: &Path) -> io::Result<Self> {
         clear_stale(path)?;
+        Self::unix_instead(path)
+    }
+
+    /// Binds a unix socket, 0600, in place of any socket at this path.
+    ///
+    /// # Errors
+    /// As the system says, for example for a path of more than about 90 bytes.
+    pub fn unix_instead(path: &Path) -> io::Result<Self> {
         // Bound inside a private folder and then moved, so that at no moment anybody else can connect.
         let folder = path.with_extension(format!("bind-{}", std::process::id()));
+        // A process that was killed may have left it, and in a container the next one has the same id.
+        let _ = std::fs::remove_dir_all(&folder);
         std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
         let bound = bind_private(&folder, path);
         let _ = std::fs::remove_dir_all(&folder);

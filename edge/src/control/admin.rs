@@ -5,7 +5,7 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
-use super::listen::{LimitedListener, Own, guard};
+use super::listen::{ConnectionPlace, LimitedListener, Own, guard, keep_place};
 use crate::{
     config::Reloads,
     metrics::Metrics,
@@ -24,8 +24,8 @@ use axum::{
 };
 use causeway_rt::Exposition;
 use causeway_tunnel::unread::Pressure;
-use std::{sync::Arc, time::Duration};
-use tokio::net::TcpListener;
+use std::{future::pending, sync::Arc, time::Duration};
+use tokio::net::{TcpListener, UnixListener};
 use tokio_util::sync::CancellationToken;
 use tower_http::timeout::TimeoutLayer;
 use tracing::debug;
@@ -35,6 +35,9 @@ const BOUND: Duration = Duration::from_secs(5);
 
 /// Connections at once.
 const CONNECTIONS: usize = 256;
+
+/// The admin listener, and the socket in the data directory for commands.
+pub(crate) type Listeners = (TcpListener, Option<UnixListener>);
 
 #[derive(Clone)]
 struct Tables {
@@ -46,7 +49,7 @@ struct Tables {
 
 /// Serves until `stop`.
 pub(crate) async fn run(
-    listener: TcpListener,
+    (listener, socket): Listeners,
     (reader, (metrics, pressure), reloads): (Reader, (Arc<Metrics>, Arc<Pressure>), Reloads),
     stop: CancellationToken,
 ) {
@@ -75,12 +78,23 @@ pub(crate) async fn run(
             pressure,
             reloads,
         });
-    let places = limited.connection_limit("admin_connections", CONNECTIONS);
-    let listener = LimitedListener::new(places, listener, stop.clone());
+    let limit = limited.connection_limit("admin_connections", CONNECTIONS);
+    let listener = LimitedListener::new(limit, listener, stop.clone());
+    let places = router.clone().layer(middleware::from_fn(keep_place));
+    let places = places.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
         // Its answers are short: nothing is lost when it ends at once.
-        served = async { axum::serve(listener, router).await } => {
+        served = async { axum::serve(listener, places).await } => {
             debug!(?served, "the admin listener ended");
+        }
+        // Nobody but the owner of the data directory and root connects here: its connections need no bound.
+        served = async {
+            match socket {
+                Some(socket) => axum::serve(socket, router).await,
+                None => pending().await,
+            }
+        } => {
+            debug!(?served, "the socket for commands ended");
         }
         () = stop.cancelled() => {}
     }

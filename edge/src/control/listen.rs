@@ -4,11 +4,12 @@
 //! to read or to write.
 
 use axum::{
-    extract::Request,
+    body::Body,
+    extract::{ConnectInfo, Request, connect_info::Connected},
     http::{HeaderValue, StatusCode, header::HOST, uri::Authority},
     middleware::Next,
     response::{IntoResponse, Response},
-    serve::Listener,
+    serve::{IncomingStream, Listener},
 };
 use causeway_certs::verify::Shown;
 use causeway_tunnel::{
@@ -16,6 +17,7 @@ use causeway_tunnel::{
     target,
 };
 use futures_util::future::BoxFuture;
+use http_body_util::BodyExt;
 use socket2::{SockRef, TcpKeepalive};
 use std::{
     io,
@@ -119,14 +121,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Listener for AcceptedCo
     }
 }
 
-/// A connection that occupies one of a bounded number of places. It ends with its token, or when a connection that has not
-/// sent anything loses its place to another one.
+/// A connection that occupies one of a bounded number of places. It ends with its token, or when it loses its place to another
+/// one: [`keep_place`] prevents that while a request is answered.
 pub(super) struct LimitedConnection<S> {
     io: S,
     over: BoxFuture<'static, ()>,
     _gone: DropGuard,
     place: Slot,
-    spoke: bool,
 }
 
 impl<S> LimitedConnection<S> {
@@ -140,7 +141,6 @@ impl<S> LimitedConnection<S> {
             }),
             _gone: token.drop_guard(),
             place,
-            spoke: false,
         }
     }
 
@@ -160,13 +160,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LimitedConnection<S> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.goes_on(context)?;
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut self.io).poll_read(context, buffer);
-        if !self.spoke && buffer.filled().len() > before {
-            self.spoke = true;
-            self.place.settle();
-        }
-        read
+        Pin::new(&mut self.io).poll_read(context, buffer)
     }
 }
 
@@ -202,6 +196,38 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedConnection<S> {
     fn is_write_vectored(&self) -> bool {
         self.io.is_write_vectored()
     }
+}
+
+/// The place of a connection, in the extensions of its requests.
+#[derive(Clone)]
+pub(super) struct ConnectionPlace(Slot);
+
+impl Connected<IncomingStream<'_, LimitedListener>> for ConnectionPlace {
+    fn connect_info(stream: IncomingStream<'_, LimitedListener>) -> Self {
+        Self(stream.io().place.clone())
+    }
+}
+
+impl<S> Connected<IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>> for ConnectionPlace
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    fn connect_info(stream: IncomingStream<'_, AcceptedConnections<LimitedConnection<S>>>) -> Self {
+        Self(stream.io().place.clone())
+    }
+}
+
+/// Keeps the place of a connection from the first byte of an answer's work to its last byte. A connection without a request,
+/// such as one whose head never ends, can lose its place.
+pub(super) async fn keep_place(request: Request, next: Next) -> Response {
+    let place = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
+    let busy = place.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
+    next.run(request).await.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            let _until_written = &busy;
+            frame
+        }))
+    })
 }
 
 /// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its
@@ -260,7 +286,10 @@ impl Own {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::{Router, middleware::from_fn, routing::get};
     use causeway_certs::Leaf;
+    use futures_util::{StreamExt, stream};
+    use std::convert::Infallible;
     use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 
     fn own(address: &str) -> Own {
@@ -322,7 +351,9 @@ mod tests {
         let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
         let (near, mut far) = duplex(64);
         let token = CancellationToken::new();
-        let mut kept = LimitedConnection::new(near, place().unwrap(), token.clone());
+        let taken = place().unwrap();
+        taken.settle();
+        let mut kept = LimitedConnection::new(near, taken, token.clone());
         far.write_all(b"x").await.unwrap();
         assert_eq!(kept.read_u8().await.unwrap(), b'x');
         assert!(place().is_err());
@@ -341,5 +372,41 @@ mod tests {
         let (read, next) = tokio::join!(silent.read_u8(), async { place() });
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         assert!(next.is_ok());
+    }
+
+    #[tokio::test]
+    async fn only_a_connection_whose_request_is_answered_keeps_its_place() {
+        let first = stream::iter([Ok::<_, Infallible>("one")]);
+        let watch = move || async move { Body::from_stream(first.chain(stream::pending())) };
+        let router = Router::new()
+            .route("/watch", get(watch))
+            .layer(from_fn(keep_place));
+        let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = tcp.local_addr().unwrap();
+        let limit = ConnectionLimit::new("test", 1, drop);
+        let listener = LimitedListener::new(limit, tcp, CancellationToken::new());
+        let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
+        let serving = async { axum::serve(listener, service).await };
+        let clients = async {
+            let connect = async |text: &str| {
+                let mut tcp = TcpStream::connect(address).await.unwrap();
+                tcp.write_all(text.as_bytes()).await.unwrap();
+                tcp
+            };
+            let mut unfinished = connect("GET /watch HTTP/1.1\r\n").await;
+            let mut watching = connect("GET /watch HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+            assert_eq!(unfinished.read(&mut [0]).await.unwrap_or(0), 0);
+            let mut read = String::new();
+            while !read.contains("one") {
+                let byte = watching.read_u8().await.unwrap();
+                read.push(char::from(byte));
+            }
+            let mut third = connect("").await;
+            assert_eq!(third.read(&mut [0]).await.unwrap_or(0), 0);
+        };
+        tokio::select! {
+            () = clients => {}
+            _ = serving => panic!("the server has ended"),
+        }
     }
 }

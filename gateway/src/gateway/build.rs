@@ -140,6 +140,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     fronts.plan(&config.fronts)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
+    let admin_socket = admin_socket(&base.store);
     let address = tunnel.local_addr();
     let to_edges = to_edges(&config, address);
     let admission = edges::admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
@@ -172,6 +173,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         admission,
         tunnel,
         admin,
+        admin_socket,
         admin_app,
         dns,
         reloader,
@@ -231,6 +233,16 @@ fn authority(
         },
         changing: Mutex::default(),
     }
+}
+
+/// Binds the socket for commands. The caller has the claim on the directory, so that a socket there is a dead process's.
+fn admin_socket(store: &Store) -> Option<listener::Bound> {
+    let bound = listener::Bound::unix_instead(&store.admin_socket());
+    bound
+        .inspect_err(|error| {
+            tracing::warn!(%error, "no unix socket for commands: they use the admin listener");
+        })
+        .ok()
 }
 
 fn admin_app(

@@ -178,7 +178,7 @@ fn write_objects(dir: &Path) -> anyhow::Result<()> {
 /// How many slices are to be read at an edge, as soon as it has them.
 pub(super) async fn read_at(reader: SocketAddr) -> anyhow::Result<usize> {
     loop {
-        let (status, body) = admin::get(&reader.to_string(), SLICES).await?;
+        let (status, body) = admin::get(&reader.to_string().into(), SLICES).await?;
         if status == StatusCode::OK {
             let list: Value = serde_json::from_slice(&body)?;
             return Ok(list["items"].as_array().map_or(0, Vec::len));

@@ -155,17 +155,20 @@ impl Edge {
         let stop = CancellationToken::new();
         let opening = async {
             loop {
-                let opened = causeway_edge::Edge::open(self.config.clone(), &stop).await;
-                let Err(Error::Store(StoreError::InUse { .. })) = opened else {
-                    return opened;
+                let bound = async {
+                    let opened = causeway_edge::Edge::open(self.config.clone(), &stop).await?;
+                    opened.rejoin(self.rejoin).bind().await
+                };
+                let bound = bound.await;
+                let Err(Error::Store(StoreError::InUse { .. })) = bound else {
+                    return bound;
                 };
                 // A child that another test has forked holds the lock of this directory until it runs its program.
                 sleep(LOOK).await;
             }
         };
-        let opened = timeout(PATIENCE, opening).await;
-        let opened = opened.expect("the edge joins or is refused")?;
-        let bound = opened.rejoin(self.rejoin).bind().await?;
+        let bound = timeout(PATIENCE, opening).await;
+        let bound = bound.expect("the edge joins or is refused")?;
         let reader = bound.reader();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));

@@ -5,10 +5,12 @@
 
 use super::share::Shares;
 use crate::{
-    control::listen::{AcceptedConnections, LimitedConnection, watch_over},
+    control::listen::{
+        AcceptedConnections, ConnectionPlace, LimitedConnection, keep_place, watch_over,
+    },
     metrics::Metrics,
 };
-use axum::{Router, serve::Listener};
+use axum::{Router, middleware, serve::Listener};
 use causeway_tunnel::{connection_limit::ConnectionLimit, linger, task::Tasks};
 use futures_util::future::BoxFuture;
 use rustls::InvalidMessage;
@@ -86,8 +88,11 @@ impl Door {
             stop: stop.clone(),
             refused: Arc::default(),
         };
+        let listener = AcceptedConnections { accepted, address };
+        let router = router.layer(middleware::from_fn(keep_place));
+        let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
         tokio::select! {
-            served = async { axum::serve(AcceptedConnections { accepted, address }, router).await } => {
+            served = async { axum::serve(listener, service).await } => {
                 debug!(?served, "a listener of the reader's ended");
             }
             () = hall.accept(self.listener, &tasks) => {}
@@ -197,11 +202,13 @@ impl Hall {
         let Some(_share) = self.staying.take(who.clone(), self.each) else {
             return self.refused("it has as many connections here as one may have");
         };
-        // It has proven who it is: its place is taken from nobody else, and nobody takes it.
         let Ok(place) = self.places.admit(from.ip()) else {
             return;
         };
-        place.settle();
+        if !chain.is_empty() {
+            // It has proven its identity: no other connection gets its place.
+            place.settle();
+        }
         let over = self.stop.child_token();
         let connection = LimitedConnection::new(tls, place, over.clone());
         if self.hand_over.send((connection, from)).await.is_err() {

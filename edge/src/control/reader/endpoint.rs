@@ -8,7 +8,7 @@ use super::{
     door::{Chain, Door, Host},
 };
 use crate::{
-    control::listen::{LimitedListener, Own, guard},
+    control::listen::{ConnectionPlace, LimitedListener, Own, guard, keep_place},
     metrics::Metrics,
 };
 use axum::{
@@ -101,8 +101,10 @@ async fn plain(
     stop: CancellationToken,
 ) {
     let listener = LimitedListener::new(limit, listener, stop.clone());
+    let router = router.layer(middleware::from_fn(keep_place));
+    let service = router.into_make_service_with_connect_info::<ConnectionPlace>();
     tokio::select! {
-        served = async { axum::serve(listener, router).await } => {
+        served = async { axum::serve(listener, service).await } => {
             debug!(?served, "the reader's endpoint ended");
         }
         () = stop.cancelled() => {}
