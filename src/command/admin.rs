@@ -6,9 +6,9 @@
 //! taking all connections of the admin listener. Every failure says which address was asked, how it
 //! was found and what to do.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fmt, io};
 
 use anyhow::{Context, bail};
 use causeway_certs::{Access, Store, StoreError};
@@ -81,6 +81,14 @@ pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<Place>> {
         Err(StoreError::Missing { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Whether this user may not read the data directory.
+pub(super) fn is_denied(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let cause = cause.downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
+    })
 }
 
 /// The answer's status and body to a GET.

@@ -9,7 +9,7 @@ use anyhow::bail;
 
 use super::admin::{self, Place};
 use crate::cli::Health;
-use crate::output::outln;
+use crate::output::{errln, outln};
 
 /// Where gateway and edge keep their data unless told otherwise.
 pub(super) const DATA: [&str; 2] = ["/var/lib/causeway", "/var/lib/causeway-edge"];
@@ -42,11 +42,21 @@ pub(super) fn addresses(
     }
 }
 
-/// The admin addresses of what runs in these data directories: one at least.
-fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
-    let mut found = Vec::new();
+/// Returns the admin addresses of what runs in these data directories: one at least. A directory that this user may not read is
+/// passed over with a warning where another one has a process.
+pub(super) fn running(directories: &[&Path]) -> anyhow::Result<Vec<Place>> {
+    let (mut found, mut unreadable) = (Vec::new(), None);
     for directory in directories {
-        found.extend(admin::noted(directory)?);
+        match admin::noted(directory) {
+            Ok(place) => found.extend(place),
+            Err(error) if admin::is_denied(&error) => unreadable = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    match unreadable {
+        Some(error) if found.is_empty() => return Err(error),
+        Some(error) => errln!("warning: {error:#}"),
+        None => {}
     }
     if found.is_empty() {
         let places: Vec<_> = directories

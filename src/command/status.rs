@@ -13,7 +13,7 @@ use hyper::StatusCode;
 use serde_json::Value;
 
 use super::admin::{self, Place};
-use super::health::DATA;
+use super::health::{self, DATA};
 use super::rotate;
 use crate::cli::{Output, Status};
 use crate::output::outln;
@@ -59,11 +59,8 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
 /// both run, the edge is one of those that the gateway shows.
 fn address(given: Option<String>, data_dir: Option<&Path>) -> anyhow::Result<(Place, String)> {
     if given.is_none() && data_dir.is_none() {
-        for directory in DATA.map(Path::new) {
-            if let Some(address) = admin::noted(directory)? {
-                return Ok((address, format!("as {} says", directory.display())));
-            }
-        }
+        let mut running = health::running(&DATA.map(Path::new))?;
+        return Ok((running.swap_remove(0), "as its data directory says".into()));
     }
     admin::address(given, data_dir.unwrap_or(Path::new(DATA[0])))
 }

@@ -468,3 +468,23 @@ async fn no_policy_at_start_is_information_and_at_a_reload_a_warning() {
     let warned = |line: &str| line.contains("no policy") && line.contains("WARN");
     site.gateway.line("a warning", warned).await;
 }
+
+/// As in an edge's pod, whose image has a gateway's directory too, of another user.
+#[tokio::test]
+async fn a_usual_data_directory_of_another_user_keeps_no_command_from_the_process_of_the_other() {
+    need!("unshare", "setpriv");
+    let app = App::saying("well").await;
+    let usual = "mount -t tmpfs tmpfs /var/lib && \
+        \"$0\" ca init --data-dir /var/lib/causeway-edge >/dev/null && \
+        echo \"$1\" >/var/lib/causeway-edge/run-admin && \
+        install -d -m 700 -o 65532 /var/lib/causeway && \
+        exec setpriv --bounding-set=-dac_override,-dac_read_search \"$0\" health";
+    let health = program("unshare").args(["-m", "sh", "-c", usual, binary()]);
+    let said = health.args([app.address().to_string()]).run().await.ok();
+    assert_eq!(said.stdout, "well\n");
+    assert!(
+        said.stderr.contains("/var/lib/causeway") && said.stderr.contains("ermission denied"),
+        "{}",
+        said.stderr
+    );
+}

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::process::{Program, must};
@@ -34,10 +34,11 @@ pub(crate) fn pack(folder: &Path) -> PathBuf {
     for applet in applets.lines().filter(|name| *name != "busybox") {
         std::os::unix::fs::symlink("busybox", root.join("bin").join(applet)).unwrap();
     }
-    seal(&folder, NAME, &["/bin/sleep", "2000000000"])
+    let run = json!({ "Env": ["PATH=/bin"], "Entrypoint": ["/bin/sleep", "2000000000"] });
+    seal(&folder, NAME, run)
 }
 
-/// Packs the tested binary likewise, with the libraries that it is linked to, which the real image has not.
+/// Packs the tested binary likewise, as the Dockerfile does, and with the libraries that it is linked to.
 pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
     let folder = folder.join("image-ours");
     let root = folder.join("root");
@@ -51,18 +52,31 @@ pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
         fs::create_dir_all(place.parent().unwrap()).unwrap();
         fs::copy(library, place).unwrap();
     }
-    seal(&folder, OURS, &["/causeway"])
+    // The folders of the Dockerfile, with their modes and owner.
+    must(&format!(
+        "install -d -o 65532 -g 65532 -m 755 {0}/etc/causeway {0}/run {0}/var {0}/var/lib",
+        root.display()
+    ));
+    must(&format!(
+        "install -d -o 65532 -g 65532 -m 700 {0}/run/causeway {0}/var/lib/causeway {0}/var/lib/causeway-edge",
+        root.display()
+    ));
+    seal(
+        &folder,
+        OURS,
+        json!({ "Entrypoint": ["/causeway"], "User": "65532:65532" }),
+    )
 }
 
 /// Makes an image of the folder `root` in this one.
-fn seal(folder: &Path, name: &str, entrypoint: &[&str]) -> PathBuf {
+fn seal(folder: &Path, name: &str, run: Value) -> PathBuf {
     let place = folder.display();
     must(&format!("tar -C {place}/root -cf {place}/layer.tar ."));
     let layer = Sha256::digest(fs::read(folder.join("layer.tar")).unwrap());
     let config = json!({
         "architecture": std::env::consts::ARCH.replace("x86_64", "amd64").replace("aarch64", "arm64"),
         "os": "linux",
-        "config": { "Env": ["PATH=/bin"], "Entrypoint": entrypoint },
+        "config": run,
         "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", data_encoding::HEXLOWER.encode(&layer))] },
     });
     let manifest =
