@@ -41,6 +41,8 @@ pub struct Certificate {
     pub client_auth: bool,
     /// Whether the extended key usage names serverAuth.
     pub server_auth: bool,
+    /// Whether it is for any use: it has no extended key usage, or that names anyExtendedKeyUsage (RFC 5280 section 4.2.1.12).
+    pub any_use: bool,
     /// Whether it may sign certificates: basicConstraints CA and keyCertSign.
     pub authority: bool,
     /// The DER of the subject's public key with its algorithm.
@@ -69,6 +71,7 @@ impl Certificate {
             uris: uris(&parsed)?,
             client_auth: usage.as_ref().is_some_and(|usage| usage.value.client_auth),
             server_auth: usage.as_ref().is_some_and(|usage| usage.value.server_auth),
+            any_use: usage.as_ref().is_none_or(|usage| usage.value.any),
             authority: constraints.is_some_and(|constraints| constraints.value.ca)
                 && key_usage.is_some_and(|usage| usage.value.key_cert_sign()),
             public_key: parsed.public_key().raw.to_vec(),

@@ -12,7 +12,7 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
 use thiserror::Error;
 
-use crate::certificate::{Certificate, CertificateError};
+use crate::certificate::{Certificate, CertificateError, date};
 use crate::pem;
 use crate::secret::Secret;
 use crate::verify::provider;
@@ -34,6 +34,26 @@ pub enum LeafError {
     /// The key is of an unknown kind or not the certificate's.
     #[error("the private key does not fit the certificate: {0}")]
     Key(#[from] rustls::Error),
+    /// The certificate is for another use.
+    #[error("its extended key usage does not name {0}")]
+    Usage(&'static str),
+    /// The certificate is not valid now, and the one that it was to replace is.
+    #[error("it is valid from {from} to {to}, and the one in use, which is valid now, stays")]
+    Period {
+        /// First second of validity, as RFC 3339 has it.
+        from: String,
+        /// Last second of validity.
+        to: String,
+    },
+}
+
+/// The role in TLS that a certificate is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// `serverAuth`.
+    Server,
+    /// `clientAuth`.
+    Client,
 }
 
 /// A chain, the leaf first, and its key. Cheap to clone; `Debug` does not show the key.
@@ -41,6 +61,7 @@ pub enum LeafError {
 pub struct Leaf {
     certified: Arc<CertifiedKey>,
     key: Arc<PrivateKeyDer<'static>>,
+    not_before: u64,
     not_after: u64,
 }
 
@@ -80,6 +101,37 @@ impl Leaf {
         Self::with_key(chain, key)
     }
 
+    /// Reads a chain and a key for this role.
+    pub fn load_for(role: Role, chain_pem: &str, key_pem: &str) -> Result<Self, LeafError> {
+        let leaf = Self::load(chain_pem, key_pem)?;
+        let facts = leaf.chain().first().map(Certificate::read).transpose()?;
+        let facts = facts.unwrap_or_default();
+        let (may, usage) = match role {
+            Role::Server => (facts.server_auth, "serverAuth"),
+            Role::Client => (facts.client_auth, "clientAuth"),
+        };
+        if may || facts.any_use {
+            return Ok(leaf);
+        }
+        Err(LeafError::Usage(usage))
+    }
+
+    /// Returns this leaf unless it must not replace `current`, the one in use: one that is valid now is not given up for one
+    /// that has expired or is not valid yet. Where neither is valid the clock may be wrong, and the newer one is right.
+    pub fn replacing(self, current: Option<&Self>, now: UnixTime) -> Result<Self, LeafError> {
+        if self.is_valid_at(now) || current.is_none_or(|it| *it == self || !it.is_valid_at(now)) {
+            return Ok(self);
+        }
+        Err(LeafError::Period {
+            from: date(self.not_before),
+            to: date(self.not_after),
+        })
+    }
+
+    fn is_valid_at(&self, now: UnixTime) -> bool {
+        (self.not_before..=self.not_after).contains(&now.as_secs())
+    }
+
     fn with_key(
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
@@ -87,11 +139,16 @@ impl Leaf {
         let first = chain
             .first()
             .ok_or(rustls::Error::NoCertificatesPresented)?;
-        let not_after = Certificate::read(first)?.not_after;
+        let Certificate {
+            not_before,
+            not_after,
+            ..
+        } = Certificate::read(first)?;
         let certified = CertifiedKey::from_der(chain, key.clone_key(), &provider())?;
         Ok(Self {
             certified: Arc::new(certified),
             key: Arc::new(key),
+            not_before,
             not_after,
         })
     }
@@ -174,5 +231,48 @@ mod tests {
     #[test]
     fn debug_does_not_show_the_key() {
         assert!(!format!("{:?}", leaf()).contains("key"));
+    }
+
+    #[test]
+    fn a_leaf_is_read_for_its_role_alone() {
+        let ca = Ca::create(&TrustDomain::parse("td").unwrap()).unwrap();
+        let server = ca.mint_front(&[], Duration::from_mins(1)).unwrap();
+        let read =
+            |role, leaf: &Leaf| Leaf::load_for(role, &leaf.chain_pem(), leaf.key_pem().expose());
+        read(Role::Server, &server).unwrap();
+        let refused = read(Role::Client, &server).unwrap_err();
+        assert!(
+            matches!(refused, LeafError::Usage("clientAuth")),
+            "{refused}"
+        );
+        let key = rcgen::KeyPair::generate().unwrap();
+        let made = rcgen::CertificateParams::default()
+            .self_signed(&key)
+            .unwrap();
+        let any = Leaf::load(&made.pem(), &key.serialize_pem()).unwrap();
+        read(Role::Client, &any).unwrap();
+    }
+
+    #[test]
+    fn a_valid_leaf_is_replaced_by_valid_ones_alone() {
+        let ending = |not_before, not_after| Leaf {
+            not_before,
+            not_after,
+            ..leaf()
+        };
+        let at = |seconds| UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+        let (ended, valid, later) = (ending(1, 10), ending(5, 30), ending(40, 50));
+        for (next, current, now, replaces) in [
+            (&later, Some(&valid), 20, false),
+            (&ended, Some(&valid), 20, false),
+            (&valid, Some(&ended), 20, true),
+            (&valid, Some(&valid), 35, true),
+            (&later, Some(&valid), 35, true),
+            (&ended, None, 20, true),
+            (&valid, Some(&later), 6, true),
+        ] {
+            let done = next.clone().replacing(current, at(now));
+            assert_eq!(done.is_ok(), replaces, "{next:?} {current:?} {now}");
+        }
     }
 }

@@ -38,7 +38,7 @@ pub use cluster::{ClusterSubject, ClusterTrust, Vouched};
 pub use csr::{CsrError, CsrKey, EdgeKey};
 pub use edge::EdgeIdentity;
 pub use identity::{Identity, Issuing};
-pub use leaf::{Leaf, LeafError};
+pub use leaf::{Leaf, LeafError, Role};
 pub use name::{FrontName, GatewayName, HostName, NameError, NodeName, NodePattern, TrustDomain};
 pub use pem::{certificates, encode_chain};
 pub use resolver::{FrontResolver, LiveLeaf};

@@ -32,7 +32,7 @@ use crate::{
     state::{self, Reader, Status},
 };
 use arc_swap::ArcSwap;
-use brought::Faces;
+use brought::{Faces, Leaves};
 use causeway_certs::{Claim, EdgeIdentity, Store, store::Access, verify::tunnel_client};
 use causeway_tunnel::{listener, task::Tasks, unread::Pressure};
 use joining::{own, warn_of_expiry};
@@ -159,14 +159,14 @@ impl Edge {
         let claim = self.store.claim()?;
         let (admin, reading) = reading::bind_all(&self.config).await?;
         let address = admin.local_addr().unwrap_or(self.config.admin.listen);
-        let faces = Faces::read(&self.config);
+        let faces = Faces::read(&self.config, &Leaves::new());
         for fault in &faces.faults {
             warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
         }
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
         let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
-        metrics.listeners_end(&faces.ends);
+        metrics.listeners_end(&faces.leaves);
         if !faces.faults.is_empty() {
             metrics.begins_with_faults();
         }
@@ -199,10 +199,11 @@ impl Edge {
                 own: own_ports(address, reading.as_ref()),
                 metrics,
                 tasks,
-                given: watch::Sender::default(),
+                given: watch::Sender::new(config.identity.as_ref().map(|_| identity.clone())),
                 rejoin: RejoinState::new(&config, rejoin),
                 shown: watch::Sender::new(faces.endpoint),
                 hubs: watch::Sender::new(faces.hubs),
+                leaves: ArcSwap::from_pointee(faces.leaves),
             }),
             reading,
             reloads: Reloads::default(),
@@ -236,7 +237,7 @@ pub fn knows_gateway(config: &Config) -> bool {
 pub fn check(config: &Config) -> Result<(), Error> {
     config.identity.as_ref().map(brought::read).transpose()?;
     Policy::new(config.node.as_deref().unwrap_or_default(), config)?;
-    Faces::read(config)
+    Faces::read(config, &Leaves::new())
         .faults
         .into_iter()
         .next()

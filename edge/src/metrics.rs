@@ -6,6 +6,7 @@
 mod reading;
 
 use crate::state::ReaderStatus;
+use causeway_certs::Leaf;
 use causeway_rt::Exposition;
 use causeway_tunnel::{Refusal, connection_limit::ConnectionLimit, server::Kind};
 use prometheus_client::{
@@ -19,8 +20,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use reading::Reading;
-use rustls_pki_types::UnixTime;
-use std::{fmt, sync::OnceLock, time::Duration};
+use std::{collections::BTreeMap, fmt, sync::OnceLock, time::Duration};
 
 /// How a stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -327,9 +327,9 @@ impl Metrics {
     }
 
     /// What these listeners show ends then.
-    pub(crate) fn listeners_end(&self, ends: &[(&'static str, UnixTime)]) {
-        for (listener, end) in ends {
-            let seconds = i64::try_from(end.as_secs()).unwrap_or(i64::MAX);
+    pub(crate) fn listeners_end(&self, leaves: &BTreeMap<&'static str, Leaf>) {
+        for (listener, leaf) in leaves {
+            let seconds = i64::try_from(leaf.not_after().as_secs()).unwrap_or(i64::MAX);
             let listener = ListenerLabel { listener };
             let gauge = self.listener_certificate_expiry.get_or_create(&listener);
             gauge.set(seconds);

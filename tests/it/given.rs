@@ -27,12 +27,12 @@ new "$2" -out "$2.csr"
 printf '%s\n' 'basicConstraints=critical,CA:TRUE,pathlen:0' 'keyUsage=critical,keyCertSign' >"$2.ext"
 openssl x509 -req -in "$2.csr" -CA "$2-root.pem" -CAkey "$2-root.key" -days 30 -extfile "$2.ext" -out "$2.pem"
 "#;
-/// Makes `$2.key` and `$2.pem`, with the certificate behind it, in `$1`: usage `$3`, names `$4`, by `$5.pem`.
+/// Makes `$2.key` and `$2.pem`, with the certificate behind it, in `$1`: usage `$3`, names `$4`, by `$5.pem`, for `$6` days.
 const ISSUE: &str = r#"
 set -e; cd "$1"
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
 printf '%s\n' 'basicConstraints=critical,CA:FALSE' "extendedKeyUsage=$3" "subjectAltName=$4" >"$2.ext"
-openssl x509 -req -in "$2.csr" -CA "$5.pem" -CAkey "$5.key" -days 2 -extfile "$2.ext" -out "$2.own"
+openssl x509 -req -in "$2.csr" -CA "$5.pem" -CAkey "$5.key" -days "${6:-2}" -extfile "$2.ext" -out "$2.own"
 cat "$2.own" "$5.pem" >"$2.pem"
 "#;
 const GATEWAY: &str = "URI:spiffe://company.test/gateway";
@@ -354,6 +354,75 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
             .count("the tunnel port goes by other files")
             > 2
     );
+}
+
+#[tokio::test]
+async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_in_use() {
+    need!("openssl", "curl");
+    let app = App::saying("it").await;
+    let folder = company().await;
+    let client = ("client", "clientAuth", "DNS:gateway");
+    issue(&folder, client, "company").await;
+    let at = folder.path().display();
+    let apps = format!(
+        "apps: {{ 10250: {{ ca: {at}/company-root.pem, certificate: {at}/client.pem, key: {at}/client.key }} }}\n"
+    );
+    let configuration = tunnel(&folder, ", any_node: true") + &fronts(&folder) + &apps;
+    let mut site = Site::of(folder, "127.0.0.1:0", &configuration).await;
+    let mut edge = stands(&site, "edge-1", app.port()).await;
+    let (front, period) = ("DNS:edge-1,DNS:edge-2", "it is valid from ");
+    for (name, usage, names, days, said) in [
+        ("edge-1", "clientAuth", EDGE_1, "-1", period),
+        ("gateway", "serverAuth", GATEWAY, "-1", period),
+        ("front", "serverAuth", front, "-1", period),
+        (
+            "front",
+            "clientAuth",
+            front,
+            "2",
+            "its extended key usage does not name serverAuth",
+        ),
+        ("client", "clientAuth", "DNS:gateway", "-1", period),
+        (
+            "client",
+            "serverAuth",
+            "DNS:gateway",
+            "2",
+            "its extended key usage does not name clientAuth",
+        ),
+    ] {
+        let good =
+            ["pem", "key"].map(|kind| fs::read(site.path(&format!("{name}.{kind}"))).unwrap());
+        let made = Tool::new("sh").args(["-c", ISSUE, "sh"]);
+        let folder = site.path("").display().to_string();
+        made.args([&folder, "next", usage, names, "company", days])
+            .run()
+            .await
+            .ok();
+        for kind in ["key", "pem"] {
+            let at = |name: &str| site.path(&format!("{name}.{kind}"));
+            fs::rename(at("next"), at(name)).unwrap();
+        }
+        let refused = format!("{name}.pem: {said}");
+        let who = if name == "edge-1" {
+            &mut edge
+        } else {
+            &mut site.gateway
+        };
+        who.said(&refused).await;
+        assert_eq!(
+            calls(&site, "edge-1").await,
+            "it 200",
+            "{name} {usage} {days}"
+        );
+        for (kind, text) in ["pem", "key"].iter().zip(good) {
+            fs::write(site.path("good"), text).unwrap();
+            fs::rename(site.path("good"), site.path(&format!("{name}.{kind}"))).unwrap();
+        }
+    }
+    let check = causeway("gateway --check-config --config");
+    let check = check.args([site.path("gateway.yaml")]).run().await;
+    check.ok();
 }
 
 #[tokio::test]

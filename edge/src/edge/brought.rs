@@ -4,11 +4,11 @@
 use super::Error;
 use crate::config;
 use causeway_certs::{
-    EdgeIdentity, Leaf, Store, given,
+    EdgeIdentity, Leaf, Role, Store, given,
     verify::{Hubs, Shown, tunnel_client},
 };
 use rustls_pki_types::UnixTime;
-use std::{fmt, fs, path::Path};
+use std::{collections::BTreeMap, fmt, fs, path::Path};
 use tracing::warn;
 
 /// What the files say, with the gateways that were learned before.
@@ -22,15 +22,22 @@ pub(super) fn open(files: &config::Identity, store: &Store) -> Result<EdgeIdenti
 pub(super) fn read(files: &config::Identity) -> Result<EdgeIdentity, Error> {
     let (chain, key) = (text(&files.chain)?, text(&files.key)?);
     let identity = EdgeIdentity::given(&text(&files.ca)?, &chain, &key);
-    let fault = |why: String| Error::Identity {
-        path: files.chain.display().to_string(),
-        why,
-    };
-    let identity = identity.map_err(|error| fault(error.to_string()))?;
+    let identity = identity.map_err(|error| fault(files, &error))?;
     // Whatever cannot be dialled with is not taken up.
     tunnel_client(&identity)?;
     Ok(identity)
 }
+
+/// An error about the certificate in the files.
+pub(super) fn fault(files: &config::Identity, why: &dyn fmt::Display) -> Error {
+    Error::Identity {
+        path: files.chain.display().to_string(),
+        why: why.to_string(),
+    }
+}
+
+/// Certificates by the listener that shows them.
+pub(super) type Leaves = BTreeMap<&'static str, Leaf>;
 
 /// What the reader's listeners show, and whom they let in, as far as it can be had: an edge is needed whether these files are sound
 /// or not.
@@ -40,32 +47,36 @@ pub(super) struct Faces {
     pub(super) endpoint: Option<Shown>,
     /// Whom the listener for hubs lets in, and what it shows them.
     pub(super) hubs: Option<Hubs>,
-    /// When what is shown ends, by its listener.
-    pub(super) ends: Vec<(&'static str, UnixTime)>,
+    /// The certificates that are shown.
+    pub(super) leaves: Leaves,
     /// Why what is configured and missing here cannot be had.
     pub(super) faults: Vec<Error>,
 }
 
 impl Faces {
-    /// What the files say.
-    pub(super) fn read(config: &config::Config) -> Self {
+    /// Reads the files of the listeners. Certificates that are not valid do not replace valid ones of `current`.
+    pub(super) fn read(config: &config::Config, current: &Leaves) -> Self {
         let mut faces = Self::default();
         let Some(reader) = &config.reader else {
             return faces;
         };
-        faces.endpoint = faces.noted("endpoint", reader.tls.as_ref().map(shown));
-        faces.hubs = faces.noted("hubs", reader.hubs.as_ref().map(hubs));
+        let of = |listener| current.get(listener);
+        let endpoint = reader.tls.as_ref();
+        let endpoint = endpoint.map(|files| shown(files, of("endpoint")));
+        faces.endpoint = faces.noted("endpoint", endpoint);
+        let hubs = reader.hubs.as_ref().map(|files| hubs(files, of("hubs")));
+        faces.hubs = faces.noted("hubs", hubs);
         faces
     }
 
     fn noted<T>(
         &mut self,
         listener: &'static str,
-        read: Option<Result<(T, UnixTime), Error>>,
+        read: Option<Result<(T, Leaf), Error>>,
     ) -> Option<T> {
         match read? {
-            Ok((face, end)) => {
-                self.ends.push((listener, end));
+            Ok((face, leaf)) => {
+                self.leaves.insert(listener, leaf);
                 Some(face)
             }
             Err(fault) => {
@@ -76,23 +87,25 @@ impl Faces {
     }
 }
 
-fn shown(files: &config::Shown) -> Result<(Shown, UnixTime), Error> {
+fn shown(files: &config::Shown, current: Option<&Leaf>) -> Result<(Shown, Leaf), Error> {
     let of = Files("reader.tls");
-    let leaf = of.leaf(&files.certificate, &files.key)?;
+    let leaf = of.leaf(&files.certificate, &files.key, current)?;
     let shown = Shown::new(&leaf);
     let shown = shown.map_err(|error| of.fault(&files.certificate, &error))?;
-    Ok((shown, of.end(&leaf, &files.certificate)))
+    of.warn_of_end(&leaf, &files.certificate);
+    Ok((shown, leaf))
 }
 
-fn hubs(files: &config::Hubs) -> Result<(Hubs, UnixTime), Error> {
+fn hubs(files: &config::Hubs, current: Option<&Leaf>) -> Result<(Hubs, Leaf), Error> {
     let of = Files("reader.hubs");
-    let leaf = of.leaf(&files.certificate, &files.key)?;
+    let leaf = of.leaf(&files.certificate, &files.key, current)?;
     let roots = given::roots(&of.text(&files.ca)?);
     let roots = roots.map_err(|error| of.fault(&files.ca, &error))?;
     let at = files.listen.ip().to_canonical();
     let hubs = Hubs::new(&leaf, &roots, at);
     let hubs = hubs.map_err(|error| of.fault(&files.certificate, &error))?;
-    Ok((hubs, of.end(&leaf, &files.certificate)))
+    of.warn_of_end(&leaf, &files.certificate);
+    Ok((hubs, leaf))
 }
 
 /// What a listener of the reader's is made of, by the key that names the files.
@@ -103,9 +116,11 @@ impl Files {
         fs::read_to_string(path).map_err(|error| self.fault(path, &error))
     }
 
-    fn leaf(&self, certificate: &Path, key: &Path) -> Result<Leaf, Error> {
+    fn leaf(&self, certificate: &Path, key: &Path, current: Option<&Leaf>) -> Result<Leaf, Error> {
         let (chain, key) = (self.text(certificate)?, self.text(key)?);
-        Leaf::load(&chain, &key).map_err(|error| self.fault(certificate, &error))
+        Leaf::load_for(Role::Server, &chain, &key)
+            .and_then(|leaf| leaf.replacing(current, UnixTime::now()))
+            .map_err(|error| self.fault(certificate, &error))
     }
 
     fn fault(&self, path: &Path, why: &dyn fmt::Display) -> Error {
@@ -116,22 +131,17 @@ impl Files {
         }
     }
 
-    /// When it ends, which is said if that is over.
-    fn end(&self, leaf: &Leaf, path: &Path) -> UnixTime {
-        let end = leaf.not_after();
-        if end < UnixTime::now() {
+    fn warn_of_end(&self, leaf: &Leaf, path: &Path) {
+        if leaf.not_after() < UnixTime::now() {
             warn!(key = self.0, path = %path.display(), "the certificate has ended: whoever looks at it reads nothing here until it is another");
         }
-        end
     }
 }
 
 /// The certificate is another node's: the right one may be there soon.
 pub(super) fn other_node(files: &config::Identity, configured: &str, certificate: &str) -> Error {
-    Error::Identity {
-        path: files.chain.display().to_string(),
-        why: format!("it is for node {certificate}, the configuration says {configured}"),
-    }
+    let why = format!("it is for node {certificate}, the configuration says {configured}");
+    fault(files, &why)
 }
 
 fn text(path: &Path) -> Result<String, Error> {

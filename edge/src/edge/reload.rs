@@ -5,7 +5,7 @@
 
 use super::{
     Error,
-    brought::{self, Faces},
+    brought::{self, Faces, Leaves},
 };
 use crate::{
     config::{Config, Reader},
@@ -22,6 +22,7 @@ use causeway_certs::{
     verify::{Hubs, Shown},
 };
 use causeway_tunnel::{hello::Listed, task::Tasks};
+use rustls_pki_types::UnixTime;
 use std::{
     fmt,
     net::IpAddr,
@@ -96,6 +97,8 @@ pub(super) struct Parts {
     pub(super) shown: watch::Sender<Option<Shown>>,
     /// Whom the listener for hubs lets in, where there is one.
     pub(super) hubs: watch::Sender<Option<Hubs>>,
+    /// The certificates that both show.
+    pub(super) leaves: ArcSwap<Leaves>,
 }
 
 /// Addresses from which gateways were dialled that are remembered: one that this node has no more is dialled by nobody.
@@ -220,7 +223,7 @@ impl Reloader {
             given: self.given(config)?,
             token: TokenSource::of(config),
             // What is faulty there stays as it was, and so that the rest is not kept waiting it says so behind it.
-            faces: Faces::read(&listening(&self.0.began, config)),
+            faces: Faces::read(&listening(&self.0.began, config), &self.0.leaves.load()),
             at_restart: at_restart(&self.0.began, config),
             parts: &self.0,
         })
@@ -231,18 +234,19 @@ impl Reloader {
         let (Some(files), Some(_)) = (&config.identity, &self.0.began.identity) else {
             return Ok(None);
         };
-        let next = brought::read(files)?;
+        let mut next = brought::read(files)?;
+        let current = self.0.given.borrow().as_ref().map(|now| now.leaf.clone());
+        let leaf = next.leaf.replacing(current.as_ref(), UnixTime::now());
+        next.leaf = leaf.map_err(|error| brought::fault(files, &error))?;
         let (node, domain) = (&self.0.node, &self.0.trust_domain);
         if next.node.as_str() == node && next.trust_domain == *domain {
             return Ok(Some(next));
         }
-        Err(Error::Identity {
-            path: files.chain.display().to_string(),
-            why: format!(
-                "it is for node {} of trust domain {}, and this edge is {node} of {domain} until its next start",
-                next.node, next.trust_domain
-            ),
-        })
+        let why = format!(
+            "it is for node {} of trust domain {}, and this edge is {node} of {domain} until its next start",
+            next.node, next.trust_domain
+        );
+        Err(brought::fault(files, &why))
     }
 
     /// Notes that a configuration was refused: it could not be read, or not be prepared.
@@ -272,7 +276,10 @@ impl Prepared<'_> {
         if faces.hubs.is_some() {
             edge.hubs.send_replace(faces.hubs);
         }
-        edge.metrics.listeners_end(&faces.ends);
+        edge.metrics.listeners_end(&faces.leaves);
+        let mut leaves = (**edge.leaves.load()).clone();
+        leaves.extend(faces.leaves);
+        edge.leaves.store(Arc::new(leaves));
         let left: Vec<String> = faces.faults.iter().map(Error::to_string).collect();
         for fault in &left {
             warn!(fault, "what a listener shows stays as it was");
@@ -392,6 +399,7 @@ mod tests {
             rejoin: RejoinState::new(&Config::default(), false),
             shown: watch::Sender::default(),
             hubs: watch::Sender::default(),
+            leaves: ArcSwap::default(),
         });
         edge.parts().list(listed(&[9051, 10266]), None);
         edge

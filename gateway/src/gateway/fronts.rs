@@ -221,11 +221,12 @@ impl Fronts {
         }
         let mut steps: Vec<Step> = Vec::with_capacity(fronts.len());
         for front in fronts {
-            let material = Material::read(front)?;
             let place = standing
                 .fronts
                 .iter()
                 .position(|stand| stand.carries(front));
+            let current = place.map(|place| &standing.fronts[place].material);
+            let material = Material::read_in_place_of(front, current)?;
             steps.push(match place {
                 Some(place) if standing.fronts[place].material == material => Step::Keep(place),
                 Some(place) => {

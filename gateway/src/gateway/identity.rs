@@ -181,7 +181,9 @@ impl Identity {
         let names = names(&config.advertise, config.listen.ip())?;
         match (&config.identity, self.given()) {
             (Some(files), Some(now)) => {
-                let next = Given::read(files)?;
+                let mut next = Given::read(files)?;
+                let leaf = next.leaf.replacing(Some(&now.leaf), UnixTime::now());
+                next.leaf = leaf.map_err(|error| file(WHAT, &next.chain, error.to_string()))?;
                 if next.domain != now.domain {
                     let (next, now) = (next.domain, now.domain);
                     return Err(file(

@@ -26,6 +26,7 @@ pub(super) use upgrade::run as upgrade;
 use super::route::Route;
 use crate::state::Pins;
 use arc_swap::ArcSwap;
+use causeway_certs::Leaf;
 use rustls_pki_types::CertificateDer;
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -81,6 +82,11 @@ impl Apps {
         let by_port = self.by_port.load();
         let app = by_port.get(&port)?;
         (app.material() == material).then(|| app.clone())
+    }
+
+    /// The client certificate that is shown to the app of this port.
+    pub(crate) fn leaf(&self, port: u16) -> Option<Leaf> {
+        self.by_port.load().get(&port)?.material().leaf.clone()
     }
 
     /// The client certificates and the CA certificates of all apps, by port.

@@ -9,8 +9,8 @@ use crate::{
     proxy::app::{AppTls, Apps, Believed, ByPort, Material},
     state::{Nodes, Pins},
 };
-use causeway_certs::Leaf;
-use rustls_pki_types::{CertificateDer, pem::PemObject};
+use causeway_certs::{Leaf, Role};
+use rustls_pki_types::{CertificateDer, UnixTime, pem::PemObject};
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
@@ -24,7 +24,12 @@ pub(crate) fn read_all(
     now: Option<&Apps>,
 ) -> Result<ByPort, BindError> {
     let build = |(port, app): (&u16, &config::App)| {
-        let material = read(*port, app)?;
+        let mut material = read(*port, app)?;
+        if let (Some(leaf), Some(path)) = (material.leaf.take(), &app.certificate) {
+            let current = now.and_then(|now| now.leaf(*port));
+            let leaf = leaf.replacing(current.as_ref(), UnixTime::now());
+            material.leaf = Some(leaf.map_err(|why| file(*port, path.clone(), why.to_string()))?);
+        }
         if let Some(there) = now.and_then(|now| now.made_of(*port, &material)) {
             return Ok((*port, there));
         }
@@ -57,7 +62,7 @@ fn read(port: u16, app: &config::App) -> Result<Material, BindError> {
         // It is asked for, and taken up when it is there.
         (Some(certificate), _) if app.signer.is_some() && !certificate.exists() => None,
         (Some(certificate), Some(key)) => {
-            let leaf = Leaf::load(&text(port, certificate)?, &text(port, key)?);
+            let leaf = Leaf::load_for(Role::Client, &text(port, certificate)?, &text(port, key)?);
             Some(leaf.map_err(|error| file(port, certificate.clone(), error.to_string()))?)
         }
         _ => None,

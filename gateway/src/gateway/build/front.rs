@@ -22,11 +22,11 @@ use crate::{
 };
 use arc_swap::ArcSwap;
 use causeway_certs::{
-    Ca, CallerTokens, FrontResolver, FrontTrust, Leaf, LiveCa, NodeName, Trust, verify,
+    Ca, CallerTokens, FrontResolver, FrontTrust, Leaf, LiveCa, NodeName, Role, Trust, verify,
 };
 use causeway_tunnel::wire;
 use rustls::{
-    pki_types::{CertificateDer, pem::PemObject},
+    pki_types::{CertificateDer, UnixTime, pem::PemObject},
     server::ResolvesServerCert,
 };
 use std::{
@@ -67,6 +67,21 @@ impl Material {
             leaf: leaf(front)?,
             front: front.clone(),
         })
+    }
+
+    /// Reads the files that the front names, in place of those that `current` was made of.
+    pub(crate) fn read_in_place_of(
+        front: &config::Front,
+        current: Option<&Self>,
+    ) -> Result<Self, BindError> {
+        let mut read = Self::read(front)?;
+        if let (Some(leaf), Some(files)) = (read.leaf.take(), &front.certificate) {
+            let current = current.and_then(|current| current.leaf.as_ref());
+            let leaf = leaf.replacing(current, UnixTime::now());
+            let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
+            read.leaf = Some(leaf);
+        }
+        Ok(read)
     }
 
     /// Reads the files that the front names, and judges those that are parsed later.
@@ -324,7 +339,7 @@ fn leaf(front: &config::Front) -> Result<Option<Leaf>, BindError> {
     };
     let chain = text(&front.name, &files.chain)?;
     let key = text(&front.name, &files.key)?;
-    let leaf = Leaf::load(&chain, &key);
+    let leaf = Leaf::load_for(Role::Server, &chain, &key);
     let leaf = leaf.map_err(|error| file(&front.name, &files.chain, error.to_string()))?;
     Ok(Some(leaf))
 }
