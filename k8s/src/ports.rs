@@ -1,7 +1,8 @@
 //! Node ports that a `ConfigMap` lists: served by the gateway, and by a Service of its own, as they are listed.
 //!
-//! 1. `list` reads what is listed. What does not read, or cannot be served, leaves everything as it was, with an event on
-//!    the `ConfigMap` that says why; it is tried again when that changes, and now and then.
+//! 1. `list` reads what is listed. An entry that does not read, or cannot be served, is left out (`partial`), with an event on
+//!    the `ConfigMap` that says why; it is tried again when that changes, and now and then. What is served is kept on the disk:
+//!    a gateway that starts while the API is away serves that.
 //! 2. The gateway takes it up as it takes up another configuration: listeners first, then what edges are told.
 //! 3. The Service gets a port for each by a server-side apply of these ports alone: what others have put there stays,
 //!    and what somebody takes away comes back.
@@ -9,6 +10,7 @@
 //! Never ends the process.
 
 mod list;
+mod partial;
 
 use crate::{
     client::said,
@@ -16,6 +18,7 @@ use crate::{
     follow::{Now, follow},
     trouble::Trouble,
 };
+use causeway_certs::Store;
 use causeway_gateway::{
     config::{self, NodePorts, Reloads},
     metrics::Metrics,
@@ -39,6 +42,8 @@ use tokio::{
 const BOUND: Duration = Duration::from_secs(10);
 /// The longest pauses between tries.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_mins(1));
+/// Under this name the ports that are served are kept in the data directory.
+const LAST: &str = "listed-ports";
 /// As much of a reason as fits into an event, in bytes.
 const NOTE: usize = 1000;
 
@@ -56,6 +61,8 @@ pub struct Ports {
     pub metrics: Arc<Metrics>,
     /// Who this gateway is, in events.
     pub gateway: String,
+    /// Where the ports that are served are kept.
+    pub store: Store,
 }
 
 impl Ports {
@@ -70,6 +77,7 @@ impl Ports {
             None => stream::pending().boxed(),
         };
         let mut keeper = Keeper::new(&self);
+        keeper.serve_last().await;
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
             let again = if keeper.settle().await {
@@ -85,6 +93,16 @@ impl Ports {
             }
         }
     }
+}
+
+/// Outcome of taking up a list.
+struct Taken {
+    /// Other ports are served than before.
+    changed: bool,
+    /// Why entries do not read.
+    unreadable: Vec<String>,
+    /// Why ports are not served, which may be otherwise the next time.
+    refused: Vec<String>,
 }
 
 /// What is to be done yet.
@@ -146,21 +164,28 @@ impl<'a> Keeper<'a> {
     /// Does what is to be done. False if it is to be tried again.
     async fn settle(&mut self) -> bool {
         if self.list {
-            match self.take_up().await {
-                Ok(changed) => {
-                    self.list = false;
+            let faults = match self.take_up().await {
+                Ok(Taken {
+                    changed,
+                    unreadable,
+                    refused,
+                }) => {
+                    self.list = !refused.is_empty();
                     self.service |= changed || self.right.is_none();
-                    self.refused.over();
-                    self.ports.metrics.ports_refused(false);
+                    [unreadable, refused].concat()
                 }
-                Err(why) => {
-                    self.refused.say(&why);
-                    self.ports.metrics.ports_refused(true);
-                    self.tell(why).await;
-                }
+                Err(why) => vec![why],
+            };
+            self.ports.metrics.ports_refused(!faults.is_empty());
+            if faults.is_empty() {
+                self.refused.over();
+            } else {
+                let why = faults.join("; ");
+                self.refused.say(&why);
+                self.tell(why).await;
             }
         }
-        if self.service && !self.list {
+        if self.service {
             match self.write().await {
                 Ok(()) => {
                     self.service = false;
@@ -173,24 +198,73 @@ impl<'a> Keeper<'a> {
         !self.list && !self.service
     }
 
-    /// Has the gateway serve what is listed. Whether that is a change.
-    async fn take_up(&self) -> Result<bool, String> {
-        let data = self.map.as_ref().and_then(|map| map.data.as_ref());
-        let next = data.map(list::read).transpose()?.unwrap_or_default();
-        let before = self.ports.listed.send_replace(Some(next.clone()));
-        if before.as_ref() == Some(&next) {
-            return Ok(false);
+    /// Serves what was served before a restart, until the cluster's API says what is listed.
+    async fn serve_last(&self) {
+        let last = self.ports.store.read_runtime(LAST);
+        let last = last.unwrap_or_else(|error| {
+            tracing::warn!(%error, "the ports that were served last cannot be read");
+            None
+        });
+        let Some(last) = last.and_then(|text| serde_json::from_str(&text).ok()) else {
+            return;
+        };
+        match self.apply(&last).await {
+            Ok((_, refused)) if refused.is_empty() => {}
+            Ok((_, refused)) => tracing::warn!(
+                why = refused.join("; "),
+                "not all ports of before are served"
+            ),
+            Err(why) => tracing::warn!(why, "the ports of before are not served"),
         }
-        match self.ports.reloads.ask().await {
-            Some(Ok(done)) => {
-                tracing::info!(http = ?next.http, https = ?next.https, done, "the cluster lists these ports");
-                Ok(true)
+    }
+
+    /// Has the gateway serve what is listed, as far as it can.
+    async fn take_up(&self) -> Result<Taken, String> {
+        let data = self.map.as_ref().and_then(|map| map.data.as_ref());
+        let (next, unreadable) = data.map(list::read).transpose()?.unwrap_or_default();
+        if self.ports.listed.borrow().as_ref() == Some(&next) {
+            return Ok(Taken {
+                changed: false,
+                unreadable,
+                refused: Vec::new(),
+            });
+        }
+        let (changed, refused) = self.apply(&next).await?;
+        self.keep();
+        Ok(Taken {
+            changed,
+            unreadable,
+            refused,
+        })
+    }
+
+    /// Has the gateway serve these ports, as far as it can. Returns whether that is a change, and why some are not served.
+    async fn apply(&self, next: &NodePorts) -> Result<(bool, Vec<String>), String> {
+        let before = self.ports.listed.borrow().clone();
+        let attempt = async |ports: NodePorts| {
+            let last = self.ports.listed.send_replace(Some(ports.clone()));
+            match self.ports.reloads.ask().await {
+                Some(Ok(done)) => {
+                    tracing::info!(http = ?ports.http, https = ?ports.https, done, "these ports of the cluster's list are served");
+                    Ok(())
+                }
+                refused => {
+                    self.ports.listed.send_replace(last);
+                    let nobody = || "nobody takes up ports here".to_owned();
+                    Err(refused.and_then(Result::err).unwrap_or_else(nobody))
+                }
             }
-            refused => {
-                self.ports.listed.send_replace(before);
-                let nobody = || "nobody takes up ports here".to_owned();
-                Err(refused.and_then(Result::err).unwrap_or_else(nobody))
-            }
+        };
+        let served = before.clone().unwrap_or_default();
+        let (now, refused) = partial::apply(&served, next, attempt).await?;
+        Ok((before.as_ref() != Some(&now), refused))
+    }
+
+    /// Keeps on the disk what is served.
+    fn keep(&self) {
+        let text = serde_json::to_string(&*self.ports.listed.borrow()).unwrap_or_default();
+        if let Err(error) = self.ports.store.write_runtime(LAST, &text) {
+            tracing::warn!(%error, "the ports that are served cannot be kept for the next start");
         }
     }
 
@@ -266,4 +340,50 @@ fn manager(list: &str) -> &str {
         .nth(128)
         .map_or(list.len(), |(at, _)| at);
     list.get(..end).unwrap_or(list)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use causeway_certs::Access;
+
+    /// The API does not answer: there is none.
+    #[tokio::test]
+    async fn a_gateway_that_starts_serves_the_ports_of_before_until_the_api_answers() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let (reloads, mut asked) = causeway_config::reloads();
+        let ports = |refused| Ports {
+            client: Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap()))
+                .unwrap(),
+            rules: config::Ports::default(),
+            listed: watch::Sender::new(None),
+            reloads: if refused {
+                Reloads::default()
+            } else {
+                reloads.clone()
+            },
+            metrics: Metrics::new(),
+            gateway: "gw".into(),
+            store: store.clone(),
+        };
+        let served = NodePorts {
+            http: [9051, 9100].into(),
+            ..NodePorts::default()
+        };
+        let first = ports(false);
+        first.listed.send_replace(Some(served.clone()));
+        Keeper::new(&first).keep();
+
+        let second = ports(false);
+        let keeper = Keeper::new(&second);
+        tokio::join!(keeper.serve_last(), async {
+            asked.next().await.answer(Ok("done".into()));
+        });
+        assert_eq!(*second.listed.borrow(), Some(served));
+
+        let third = ports(true);
+        Keeper::new(&third).serve_last().await;
+        assert_eq!(*third.listed.borrow(), None);
+    }
 }

@@ -185,6 +185,7 @@ impl Parts {
             reloads: listing.reloads,
             metrics: bound.metrics(),
             gateway: this_gateway(),
+            store: bound.store().clone(),
         })
     }
 

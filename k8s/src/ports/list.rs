@@ -12,40 +12,58 @@ const PAIRS: &str = "dnat-ports-pair";
 /// Each is a listener; more are a mistake.
 const MOST: usize = 256;
 
-/// The ports that these keys name.
+/// The ports that these keys name, and by its key each entry that is no port.
 ///
 /// # Errors
-/// The first thing that is no port, by its key.
-pub(super) fn read(data: &BTreeMap<String, String>) -> Result<NodePorts, String> {
-    let each = |key: &str| -> Result<BTreeSet<u16>, String> {
-        let all = parts(data, key).map(|part| port(key, part));
-        let all: Result<BTreeSet<u16>, String> = all.collect();
-        Ok(all?
-            .into_iter()
-            .filter(|port| !FIXED.contains(port))
-            .collect())
+/// If there are too many.
+pub(super) fn read(data: &BTreeMap<String, String>) -> Result<(NodePorts, Vec<String>), String> {
+    let mut faults = Vec::new();
+    let mut each = |key: &str| -> BTreeSet<u16> {
+        let mut ports = BTreeSet::new();
+        for part in parts(data, key) {
+            match port(key, part) {
+                Ok(port) if FIXED.contains(&port) => {}
+                Ok(port) => {
+                    ports.insert(port);
+                }
+                Err(fault) => faults.push(fault),
+            }
+        }
+        ports
     };
     let mut ports = NodePorts {
-        http: each("http-proxy-ports")?,
-        https: each("https-proxy-ports")?,
-        loopback: each("localhost-proxy-ports")?,
+        http: each("http-proxy-ports"),
+        https: each("https-proxy-ports"),
+        loopback: each("localhost-proxy-ports"),
     };
     for pair in parts(data, PAIRS) {
-        let Some((from, to)) = pair.split_once('=') else {
-            return Err(format!(
-                "{PAIRS}: \"{pair}\" is no pair; write 9100={INSECURE}"
-            ));
-        };
-        let from = port(PAIRS, from.trim())?;
-        if to.trim() == INSECURE && !FIXED.contains(&from) {
-            ports.http.insert(from);
+        match from(pair) {
+            Ok(from) => ports.http.extend(from),
+            Err(fault) => faults.push(fault),
         }
+    }
+    let both: Vec<u16> = ports.http.intersection(&ports.https).copied().collect();
+    for port in both {
+        ports.http.remove(&port);
+        ports.https.remove(&port);
+        faults.push(format!("{port} is listed as http and as https"));
     }
     let count = ports.served().count();
     if count > MOST {
         return Err(format!("{count} ports are listed, and {MOST} may be"));
     }
-    Ok(ports)
+    Ok((ports, faults))
+}
+
+/// The port of a pair, if it leads to the listener for HTTP.
+fn from(pair: &str) -> Result<Option<u16>, String> {
+    let Some((from, to)) = pair.split_once('=') else {
+        return Err(format!(
+            "{PAIRS}: \"{pair}\" is no pair; write 9100={INSECURE}"
+        ));
+    };
+    let from = port(PAIRS, from.trim())?;
+    Ok((to.trim() == INSECURE && !FIXED.contains(&from)).then_some(from))
 }
 
 fn parts<'a>(data: &'a BTreeMap<String, String>, key: &str) -> impl Iterator<Item = &'a str> {
@@ -65,7 +83,7 @@ fn port(key: &str, text: &str) -> Result<u16, String> {
 mod tests {
     use super::*;
 
-    fn read_of(pairs: &[(&str, &str)]) -> Result<NodePorts, String> {
+    fn read_of(pairs: &[(&str, &str)]) -> Result<(NodePorts, Vec<String>), String> {
         let pairs = pairs.iter();
         read(
             &pairs
@@ -83,17 +101,18 @@ mod tests {
             ("dnat-ports-pair", "9101=10264, 9102=10263"),
             ("somebody's", "x"),
         ]);
-        let ports = ports.unwrap();
+        let (ports, faults) = ports.unwrap();
+        assert!(faults.is_empty(), "{faults:?}");
         assert_eq!(ports.http, [9051, 9100, 9101].into());
         assert_eq!(
             (ports.https, ports.loopback),
             ([9443].into(), [10266, 10267].into())
         );
-        assert_eq!(read_of(&[]).unwrap(), NodePorts::default());
+        assert_eq!(read_of(&[]).unwrap().0, NodePorts::default());
     }
 
     #[test]
-    fn what_is_no_port_is_named() {
+    fn entries_that_are_no_port_are_named_and_the_others_read() {
         for (key, value, says) in [
             (
                 "http-proxy-ports",
@@ -105,9 +124,18 @@ mod tests {
             ("http-proxy-ports", "9051 9052", "\"9051 9052\" is no port"),
             ("dnat-ports-pair", "9100", "is no pair"),
         ] {
-            let said = read_of(&[(key, value)]).unwrap_err();
-            assert!(said.contains(says), "{said}");
+            let good = ("https-proxy-ports", "9443");
+            let (ports, said) = read_of(&[good, (key, value)]).unwrap();
+            assert!(said[0].contains(says), "{said:?}");
+            assert!(ports.https.contains(&9443) || key == good.0, "{ports:?}");
         }
+        let pairs = [
+            ("http-proxy-ports", "9051,x,9100"),
+            ("https-proxy-ports", "9100"),
+        ];
+        let (ports, said) = read_of(&pairs).unwrap();
+        assert_eq!((ports.http, ports.https), ([9051].into(), [].into()));
+        assert_eq!(said[1], "9100 is listed as http and as https");
         let many: Vec<_> = (2000..2300).map(|port| port.to_string()).collect();
         let said = read_of(&[("http-proxy-ports", &many.join(","))]).unwrap_err();
         assert!(said.contains("300 ports"), "{said}");

@@ -42,7 +42,7 @@ impl Default for Ports {
 }
 
 /// What a `ConfigMap` lists.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct NodePorts {
     /// Apps that speak HTTP in the clear.
     pub http: BTreeSet<u16>,

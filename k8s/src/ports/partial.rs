@@ -1,0 +1,160 @@
+//! As much of a list of ports as can be served, where one entry keeps the gateway from serving the whole.
+//!
+//! Which entry that is, only the attempt shows: its port may be taken by another program. The list is halved until the
+//! entries that are refused stand alone.
+
+use causeway_gateway::config::NodePorts;
+use std::collections::BTreeSet;
+
+/// One entry: the list that it is in, and the port.
+type Entry = (List, u16);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum List {
+    Http,
+    Https,
+    Loopback,
+}
+
+/// Applies `wanted` in place of `before`, or as much of it as is not refused. Returns what is in force, and why the rest is not.
+///
+/// # Errors
+/// The reason if nothing new could be applied: then `before` is in force.
+pub(super) async fn apply(
+    before: &NodePorts,
+    wanted: &NodePorts,
+    mut attempt: impl AsyncFnMut(NodePorts) -> Result<(), String>,
+) -> Result<(NodePorts, Vec<String>), String> {
+    let Err(refused) = attempt(wanted.clone()).await else {
+        return Ok((wanted.clone(), Vec::new()));
+    };
+    let (wanted, before) = (entries(wanted), entries(before));
+    let mut served: BTreeSet<Entry> = wanted.intersection(&before).copied().collect();
+    let new: Vec<Entry> = wanted.difference(&before).copied().collect();
+    if new.len() == 1 && served == before {
+        return Ok((ports(&served), vec![refused]));
+    }
+    // Where that is refused as well, no entry is the cause.
+    attempt(ports(&served)).await?;
+    if new.len() < 2 {
+        return Ok((ports(&served), vec![refused]));
+    }
+    let mut refusals = Vec::new();
+    let mut parts: Vec<&[Entry]> = halves(&new).into();
+    while let Some(part) = parts.pop() {
+        let with: BTreeSet<Entry> = served.iter().chain(part).copied().collect();
+        match attempt(ports(&with)).await {
+            Ok(()) => served = with,
+            Err(refused) if part.len() == 1 => refusals.push(refused),
+            Err(_) => parts.extend(halves(part)),
+        }
+    }
+    Ok((ports(&served), refusals))
+}
+
+/// The second half, and the first, which is taken from the end first.
+fn halves(entries: &[Entry]) -> [&[Entry]; 2] {
+    let (first, second) = entries.split_at(entries.len() / 2);
+    [second, first]
+}
+
+fn entries(ports: &NodePorts) -> BTreeSet<Entry> {
+    let of = |list, ports: &BTreeSet<u16>| {
+        let entries = ports.iter().map(move |port| (list, *port));
+        entries.collect::<Vec<_>>()
+    };
+    let lists = [
+        of(List::Http, &ports.http),
+        of(List::Https, &ports.https),
+        of(List::Loopback, &ports.loopback),
+    ];
+    lists.into_iter().flatten().collect()
+}
+
+fn ports(entries: &BTreeSet<Entry>) -> NodePorts {
+    let of = |list| {
+        let ports = entries.iter().filter(move |entry| entry.0 == list);
+        ports.map(|entry| entry.1).collect()
+    };
+    NodePorts {
+        http: of(List::Http),
+        https: of(List::Https),
+        loopback: of(List::Loopback),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn http(ports: &[u16]) -> NodePorts {
+        NodePorts {
+            http: ports.iter().copied().collect(),
+            ..NodePorts::default()
+        }
+    }
+
+    /// Applies where ports of `taken` cannot be served; returns the outcome and the number of attempts.
+    async fn applied(
+        before: &[u16],
+        wanted: &[u16],
+        taken: &[u16],
+    ) -> (Result<(NodePorts, Vec<String>), String>, usize) {
+        let mut attempts = 0;
+        let attempt = async |ports: NodePorts| {
+            attempts += 1;
+            let refused = ports.served().find(|port| taken.contains(port));
+            refused.map_or(Ok(()), |port| Err(format!("{port} is taken")))
+        };
+        let done = apply(&http(before), &http(wanted), attempt).await;
+        (done, attempts)
+    }
+
+    #[tokio::test]
+    async fn what_can_be_served_is_served_and_the_rest_is_named() {
+        let all: Vec<u16> = (9000..9064).collect();
+        let but = |taken: &[u16]| -> Vec<u16> {
+            let left = all.iter().filter(|port| !taken.contains(port));
+            left.copied().collect()
+        };
+        for taken in [&[][..], &[9000], &[9063], &[9001, 9002, 9040]] {
+            let (done, attempts) = applied(&[], &all, taken).await;
+            let said: Vec<_> = taken
+                .iter()
+                .map(|port| format!("{port} is taken"))
+                .collect();
+            assert_eq!(done, Ok((http(&but(taken)), said)), "{taken:?}");
+            assert!(attempts <= 2 + 2 * 6 * taken.len(), "{attempts}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_listed_no_more_goes_and_what_was_served_stays() {
+        let (done, _) = applied(&[9001, 9002], &[9002, 9003], &[9003]).await;
+        assert_eq!(done, Ok((http(&[9002]), vec!["9003 is taken".into()])));
+        let (done, attempts) = applied(&[9001], &[9001, 9002], &[9002]).await;
+        assert_eq!(done, Ok((http(&[9001]), vec!["9002 is taken".into()])));
+        assert_eq!(attempts, 1, "it is the only new one");
+        let (done, _) = applied(&[9001, 9002], &[9002, 9003], &[9002]).await;
+        assert_eq!(done, Err("9002 is taken".into()), "nothing can be applied");
+    }
+
+    #[tokio::test]
+    async fn lists_are_told_apart() {
+        let wanted = NodePorts {
+            https: [9443].into(),
+            loopback: [9001].into(),
+            ..http(&[9001])
+        };
+        let attempt = async |ports: NodePorts| match ports.https.is_empty() {
+            true => Ok(()),
+            false => Err("no app".into()),
+        };
+        let done = apply(&NodePorts::default(), &wanted, attempt).await;
+        let served = NodePorts {
+            https: [].into(),
+            ..wanted
+        };
+        assert_eq!(done, Ok((served, vec!["no app".into()])));
+    }
+}
