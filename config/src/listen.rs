@@ -187,7 +187,13 @@ pub fn host_port(text: &str) -> Result<(&str, u16), String> {
         .strip_prefix('[')
         .and_then(|rest| rest.strip_suffix(']'))
     {
-        return match inner.parse::<std::net::Ipv6Addr>() {
+        // The zone names an interface of this machine (RFC 4007 section 11).
+        let address = match inner.split_once('%') {
+            Some((address, zone)) if !zone.is_empty() => address,
+            Some(_) => return Err(fault()),
+            None => inner,
+        };
+        return match address.parse::<std::net::Ipv6Addr>() {
             Ok(_) => Ok((inner, port)),
             Err(_) => Err(fault()),
         };
@@ -259,6 +265,9 @@ mod tests {
             Ok(("gateway.example", 10262))
         );
         assert_eq!(host_port("[::1]:1"), Ok(("::1", 1)));
+        let zone = Ok(("fe80::1%eth0", 10262));
+        assert_eq!(host_port("[fe80::1%eth0]:10262"), zone);
+        assert!(host_port("[fe80::1%]:10262").is_err());
         for bad in [
             "",
             "host",

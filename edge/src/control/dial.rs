@@ -1,20 +1,25 @@
 //! One connection to a gateway: resolve, connect, maybe through a proxy, TLS.
 //!
-//! Names are resolved anew at each attempt and all their addresses are tried in turn, IPv4 and IPv6, each given
+//! Names are resolved anew at each attempt. Their addresses are tried as RFC 8305 (Happy Eyeballs) has it: IPv6 and IPv4
+//! alternate, and each attempt that has not connected after 250 ms is joined by one at the next address. Each is given
 //! up after `timeouts.tcp`. Through a proxy (HTTP CONNECT or SOCKS5) the proxy resolves the name. Which
 //! gateway answers is for its certificate to say, so the dialled name is only SNI.
 
 use super::trouble::Trouble;
 use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
-use causeway_config::host_port;
+use causeway_config::{Secret, host_port};
 use causeway_rt::resolve;
 use causeway_tunnel::{
     Target,
     socket::{Counted, tune_tunnel},
     wire,
 };
-use futures_util::future::join_all;
+use futures_util::{
+    StreamExt,
+    future::{join_all, pending},
+    stream::FuturesUnordered,
+};
 use http::Uri;
 use hyper_util::{
     client::{
@@ -25,20 +30,52 @@ use hyper_util::{
 };
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
-use std::{error::Error, fmt, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque, error::Error, fmt, io, net::SocketAddr, sync::Arc, time::Duration,
+};
 use tokio::{
     net::TcpStream,
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tower::{ServiceExt, service_fn};
 use tracing::{debug, info};
 
+/// The pause before an attempt at the next address is begun beside one (RFC 8305 section 5, "Connection Attempt Delay").
+const STAGGER: Duration = Duration::from_millis(250);
+
 /// How gateways are dialled.
 pub(crate) struct Dialler {
     tls: ArcSwap<ClientConfig>,
     timeouts: Timeouts,
-    proxy: Option<Matcher>,
+    proxy: Option<Proxy>,
+}
+
+/// The proxy, and what is dialled without it.
+struct Proxy {
+    uri: Secret,
+    /// Entries of `no_proxy`: `*`, a domain, an address, a network, or a host with the one port that is meant.
+    exempt: Vec<String>,
+}
+
+impl Proxy {
+    /// The proxy for this target, if it is not dialled without one.
+    fn intercept(&self, host: &str, port: u16) -> Option<Intercept> {
+        let of_port = |entry: &String| match host_port(entry) {
+            Ok((host, meant)) => (meant == port).then(|| host.to_owned()),
+            Err(_) => Some(entry.clone()),
+        };
+        let exempt: Vec<_> = self.exempt.iter().filter_map(of_port).collect();
+        if exempt.iter().any(|entry| entry.trim() == "*") {
+            return None;
+        }
+        let uri = format!("https://{}", Target::new(host, port));
+        let matcher = Matcher::builder()
+            .all(self.uri.expose())
+            .no(exempt.join(","))
+            .build();
+        matcher.intercept(&uri.parse().ok()?)
+    }
 }
 
 /// A connection to a gateway, authenticated.
@@ -75,11 +112,9 @@ impl fmt::Display for Place {
 impl Dialler {
     /// Dials as `config` says, with this identity or trust.
     pub(crate) fn new(tls: Arc<ClientConfig>, config: &Config) -> Self {
-        let proxy = config.proxy.as_ref().map(|proxy| {
-            Matcher::builder()
-                .all(proxy.expose())
-                .no(config.no_proxy.join(","))
-                .build()
+        let proxy = config.proxy.as_ref().map(|uri| Proxy {
+            uri: uri.clone(),
+            exempt: config.no_proxy.clone(),
         });
         Self {
             tls: ArcSwap::new(tls),
@@ -133,7 +168,8 @@ impl Dialler {
     /// The trouble with it.
     pub(crate) async fn dial_at(&self, place: &Place) -> Result<Dialled, Trouble> {
         let (host, port) = host_port(&place.gateway).map_err(Trouble::silent)?;
-        self.dial_place(place, host, port).await
+        let tcp = self.connect(place, host, port).await?;
+        self.handshake(place, tcp, host).await
     }
 
     /// Where each of the gateways is to be found now, in their order.
@@ -154,11 +190,19 @@ impl Dialler {
     async fn dial_gateway(&self, gateway: &str, avoid: Option<&Place>) -> Result<Dialled, Trouble> {
         let (host, port) = host_port(gateway).map_err(Trouble::silent)?;
         let mut worst = None;
-        for place in self.places(gateway, host, port).await? {
-            if Some(&place) == avoid {
-                continue;
-            }
-            match self.dial_place(&place, host, port).await {
+        let mut places = self.places(gateway, host, port).await?;
+        places.retain(|place| Some(place) != avoid);
+        let is_v6 = |place: &Place| place.address.is_some_and(|address| address.is_ipv6());
+        let mut places = alternating(places, is_v6);
+        // A place at which something answers that is no gateway is followed by the next one.
+        loop {
+            let connect = |place: Place| async move { self.connect(&place, host, port).await };
+            let (connected, troubles) = race(&mut places, connect).await;
+            worst = troubles
+                .into_iter()
+                .fold(worst, |worst, trouble| Some(trouble.or_worse(worst)));
+            let Some((place, tcp)) = connected else { break };
+            match self.handshake(&place, tcp, host).await {
                 Ok(dialled) => return Ok(dialled),
                 Err(trouble) => worst = Some(trouble.or_worse(worst)),
             }
@@ -168,10 +212,7 @@ impl Dialler {
     }
 
     fn intercept(&self, host: &str, port: u16) -> Option<Intercept> {
-        let uri: Uri = format!("https://{}", Target::new(host, port))
-            .parse()
-            .ok()?;
-        self.proxy.as_ref()?.intercept(&uri)
+        self.proxy.as_ref()?.intercept(host, port)
     }
 
     async fn places(&self, gateway: &str, host: &str, port: u16) -> Result<Vec<Place>, Trouble> {
@@ -194,15 +235,24 @@ impl Dialler {
         }
     }
 
-    async fn dial_place(&self, place: &Place, host: &str, port: u16) -> Result<Dialled, Trouble> {
-        let tcp = match (place.address, self.intercept(host, port)) {
-            (Some(address), _) => self.connect(place, address).await?,
-            (None, Some(proxy)) => self.through(&proxy, host, port).await?,
-            (None, None) => {
-                return Err(Trouble::silent(format!("{} has no address", place.gateway)));
-            }
-        };
+    /// A connection to this place, or through the proxy.
+    async fn connect(&self, place: &Place, host: &str, port: u16) -> Result<TcpStream, Trouble> {
+        match (place.address, self.intercept(host, port)) {
+            (Some(address), _) => self.connect_to(place, address).await,
+            (None, Some(proxy)) => self.through(&proxy, host, port).await,
+            (None, None) => Err(Trouble::silent(format!("{} has no address", place.gateway))),
+        }
+    }
+
+    async fn handshake(
+        &self,
+        place: &Place,
+        tcp: TcpStream,
+        host: &str,
+    ) -> Result<Dialled, Trouble> {
         tune_tunnel(&tcp);
+        // The zone of an address is a matter of this machine (RFC 6874).
+        let host = host.split_once('%').map_or(host, |(address, _)| address);
         let name = ServerName::try_from(host.to_owned())
             .map_err(|_| Trouble::silent(format!("{host} is no host name")))?;
         let began = Instant::now();
@@ -226,7 +276,7 @@ impl Dialler {
         }
     }
 
-    async fn connect(&self, place: &Place, address: SocketAddr) -> Result<TcpStream, Trouble> {
+    async fn connect_to(&self, place: &Place, address: SocketAddr) -> Result<TcpStream, Trouble> {
         let bound = self.timeouts.tcp;
         connect(address, bound).await.map_err(|error| {
             let what = format!("could not dial {} ({address}): {error}", place.gateway);
@@ -293,7 +343,70 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> Trouble {
         }
         cause = each.source();
     }
-    Trouble::refused(format!("the proxy refused: {error}"))
+    let what = format!("the proxy refused: {error}");
+    // The types of these errors are private to the library.
+    let denied = ["proxy authorization required", "credentials not accepted"];
+    if denied.iter().any(|denied| what.ends_with(denied)) {
+        return Trouble::unwelcome(format!("{what}; `proxy` has to name its user and password"));
+    }
+    Trouble::refused(what)
+}
+
+/// IPv6 and IPv4 in turn, each in its order, beginning with the family of the first (RFC 8305 section 4).
+fn alternating<P>(places: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
+    let first = places.first().is_some_and(&is_v6);
+    let (own, other): (Vec<_>, Vec<_>) = places.into_iter().partition(|it| is_v6(it) == first);
+    let (mut own, mut other) = (own.into_iter(), other.into_iter());
+    let mut all = VecDeque::new();
+    loop {
+        let pair = [own.next(), other.next()];
+        if pair.iter().all(Option::is_none) {
+            return all;
+        }
+        all.extend(pair.into_iter().flatten());
+    }
+}
+
+/// Connects to the places in their order, to the next one when an attempt has failed or has taken [`STAGGER`]. Returns the first
+/// connection, and the troubles with places that failed. Those that are left were not tried to their end.
+async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
+    places: &mut VecDeque<P>,
+    connect: impl Fn(P) -> F,
+) -> (Option<(P, T)>, Vec<E>) {
+    let (mut troubles, mut connected) = (Vec::new(), None);
+    let mut begun: Vec<P> = Vec::new();
+    let mut attempts = FuturesUnordered::new();
+    while connected.is_none() {
+        if let Some(place) = places.pop_front() {
+            begun.push(place.clone());
+            let connecting = connect(place.clone());
+            attempts.push(async move { (place, connecting.await) });
+        } else if attempts.is_empty() {
+            break;
+        }
+        let next = async {
+            if places.is_empty() {
+                pending::<()>().await;
+            }
+            sleep(STAGGER).await;
+        };
+        tokio::select! {
+            biased;
+            Some((place, done)) = attempts.next() => {
+                begun.retain(|it| *it != place);
+                match done {
+                    Ok(done) => connected = Some((place, done)),
+                    Err(trouble) => troubles.push(trouble),
+                }
+            }
+            () = next => {}
+        }
+    }
+    // First among those that are left, for they were.
+    for place in begun.into_iter().rev() {
+        places.push_front(place);
+    }
+    (connected, troubles)
 }
 
 async fn dial_proxy(uri: &Uri, bound: Duration) -> io::Result<TcpStream> {
@@ -305,18 +418,126 @@ async fn dial_proxy(uri: &Uri, bound: Duration) -> io::Result<TcpStream> {
         } else {
             1080
         });
-    let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for address in resolve(host, port).await? {
-        match connect(address, bound).await {
-            Ok(tcp) => return Ok(tcp),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
+    let mut addresses = alternating(resolve(host, port).await?, SocketAddr::is_ipv6);
+    let connect = |address| connect(address, bound);
+    let (connected, mut errors) = race(&mut addresses, connect).await;
+    let nothing = || {
+        errors
+            .pop()
+            .unwrap_or_else(|| io::ErrorKind::NotFound.into())
+    };
+    connected.map(|(_, tcp)| tcp).ok_or_else(nothing)
 }
 
 async fn connect(address: SocketAddr, bound: Duration) -> io::Result<TcpStream> {
     timeout(bound, TcpStream::connect(address))
         .await
         .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    #[test]
+    fn no_proxy_names_everything_or_domains_networks_and_single_ports() {
+        for (exempt, host, port, direct) in [
+            ("*", "gw.example", 10262, true),
+            ("*", "10.0.0.1", 10262, true),
+            ("*", "2001:db8::1", 10262, true),
+            ("gw.example:10262", "gw.example", 10262, true),
+            ("gw.example:10262", "gw.example", 443, false),
+            ("10.0.0.1:10262", "10.0.0.1", 10262, true),
+            ("10.0.0.1:10262", "10.0.0.1", 443, false),
+            ("[2001:db8::1]:10262", "2001:db8::1", 10262, true),
+            (".example", "gw.example", 10262, true),
+            ("10.0.0.0/8", "10.0.0.1", 10262, true),
+            ("other.example", "gw.example", 10262, false),
+        ] {
+            let proxy = Proxy {
+                uri: Secret::new("http://proxy.example:3128"),
+                exempt: vec!["localhost".into(), exempt.into()],
+            };
+            let found = proxy.intercept(host, port).is_none();
+            assert_eq!(found, direct, "{exempt}: {host} {port}");
+        }
+    }
+
+    #[test]
+    fn families_alternate_from_the_first_on() {
+        let all = alternating(vec![6, 6, 6, 4], |family| *family == 6);
+        assert_eq!(all, [6, 4, 6, 6]);
+        let all = alternating(vec![4, 6, 6], |family| *family == 6);
+        assert_eq!(all, [4, 6, 6]);
+    }
+
+    /// `silent` takes the packets of an attempt and never answers.
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_does_not_answer_delays_the_next_by_a_quarter_of_a_second() {
+        let began = Instant::now();
+        let connect = async |place| match place {
+            "silent" => pending().await,
+            "refused" => Err("refused"),
+            _ => Ok(()),
+        };
+        let mut places = VecDeque::from(["silent", "refused", "good", "unused"]);
+        let (connected, troubles) = race(&mut places, connect).await;
+        assert_eq!((connected, troubles), (Some(("good", ())), vec!["refused"]));
+        assert_eq!(began.elapsed(), STAGGER);
+        assert_eq!(
+            places,
+            ["silent", "unused"],
+            "for when the good one is no gateway"
+        );
+
+        let mut places = VecDeque::from(["refused"]);
+        let (connected, troubles) = race(&mut places, connect).await;
+        assert_eq!((connected, troubles), (None, vec!["refused"]));
+    }
+
+    /// The trouble with a proxy that gives these answers, one to each read.
+    async fn trouble_with(scheme: &str, answers: &[&'static [u8]]) -> Trouble {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let proxy = async {
+            let (mut tcp, _) = listener.accept().await.unwrap();
+            for answer in answers {
+                tcp.read(&mut [0; 1024]).await.unwrap();
+                tcp.write_all(answer).await.unwrap();
+            }
+            // Until the dialler closes.
+            while tcp.read(&mut [0; 1024]).await.unwrap_or(0) > 0 {}
+        };
+        let config = Config {
+            proxy: Some(Secret::new(format!("{scheme}://user:wrong@{address}"))),
+            ..Config::default()
+        };
+        let provider = rustls::crypto::aws_lc_rs::default_provider();
+        let tls = ClientConfig::builder_with_provider(provider.into())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(rustls::RootCertStore::empty())
+            .with_no_client_auth();
+        let dialler = Dialler::new(Arc::new(tls), &config);
+        let gateways = ["gw.example:10262".to_owned()];
+        let (dialled, ()) = tokio::join!(dialler.dial(&gateways, None), proxy);
+        dialled.unwrap_err()
+    }
+
+    #[tokio::test]
+    async fn a_proxy_that_wants_another_password_is_asked_as_rarely_as_can_be() {
+        let http: &[&[u8]] = &[b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n"];
+        // RFC 1929: by user and password, and refused.
+        let socks: &[&[u8]] = &[&[5, 2], &[1, 1]];
+        let busy: &[&[u8]] = &[b"HTTP/1.1 502 Bad Gateway\r\n\r\n"];
+        for (scheme, answers, word) in [
+            ("http", http, "unwelcome"),
+            ("socks5h", socks, "unwelcome"),
+            ("http", busy, "refused"),
+        ] {
+            let trouble = trouble_with(scheme, answers).await;
+            assert_eq!(trouble.word(), word, "{}", trouble.what());
+        }
+    }
 }
