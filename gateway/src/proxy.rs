@@ -1,7 +1,7 @@
 //! The way of a request. Read [`Proxy::handle`] first: its steps are the files below, in order.
 //!
 //! Step by step: (1) `front` accepts, finishes TLS and knows the connection; (2) `caller` says who calls; (3) `route` finds node
-//! and target; (4) `authorize` decides; (5) `limits` admits; then the registry picks a tunnel, and
+//! and target; (4) `authorize` decides; (5) the registry picks a tunnel, and `limits` admits a stream on it;
 //! (6) `forward`, `upgrade` or `relay` opens the stream, where `app` does not speak TLS through one and `direct` does not dial itself
 //! what is at no edge; (7) `reply` alone turns failures into bytes;
 //! (8) `access` keeps one record per stream. Nothing here writes a table, and what it waits for of control has a bound: a

@@ -82,6 +82,10 @@ pub struct Welcome {
     /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
     #[serde(default)]
     pub takes_over: bool,
+    /// A stream that has moved more than this many bytes within two seconds is bulk to the edge: then it dials a further tunnel, and
+    /// the gateway is to open small streams elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bulk_after: Option<u64>,
     /// The SHA-256 of each root that the edge believes, in hexadecimal. An edge that says it takes [`ToEdge::Roots`] and
     /// [`ToEdge::Renew`]; one that does not would hear nothing more behind them.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -18,7 +18,8 @@ use std::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-/// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
+/// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`], unless the edge says otherwise
+/// ([`crate::hello::Welcome::bulk_after`]).
 pub const BULK_BYTES: u64 = 1024 * 1024;
 /// See [`BULK_BYTES`].
 pub const BULK_SPAN: Duration = Duration::from_secs(2);
@@ -30,8 +31,8 @@ const CONTROL: usize = 1;
 #[derive(Debug)]
 pub struct Load {
     began: Instant,
-    /// What makes a stream bulk, in bytes within [`BULK_SPAN`].
-    bulk: u64,
+    /// A stream is bulk once it has moved more than this many bytes within [`BULK_SPAN`].
+    bulk: AtomicU64,
     /// Open streams in two generations.
     streams: [AtomicUsize; 2],
     /// Generation of streams that are opened now. The first one holds the control stream for good.
@@ -65,7 +66,7 @@ impl Load {
     fn shared(bulk: u64, siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
         Self {
             began: Instant::now(),
-            bulk,
+            bulk: AtomicU64::new(bulk),
             streams: Default::default(),
             generation: AtomicUsize::new(0),
             opened: AtomicU64::new(0),
@@ -89,6 +90,11 @@ impl Load {
     /// The load of one of several tunnels of a node, whose unread bytes count for the process.
     pub(crate) fn among(siblings: Arc<Siblings>, pressure: Arc<Pressure>) -> Self {
         Self::shared(BULK_BYTES, siblings, pressure)
+    }
+
+    /// From now on calls a stream bulk once it has moved more than `bytes` within [`BULK_SPAN`].
+    pub fn set_bulk(&self, bytes: u64) {
+        self.bulk.store(bytes, Relaxed);
     }
 
     /// The tunnel has ended; its readers may be there a while longer.
@@ -285,7 +291,7 @@ impl Moved {
 
     fn add(&mut self, bytes: u64) {
         self.recent += bytes;
-        if self.recent <= self.open.0.load.bulk {
+        if self.recent <= self.open.0.load.bulk.load(Relaxed) {
             return;
         }
         let now = Instant::now();
@@ -311,6 +317,12 @@ mod tests {
         assert!(load.is_bulky(Instant::now()));
         tokio::time::advance(Duration::from_millis(2_001)).await;
         assert!(!load.is_bulky(Instant::now()));
+
+        load.set_bulk(1000);
+        Moved::new(Open::new(&load, 9).unwrap()).received(1001);
+        assert!(load.is_bulky(Instant::now()), "as the edge has it");
+        tokio::time::advance(Duration::from_millis(2_001)).await;
+        load.set_bulk(BULK_BYTES);
 
         let mut slow = Moved::new(Open::new(&load, 9).unwrap());
         for _ in 0..10 {

@@ -2,7 +2,7 @@
 //!
 //! Owns the only map from node name to live tunnels, and the choice among them.
 //! Never dials, waits or asks Kubernetes: `control::admit` writes, `proxy` reads.
-//! The newest registration wins; removal compares generations, so the teardown
+//! The newest registration wins; removal compares tunnel ids, so the teardown
 //! of a half-dead tunnel cannot unregister its successor. A tunnel that leaves (another
 //! one has taken over, or its edge has announced it) stays on the list until its streams
 //! have ended, whatever is registered beside it. Only a tunnel that its own process has

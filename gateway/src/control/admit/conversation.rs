@@ -245,6 +245,9 @@ impl Admission {
         if welcome.turns {
             link.tunnel.give_turns();
         }
+        if let Some(bytes) = welcome.bulk_after {
+            link.tunnel.load().set_bulk(bytes);
+        }
         let roots = welcome.roots.as_deref().map(rotation::named);
         let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
         let admitted = Admitted {
