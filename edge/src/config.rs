@@ -44,7 +44,7 @@ pub struct Config {
     pub kubernetes: Option<Kubernetes>,
     /// Proxy on the way to the gateways: `http://user:password@host:port` or `socks5://…`; `HTTPS_PROXY` if absent.
     pub proxy: Option<Secret>,
-    /// Hosts, domains and networks that are dialled without the proxy; `NO_PROXY` if absent.
+    /// Hosts, domains and networks that are dialled without the proxy, `HOST:PORT` for one port, `*` for everything; `NO_PROXY` if absent.
     pub no_proxy: Vec<String>,
     /// Health and metrics.
     pub admin: Admin,

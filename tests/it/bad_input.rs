@@ -197,7 +197,7 @@ async fn an_address_in_use_is_said_with_the_front_that_wants_it() {
 }
 
 #[tokio::test]
-async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason_and_no_second_try() {
+async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
     let site = Site::start().await;
     let used = site.token("--node edge-1").await;
     let mut first = site.edge("edge-1", 1).flag("--join", &used).start();
@@ -226,7 +226,9 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason_and_no_second
         assert!(!said.contains(&secret(token)), "{said}");
         assert!(!site.edge_data("fresh").join("edge.json").exists());
         let log = site.gateway.written();
-        assert_eq!(log.count(logged), 1, "{log:#?}");
+        // One that is unknown may be known to another gateway behind the same address.
+        let tries = if logged == "token_unknown" { 6 } else { 1 };
+        assert_eq!(log.count(logged), tries, "{log:#?}");
         assert!(!log.stderr.contains(&secret(token)));
     }
     // What was refused is not spent.

@@ -286,3 +286,26 @@ async fn a_renewal_behind_a_balancer_takes_over_at_each_gateway_and_is_refused_n
     }
     edge.reaches(2, 2).await;
 }
+
+/// Each gateway has tokens of its own.
+#[tokio::test]
+async fn an_edge_joins_whichever_gateway_knows_its_token_by_a_list_or_behind_one_address() {
+    need!("haproxy");
+    let all = Balanced::start(23, "roundrobin", "").await;
+    let list = [all.at(1), all.at(2)];
+    for (node, gateways) in [("edge-2", &list[..]), ("edge-3", &[all.at(100)])] {
+        for site in &all.sites {
+            let token = site.token(&format!("--node {node}")).await;
+            let mut edge = causeway("edge --admin-listen 127.0.0.1:0")
+                .flag(
+                    "--data-dir",
+                    all.sites[0].path(&format!("{node}{}", site.tunnel)),
+                )
+                .flag("--join", token);
+            for gateway in gateways {
+                edge = edge.flag("--gateway", gateway.to_string());
+            }
+            edge.start().said("joined").await;
+        }
+    }
+}

@@ -19,6 +19,10 @@ use std::sync::Arc;
 use tokio::time::sleep;
 use tracing::{info, warn};
 
+/// Further requests with a token that no gateway knows: a balancer may have several gateways behind one address, each with
+/// tokens of its own. With the pauses of refusals these take 6 to 12 s.
+const UNKNOWN_TRIES: u32 = 5;
+
 /// Who hears why joining takes longer than it should.
 pub(crate) type Listener<'a> = dyn Fn(&str) + Send + Sync + 'a;
 
@@ -96,12 +100,19 @@ pub(crate) async fn join(
 ) -> Result<EdgeIdentity, EnrolError> {
     let request = JoinRequest::new(token, config.node.as_deref(), config)?;
     let mut backoff = Backoff::new(config.backoff.silent_max, config.backoff.refused_max);
+    let mut unknown = 0;
     let identity = loop {
         let trouble = match request.send(&config.gateways).await {
             Ok(identity) => break identity,
             Err(NotJoined::Trouble(trouble)) => trouble
                 .wrong_ca()
                 .map_or(Ok(trouble), |wrong| Err(EnrolError::from(wrong)))?,
+            Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) if unknown < UNKNOWN_TRIES => {
+                unknown += 1;
+                Trouble::refused(format!(
+                    "{error}; another gateway behind the same address may know it"
+                ))
+            }
             Err(NotJoined::Refused(error)) => return Err(error),
         };
         let delay = trouble.delay(&mut backoff, rand::random());
@@ -149,12 +160,30 @@ impl JoinRequest {
         })
     }
 
-    /// Sends the request to the first of the gateways that answers. The token is shown only to a gateway of the CA that the
-    /// token names.
+    /// Sends the request to one of the gateways after the other, until one knows the token. The token is shown only to a
+    /// gateway of the CA that the token names.
     ///
     /// # Errors
-    /// Why there is no identity.
+    /// Why there is no identity. A token is unknown if all gateways say so.
     pub(crate) async fn send(&self, gateways: &[String]) -> Result<EdgeIdentity, NotJoined> {
+        let (mut trouble, mut unknown) = (None, None);
+        for gateway in gateways {
+            match self.send_to(gateway).await {
+                Err(NotJoined::Trouble(next)) => trouble = Some(next.or_worse(trouble)),
+                Err(NotJoined::Refused(error @ EnrolError::Unknown(_))) => unknown = Some(error),
+                done => return done,
+            }
+        }
+        // A gateway that does not answer may know the token.
+        Err(match (trouble, unknown) {
+            (None, Some(unknown)) => NotJoined::Refused(unknown),
+            (Some(trouble), _) => NotJoined::Trouble(trouble),
+            (None, None) => NotJoined::Trouble(Trouble::silent("no gateway is known")),
+        })
+    }
+
+    async fn send_to(&self, gateway: &String) -> Result<EdgeIdentity, NotJoined> {
+        let gateways = std::slice::from_ref(gateway);
         let asked = self.asking.ask(&self.dialler, gateways, "/v1/enrol").await;
         let granted = asked.map_err(|failed| match failed {
             Failed::Trouble(trouble) => NotJoined::Trouble(trouble),

@@ -230,7 +230,7 @@ impl Desk {
         if let (Err(problem), Some(address)) = (&enrolled, address)
             && problem.reason == "token_unknown"
         {
-            self.strangers.failed(address);
+            self.strangers.failed(address, &join.token);
         }
         enrolled
     }
