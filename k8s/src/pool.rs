@@ -54,7 +54,9 @@ impl Follower {
 async fn keep(store: &Store, source: &Api) -> Infallible {
     let mut trouble = Trouble::new("reading what edges may read");
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut returns = source.returns();
     loop {
+        returns.mark_unchanged();
         let ended = {
             let (mut following, mut changes) = (pin!(follow(store, source)), store.changed());
             let mut well = false;
@@ -73,7 +75,19 @@ async fn keep(store: &Store, source: &Api) -> Infallible {
         };
         let (why, after) = explained(store.resource(), ended);
         trouble.say(&why);
-        sleep(backoff.refused(after, rand::random())).await;
+        let pause = backoff.refused(after, rand::random());
+        // Where the API has asked for a pause it gets that.
+        let returned = async {
+            if after.is_none() && returns.changed().await.is_ok() {
+                backoff.reset();
+            } else {
+                pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            () = sleep(pause) => {}
+            () = returned => {}
+        }
     }
 }
 

@@ -17,7 +17,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 /// How long the API may take to say its version.
@@ -43,6 +46,10 @@ struct Line {
     heard: Instant,
     /// Ends what was asked before it was found to be away.
     away: CancellationToken,
+    /// The last request got no answer.
+    failed: bool,
+    /// Counts answers after a request that got none.
+    returns: watch::Sender<u64>,
 }
 
 impl Api {
@@ -50,6 +57,8 @@ impl Api {
         let line = Line {
             heard: Instant::now(),
             away: CancellationToken::new(),
+            failed: false,
+            returns: watch::Sender::default(),
         };
         Self {
             client,
@@ -62,7 +71,16 @@ impl Api {
     }
 
     fn hears(&self) {
-        self.line().heard = Instant::now();
+        let mut line = self.line();
+        line.heard = Instant::now();
+        if std::mem::take(&mut line.failed) {
+            line.returns.send_modify(|returns| *returns += 1);
+        }
+    }
+
+    /// Changes whenever the API answers again after it did not.
+    pub(super) fn returns(&self) -> watch::Receiver<u64> {
+        self.line().returns.subscribe()
     }
 
     /// Asks whether it is there whenever it has been silent for a while.
@@ -72,9 +90,13 @@ impl Api {
             sleep_until(heard + SILENT).await;
             if self.line().heard == heard && !self.lives().await {
                 // Whoever reads hears of it.
-                let away = std::mem::take(&mut self.line().away);
+                let away = {
+                    let mut line = self.line();
+                    line.failed = true;
+                    std::mem::take(&mut line.away)
+                };
                 away.cancel();
-                sleep(SILENT).await;
+                sleep(AGAIN).await;
             }
         }
     }
@@ -103,7 +125,10 @@ impl Api {
         let request = request.body(Body::empty());
         let request = request.map_err(|error| error.to_string())?;
         let asked = self.client.send(request).await;
-        let answer = asked.map_err(|error| said(&error))?;
+        let answer = asked.map_err(|error| {
+            self.line().failed = true;
+            said(&error)
+        })?;
         self.hears();
         let away = self.line().away.clone();
         let (head, body) = answer.into_parts();

@@ -167,6 +167,20 @@ async fn an_api_that_says_nothing_is_away_since_its_last_word_and_a_quiet_one_is
     make.send_replace(Is::Well);
     until(false).await;
     assert_eq!(store.status().version, 7);
+
+    // However long the pauses have become, they end when the API answers anybody.
+    make.send_replace(Is::Hung);
+    until(true).await;
+    make.send_replace(Is::Refusing);
+    sleep(Duration::from_mins(10)).await;
+    make.send_replace(Is::Well);
+    let back = Instant::now();
+    until(false).await;
+    assert!(
+        back.elapsed() <= Duration::from_secs(2),
+        "{:?}",
+        back.elapsed()
+    );
 }
 
 #[test]
