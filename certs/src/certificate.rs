@@ -24,6 +24,10 @@ pub struct CertificateError(String);
 
 /// The facts of one certificate.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own in the certificate"
+)]
 pub struct Certificate {
     /// The serial number's bytes, as they stand in the certificate.
     pub serial: Vec<u8>,

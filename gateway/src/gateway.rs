@@ -39,9 +39,11 @@ use crate::{
     proxy::{Shared, authorize::Authorize, pods::Pods, recheck, reviews::Reviews},
     state::{Hubs, NodesWriter, PolicyReader, pins::Met},
 };
+use axum::Router;
 use causeway_certs::{Claim, HostName, Store};
 use causeway_pool::Pool;
 use causeway_tunnel::{listener, task::Tasks};
+use futures_util::future::OptionFuture;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     runtime::Handle,
@@ -345,18 +347,10 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
-        let metrics = &self.shared.metrics;
         let router = admin::router(self.admin_app);
-        let listeners = [
-            ("admin_connections", Some(self.admin)),
-            ("admin_socket_connections", self.admin_socket),
-        ];
-        for (name, listener) in listeners {
-            let Some(listener) = listener else { continue };
-            let limit = metrics.connection_limit(name, http::CONNECTIONS);
-            let admin = http::run(listener, router.clone(), limit, closing.clone());
-            control.spawn_on(runtime, info_span!("admin"), admin);
-        }
+        let admin = (self.admin, self.admin_socket);
+        let admin = serve_admin(admin, router, self.shared.metrics.clone(), closing.clone());
+        control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
             let names = self.reloader.parts().names.clone();
             let answering = dns::run(bound, names, closing.clone());
@@ -393,6 +387,22 @@ impl Bound {
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");
     }
+}
+
+/// Serves the admin listener, and the socket for commands if there is one, which have connections of their own.
+async fn serve_admin(
+    (listener, socket): (listener::Bound, Option<listener::Bound>),
+    router: Router,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
+    let serve = |name, bound| {
+        let limit = metrics.connection_limit(name, http::CONNECTIONS);
+        http::run(bound, router.clone(), limit, stop.clone())
+    };
+    let socket = socket.map(|socket| serve("admin_socket_connections", socket));
+    let socket = OptionFuture::from(socket);
+    tokio::join!(serve("admin_connections", listener), socket);
 }
 
 /// Starts the tasks that renew the tunnel port's certificate, and that report addresses of several nodes and certificates

@@ -356,6 +356,23 @@ async fn files_that_are_renewed_are_taken_up_and_nothing_is_dropped_or_refused()
     );
 }
 
+/// Puts a certificate for this use and so many days into the place of one that is in use, and returns that one and its key.
+async fn replace(
+    site: &Site,
+    (name, usage, names, days): (&str, &str, &str, &str),
+) -> [Vec<u8>; 2] {
+    let of = |name: &str, kind: &str| site.path(&format!("{name}.{kind}"));
+    let before = ["pem", "key"].map(|kind| fs::read(of(name, kind)).unwrap());
+    let folder = site.path("").display().to_string();
+    let made = Tool::new("sh").args(["-c", ISSUE, "sh"]);
+    let made = made.args([&folder, "next", usage, names, "company", days]);
+    made.run().await.ok();
+    for kind in ["key", "pem"] {
+        fs::rename(of("next", kind), of(name, kind)).unwrap();
+    }
+    before
+}
+
 #[tokio::test]
 async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_in_use() {
     need!("openssl", "curl");
@@ -391,18 +408,7 @@ async fn a_renewed_certificate_that_is_expired_or_for_another_use_replaces_none_
             "its extended key usage does not name clientAuth",
         ),
     ] {
-        let good =
-            ["pem", "key"].map(|kind| fs::read(site.path(&format!("{name}.{kind}"))).unwrap());
-        let made = Tool::new("sh").args(["-c", ISSUE, "sh"]);
-        let folder = site.path("").display().to_string();
-        made.args([&folder, "next", usage, names, "company", days])
-            .run()
-            .await
-            .ok();
-        for kind in ["key", "pem"] {
-            let at = |name: &str| site.path(&format!("{name}.{kind}"));
-            fs::rename(at("next"), at(name)).unwrap();
-        }
+        let good = replace(&site, (name, usage, names, days)).await;
         let refused = format!("{name}.pem: {said}");
         let who = if name == "edge-1" {
             &mut edge

@@ -238,7 +238,7 @@ pub enum ToEdge {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToGateway {
     /// The answer to the hello.
-    Welcome(Welcome),
+    Welcome(Box<Welcome>),
     /// The edge has taken its turn.
     Window {
         /// Its window now, in bytes.
@@ -427,7 +427,7 @@ mod tests {
 
     #[test]
     fn an_edge_that_knows_of_no_neighbours_says_and_reads_what_it_always_did() {
-        let silent = written(&ToGateway::Welcome(Welcome::default()));
+        let silent = written(&ToGateway::Welcome(Box::default()));
         assert!(!silent.contains("site"), "{silent}");
         let ToGateway::Welcome(heard) = parse(silent.as_bytes()).unwrap() else {
             panic!("a welcome is one");

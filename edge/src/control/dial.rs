@@ -521,8 +521,8 @@ mod tests {
             .with_no_client_auth();
         let dialler = Dialler::new(Arc::new(tls), &config);
         let gateways = ["gw.example:10262".to_owned()];
-        let (dialled, ()) = tokio::join!(dialler.dial(&gateways, None), proxy);
-        dialled.unwrap_err()
+        let (done, ()) = tokio::join!(dialler.dial(&gateways, None), proxy);
+        done.unwrap_err()
     }
 
     #[tokio::test]

@@ -351,9 +351,9 @@ mod tests {
         let place = || places.admit(IpAddr::from([127, 0, 0, 1]));
         let (near, mut far) = duplex(64);
         let token = CancellationToken::new();
-        let taken = place().unwrap();
-        taken.settle();
-        let mut kept = LimitedConnection::new(near, taken, token.clone());
+        let settled = place().unwrap();
+        settled.settle();
+        let mut kept = LimitedConnection::new(near, settled, token.clone());
         far.write_all(b"x").await.unwrap();
         assert_eq!(kept.read_u8().await.unwrap(), b'x');
         assert!(place().is_err());

@@ -140,7 +140,6 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     fronts.plan(&config.fronts)?.apply(None::<fn()>);
     // From here on the directory may be written to.
     let claim = base.store.claim()?;
-    let admin_socket = admin_socket(&base.store);
     let address = tunnel.local_addr();
     let to_edges = to_edges(&config, address);
     let admission = edges::admission(&config, &base, &shared, (&cores, &identity), &to_edges)?;
@@ -159,11 +158,11 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         shared: shared.clone(),
     });
     let readiness = Readiness::default();
-    let told = (&readiness, &admin, reloads);
-    let admin_app = admin_app(&base, &shared, (told, &reloader));
+    let admin_app = admin_app(&base, &shared, ((&readiness, &admin, reloads), &reloader));
     Ok(Bound {
         config,
         claim,
+        admin_socket: admin_socket(&base.store),
         store: base.store,
         pins: (base.keeper, base.meetings),
         cores,
@@ -173,7 +172,6 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         admission,
         tunnel,
         admin,
-        admin_socket,
         admin_app,
         dns,
         reloader,

@@ -146,9 +146,9 @@ mod tests {
             loopback: [9001].into(),
             ..http(&[9001])
         };
-        let attempt = async |ports: NodePorts| match ports.https.is_empty() {
-            true => Ok(()),
-            false => Err("no app".into()),
+        let attempt = async |ports: NodePorts| {
+            let served = ports.https.is_empty().then_some(());
+            served.ok_or_else(|| "no app".to_owned())
         };
         let done = apply(&NodePorts::default(), &wanted, attempt).await;
         let served = NodePorts {

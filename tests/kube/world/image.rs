@@ -35,7 +35,7 @@ pub(crate) fn pack(folder: &Path) -> PathBuf {
         std::os::unix::fs::symlink("busybox", root.join("bin").join(applet)).unwrap();
     }
     let run = json!({ "Env": ["PATH=/bin"], "Entrypoint": ["/bin/sleep", "2000000000"] });
-    seal(&folder, NAME, run)
+    seal(&folder, NAME, &run)
 }
 
 /// Packs the tested binary likewise, as the Dockerfile does, and with the libraries that it is linked to.
@@ -61,15 +61,12 @@ pub(crate) fn ours(folder: &Path, binary: &str) -> PathBuf {
         "install -d -o 65532 -g 65532 -m 700 {0}/run/causeway {0}/var/lib/causeway {0}/var/lib/causeway-edge",
         root.display()
     ));
-    seal(
-        &folder,
-        OURS,
-        json!({ "Entrypoint": ["/causeway"], "User": "65532:65532" }),
-    )
+    let run = json!({ "Entrypoint": ["/causeway"], "User": "65532:65532" });
+    seal(&folder, OURS, &run)
 }
 
 /// Makes an image of the folder `root` in this one.
-fn seal(folder: &Path, name: &str, run: Value) -> PathBuf {
+fn seal(folder: &Path, name: &str, run: &Value) -> PathBuf {
     let place = folder.display();
     must(&format!("tar -C {place}/root -cf {place}/layer.tar ."));
     let layer = Sha256::digest(fs::read(folder.join("layer.tar")).unwrap());

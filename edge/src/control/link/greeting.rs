@@ -100,11 +100,11 @@ impl Greeting {
             version = hello.version,
             "the gateway said hello"
         );
-        let welcome = ToGateway::Welcome(Welcome {
+        let welcome = ToGateway::Welcome(Box::new(Welcome {
             // Whichever way the earlier session of this slot ends, this one must not end its streams.
             takes_over: links.newest.stands(process(&hello), slot),
             ..welcome(links, slot, &hello.gateways)
-        });
+        }));
         self.drive(control.tell(&welcome)).await?;
         loop {
             match self.drive(control.hear()).await? {

@@ -155,7 +155,7 @@ async fn greet(tunnel: Tunnel, says: Says) -> Option<Registered> {
     Some(Registered {
         tunnel,
         control,
-        welcome,
+        welcome: *welcome,
     })
 }
 

@@ -37,6 +37,16 @@ const LINES: usize = 8;
 /// Longest name that an edge may give its process.
 const MAX_INSTANCE: usize = 64;
 
+/// Sets the tunnel to what the edge says of itself.
+fn heed(tunnel: &Tunnel, welcome: &Welcome) {
+    if welcome.turns {
+        tunnel.give_turns();
+    }
+    if let Some(bytes) = welcome.bulk_after {
+        tunnel.load().set_bulk(bytes);
+    }
+}
+
 /// Talks with an edge until its tunnel is gone.
 pub(super) async fn run(admission: Arc<Admission>, arrived: Box<Arrived>) {
     let (node, from) = (arrived.node.clone(), arrived.from);
@@ -194,7 +204,7 @@ impl Admission {
         };
         control.tell(&ToEdge::Hello(hello)).await?;
         let heard = control.hear().await.and_then(|line| match line {
-            ToGateway::Welcome(welcome) => Ok(welcome),
+            ToGateway::Welcome(welcome) => Ok(*welcome),
             _ => Err(ControlError::Closed),
         });
         Ok((control, heard))
@@ -242,12 +252,7 @@ impl Admission {
         let taken_over = CancellationToken::new();
         let version = welcome.version.clone();
         let (slot, instance) = (welcome.slot, welcome.instance.clone());
-        if welcome.turns {
-            link.tunnel.give_turns();
-        }
-        if let Some(bytes) = welcome.bulk_after {
-            link.tunnel.load().set_bulk(bytes);
-        }
+        heed(&link.tunnel, &welcome);
         let roots = welcome.roots.as_deref().map(rotation::named);
         let roots = Arc::new(ArcSwapOption::new(roots.map(Arc::new)));
         let admitted = Admitted {

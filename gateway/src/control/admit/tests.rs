@@ -487,7 +487,7 @@ async fn nobody_makes_room_for_an_edge_that_is_not_welcome_any_more() {
     let mut late = world.dial(&old).await;
     let marker = identity(&world.live.get(), "edge-1");
     turn(&world, Ca::retire);
-    let said = ToGateway::Welcome(welcome("b", 0));
+    let said = ToGateway::Welcome(Box::new(welcome("b", 0)));
     late.control.tell(&said).await.unwrap();
     let heard = late.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();

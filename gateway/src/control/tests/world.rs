@@ -299,7 +299,7 @@ impl World {
     ) -> (FakeEdge, ToEdge) {
         let mut edge = self.dial(identity).await;
         edge.control
-            .tell(&ToGateway::Welcome(welcome))
+            .tell(&ToGateway::Welcome(Box::new(welcome)))
             .await
             .unwrap();
         let heard = edge.hear().await;

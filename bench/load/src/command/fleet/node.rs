@@ -157,7 +157,7 @@ async fn greet(
         ToEdge::Hello(hello) if *hello.node == *identity.node => {}
         other => return Err(unexpected(&other)),
     }
-    let welcome = ToGateway::Welcome(welcome(fleet));
+    let welcome = ToGateway::Welcome(Box::new(welcome(fleet)));
     drive(&mut server, fleet, control.tell(&welcome)).await?;
     loop {
         match drive(&mut server, fleet, control.hear()).await? {

@@ -341,7 +341,7 @@ impl Door {
         };
         let reads = welcome.site.is_some();
         control.tell(&ToEdge::Registered).await.ok()?;
-        self.welcomes.send(welcome).await.ok()?;
+        self.welcomes.send(*welcome).await.ok()?;
         loop {
             let told = self.members.borrow_and_update().clone();
             if let Some(told) = told.filter(|_| reads) {
