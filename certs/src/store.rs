@@ -312,6 +312,10 @@ pub struct NodeRecord {
     /// Since when it is not welcome, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked: Option<Revocation>,
+    /// Whether the cluster, where one is followed and has a Node of this name, says if it is at the edge: neither a token nor
+    /// a command names this very node. Records of older versions do not say, and count as named.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub follows_cluster: bool,
 }
 
 /// What is to be noted of a node.
@@ -346,6 +350,7 @@ impl NodeRecord {
             root: None,
             not_after: None,
             revoked: None,
+            follows_cluster: true,
         }
     }
 
@@ -496,6 +501,7 @@ impl Nodes {
                     addresses: confirmed.addresses,
                     pool: confirmed.pool,
                     labels: confirmed.labels,
+                    follows_cluster: false,
                     ..known.unwrap_or_else(|| NodeRecord::arrived(node, at))
                 };
                 nodes.insert(node.clone(), record);

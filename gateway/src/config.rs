@@ -38,6 +38,7 @@ pub use identity_headers::IdentityHeaders;
 pub use jwt::{Algorithm, Jwks, Jwt};
 pub use kubernetes::{
     Advertise, Certificates, Found, Hosts, HostsFormat, Hubs, Kubernetes, Label, NodePorts, Ports,
+    is_restricted,
 };
 pub use readers::{Allow, Readers, Right};
 pub use redirect::Redirect;

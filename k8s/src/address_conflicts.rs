@@ -4,10 +4,13 @@
 
 use crate::event_writer::{EventWriter, Warning};
 use causeway_certs::NodeName;
-use causeway_gateway::state::{NodesWriter, nodes::AddressConflicts};
+use causeway_gateway::state::{
+    NodesWriter,
+    nodes::{AddressConflict, AddressConflicts},
+};
 use k8s_openapi::api::core::v1::{Node, ObjectReference};
 use kube::{Client, Resource};
-use std::{convert::Infallible, future::pending, time::Duration};
+use std::{convert::Infallible, future::pending, net::IpAddr, time::Duration};
 use tokio::time::sleep;
 
 /// Time between two looks at a table that changes all the time.
@@ -35,20 +38,16 @@ impl ConflictEvents {
         let mut known = AddressConflicts::new();
         loop {
             let found = nodes.address_conflicts();
-            for (address, holders) in &found {
-                if known.get(address) == Some(holders) {
+            for (address, conflict) in &found {
+                if known.get(address) == Some(conflict) {
                     continue;
                 }
-                let members = holders
+                let members = conflict
+                    .nodes
                     .iter()
                     .filter(|name| nodes.is_clusters_edge(name).is_some());
                 for member in members {
-                    let others = holders.iter().filter(|name| *name != member);
-                    let others: Vec<_> = others.take(MAX_NAMES).map(NodeName::as_str).collect();
-                    let note = format!(
-                        "{address} is also an address of {}: none of these nodes is reached by it through Causeway, only by name",
-                        others.join(", ")
-                    );
+                    let note = note(*address, member, conflict);
                     let warning = Warning {
                         about: &reference(member),
                         reason: "AddressConflict",
@@ -64,6 +63,24 @@ impl ConflictEvents {
                 return pending().await;
             }
         }
+    }
+}
+
+/// The sentence for one of the nodes.
+fn note(address: IpAddr, member: &NodeName, conflict: &AddressConflict) -> String {
+    let others = conflict.nodes.iter().filter(|name| *name != member);
+    let others: Vec<_> = others.take(MAX_NAMES).map(NodeName::as_str).collect();
+    let others = others.join(", ");
+    match &conflict.holder {
+        Some(holder) if holder == member => {
+            format!("{address} is also claimed by {others}: this node keeps it")
+        }
+        Some(holder) => format!(
+            "{address} is an address of {holder}, which keeps it: this node is not reached by it through Causeway, only by name"
+        ),
+        None => format!(
+            "{address} is also an address of {others}: none of these nodes is reached by it through Causeway, only by name"
+        ),
     }
 }
 

@@ -3,7 +3,8 @@
 //! 1. A paged list, then a watch with bookmarks; what is known is served on while the API is away.
 //! 2. Of a Node object only labels, addresses and pod networks are kept, as far as they are believed: a kubelet writes
 //!    its own object, so an address that everybody shares or that is outside the networks of the configuration is no
-//!    address. Which of two nodes has an address is never guessed (`state::nodes`).
+//!    address, more of them than a machine has count for nothing, and a label that it can write is no word to the policy.
+//!    Which of several nodes has an address `state::nodes` says.
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
 use crate::{
@@ -35,6 +36,8 @@ use tokio::time::Instant;
 const PAGE: u32 = 500;
 /// How long further changes are waited for once there is one: a fleet that flaps is one change of the table.
 const GATHER: Duration = Duration::from_millis(100);
+/// Addresses of one node that are believed: a machine has one or two of each family.
+const MOST_ADDRESSES: usize = 16;
 /// An outage that lasts is said again this often.
 const SAY: Duration = Duration::from_mins(5);
 
@@ -159,6 +162,7 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
     }
     let mut unique = std::collections::HashSet::new();
     believed.retain(|address| unique.insert(*address));
+    let created = node.metadata.creation_timestamp.as_ref();
     let pods = node.spec.as_ref().and_then(|spec| spec.pod_cidrs.as_ref());
     let pod_networks = pods
         .into_iter()
@@ -168,6 +172,10 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
         .collect();
     Member {
         edge: rules.edge_labels.iter().any(has),
+        // One without is no cluster's, and has no right before others.
+        created: created.map_or(u64::MAX, |time| {
+            u64::try_from(time.0.as_second()).unwrap_or_default()
+        }),
         addresses: believed,
         outward,
         pod_networks,
@@ -175,7 +183,12 @@ fn member(node: &Node, rules: &Kubernetes) -> Member {
             .get(&rules.pool_label)
             .filter(|pool| !pool.is_empty())
             .cloned(),
-        labels: labels.clone(),
+        pool_counts: rules.counts_label(&rules.pool_label),
+        labels: labels
+            .iter()
+            .filter(|(key, _)| rules.counts_label(key))
+            .map(|(key, value)| (key.clone(), value.clone()))
+            .collect(),
     }
 }
 
@@ -206,7 +219,8 @@ impl Known {
                 self.listed = Some(BTreeMap::new());
                 false
             }
-            Seen::Listed(name, member) => {
+            Seen::Listed(name, mut member) => {
+                self.bound(&name, &mut member);
                 self.listed.get_or_insert_default().insert(name, member);
                 false
             }
@@ -215,14 +229,30 @@ impl Known {
                 // The first list says that it is empty, too.
                 true
             }
-            // Most changes are heartbeats.
-            Seen::Changed(name, member) if self.members.get(&name) == Some(&member) => false,
-            Seen::Changed(name, member) => {
-                self.members.insert(name, member);
-                true
+            Seen::Changed(name, mut member) => {
+                self.bound(&name, &mut member);
+                // Most changes are heartbeats.
+                self.members.insert(name, member.clone()) != Some(member)
             }
             Seen::Gone(name) => self.members.remove(&name).is_some(),
             Seen::Nameless => false,
+        }
+    }
+
+    /// Leaves out more addresses than a node can have.
+    fn bound(&self, name: &NodeName, member: &mut Member) {
+        member.outward.truncate(MOST_ADDRESSES);
+        let all = member.addresses.len();
+        member.addresses.truncate(MOST_ADDRESSES);
+        let known = self.members.get(name);
+        let is_new = known.is_none_or(|known| known.addresses != member.addresses);
+        if all > MOST_ADDRESSES && is_new {
+            tracing::warn!(
+                node = %name,
+                addresses = all,
+                believed = MOST_ADDRESSES,
+                "a Node object has more addresses than a machine; the first ones are believed, and the others ignored"
+            );
         }
     }
 }

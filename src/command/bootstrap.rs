@@ -140,6 +140,7 @@ mod tests {
             root: None,
             not_after: None,
             revoked: None,
+            follows_cluster: false,
         };
         store.nodes().put(joined).unwrap();
         fs::remove_file(ask.out.join("edge-2.token")).unwrap();

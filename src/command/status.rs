@@ -155,7 +155,7 @@ fn conflicts(edges: &[Value]) -> Vec<String> {
         let nodes: Vec<_> = nodes.into_iter().collect();
         let nodes = nodes.join(", ");
         format!(
-            "conflict: {address} is an address of {nodes}; none of them is reached by it, only by name"
+            "conflict: {address} is an address of {nodes}; at most one of them is reached by it (the gateway's log says which), and the others only by name"
         )
     };
     conflicts.into_iter().map(line).collect()

@@ -80,6 +80,7 @@ fn join(data: &Path) {
         root: None,
         not_after: None,
         revoked: None,
+        follows_cluster: false,
     };
     let node = record.node.clone();
     store.nodes().put(record).unwrap();

@@ -345,6 +345,7 @@ async fn what_was_allowed_is_asked_again_when_its_time_is_over_on_a_kept_connect
     let build = build.config(|config| {
         config.kubernetes = Some(config::Kubernetes {
             review_allowed_for: Duration::from_millis(100),
+            token_allowed_for: Duration::from_millis(100),
             ..config::Kubernetes::default()
         });
     });

@@ -72,6 +72,7 @@ impl Site {
             "kubernetes": {
                 "kubeconfig": world.cluster.account("egress"),
                 "review_allowed_for": format!("{}s", KEPT.as_secs()), "review_refused_for": "1s",
+                "token_allowed_for": format!("{}s", KEPT.as_secs()), "token_refused_for": "1s",
             },
             "apps": { "10250": {
                 "ca": pki("ca.pem"), "certificate": pki("kubelet-client.pem"), "key": pki("kubelet-client.key"),

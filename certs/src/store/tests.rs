@@ -334,6 +334,7 @@ fn nodes_are_kept_by_name() {
         root: None,
         not_after: None,
         revoked: None,
+        follows_cluster: false,
     };
     let nodes = store.nodes();
     nodes.put(record("b", "1")).unwrap();
@@ -413,6 +414,7 @@ fn record(node: &str) -> NodeRecord {
         root: None,
         not_after: None,
         revoked: None,
+        follows_cluster: false,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The cluster whose nodes a gateway is for, and what is believed of its Node objects.
 //!
 //! A kubelet writes its own Node object: what it says of addresses and pods counts only as far as the networks here
-//! allow, and an address that two nodes claim names neither.
+//! allow, and of labels the policy believes those alone that it cannot write.
 
 mod advertise;
 mod certificates;
@@ -13,9 +13,11 @@ mod state;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use causeway_config::{HumanDuration, HumanNetworks};
+use causeway_config::{Faults, HumanDuration, HumanNetworks};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
+
+use super::Config;
 
 pub use advertise::{Advertise, Found};
 pub use certificates::Certificates;
@@ -31,20 +33,28 @@ pub struct Kubernetes {
     pub kubeconfig: Option<PathBuf>,
     /// Labels of nodes at the edge, `KEY=VALUE`, or `KEY` for any value; a node with one of them is.
     pub edge_labels: Vec<Label>,
-    /// Label whose value is the pool of a node that no token has given one; empty for none. A kubelet can write labels of its own Node, but for those of `node-restriction.kubernetes.io/`.
+    /// Label whose value is the pool of a node that no token has given one; empty for none. A kubelet can write labels of its own Node, but for those of `node-restriction.kubernetes.io/`: the policy goes by this pool only where the label counts there (`policy_labels`).
     pub pool_label: String,
-    /// Networks in which addresses of Node objects are believed; empty is all. A kubelet can write any address into its own.
+    /// Keys of labels of Node objects that count in the policy, beside those of `node-restriction.kubernetes.io/`, which no kubelet can write. List those that you keep kubelets from writing. What a join token says of a label holds before.
+    pub policy_labels: Vec<String>,
+    /// Networks in which addresses of Node objects are believed, 16 of each at most; empty is all, which a front with `direct` does not permit. A kubelet can write any address into its own.
     #[serde(with = "HumanNetworks")]
     pub address_networks: Vec<IpNet>,
     /// The cluster's pod networks, in which pods of edge nodes are reached by address; empty is none.
     #[serde(with = "HumanNetworks")]
     pub pod_networks: Vec<IpNet>,
-    /// How long counts what a `TokenReview` or `SubjectAccessReview` has allowed.
+    /// How long counts what a `SubjectAccessReview` has allowed.
     #[serde(with = "HumanDuration")]
     pub review_allowed_for: Duration,
     /// How long counts what one has refused.
     #[serde(with = "HumanDuration")]
     pub review_refused_for: Duration,
+    /// How long counts a token that a `TokenReview` knows: so long is one taken that was withdrawn.
+    #[serde(with = "HumanDuration")]
+    pub token_allowed_for: Duration,
+    /// How long one counts for nothing that a `TokenReview` does not know.
+    #[serde(with = "HumanDuration")]
+    pub token_refused_for: Duration,
     /// Keep a hosts file of all nodes in a `ConfigMap`, for `CoreDNS`' plugin `hosts`. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hosts: Option<Hosts>,
@@ -81,11 +91,15 @@ impl Default for Kubernetes {
             ],
             // Who comes from OpenYurt has labelled them already.
             pool_label: "apps.openyurt.io/nodepool".to_owned(),
+            policy_labels: Vec::new(),
             address_networks: Vec::new(),
             pod_networks: Vec::new(),
             // As kubelet keeps them (authorization.webhook of its configuration).
             review_allowed_for: Duration::from_mins(5),
             review_refused_for: Duration::from_secs(30),
+            // As kubelet and kube-apiserver keep the first (authentication.webhook.cacheTTL).
+            token_allowed_for: Duration::from_mins(2),
+            token_refused_for: Duration::from_secs(10),
             hosts: None,
             ports: None,
             advertise: None,
@@ -94,6 +108,50 @@ impl Default for Kubernetes {
             state: None,
         }
     }
+}
+
+/// Keys under which a kubelet can write no label of its own Node (the admission plugin `NodeRestriction`).
+const RESTRICTED: &str = "node-restriction.kubernetes.io";
+
+impl Kubernetes {
+    /// Whether the policy goes by labels of Node objects with this key.
+    pub fn counts_label(&self, key: &str) -> bool {
+        is_restricted(key) || self.policy_labels.iter().any(|listed| listed == key)
+    }
+}
+
+impl Config {
+    pub(super) fn validate_cluster(&self, faults: &mut Faults) {
+        let Some(rules) = &self.kubernetes else {
+            return;
+        };
+        for (index, key) in rules.policy_labels.iter().enumerate() {
+            let sound = Label::try_from(key.clone()).is_ok_and(|label| label.value.is_none());
+            if !sound {
+                let message = format!(
+                    "\"{key}\" is no key of a label; write it without a value, such as example.com/site"
+                );
+                faults.add(format!("kubernetes.policy_labels[{index}]"), message);
+            }
+        }
+        let dialling = self.fronts.iter().find(|front| !front.direct.is_empty());
+        if let Some(front) = dialling.filter(|_| rules.address_networks.is_empty()) {
+            let message = format!(
+                "is required where a front dials itself (front \"{}\", direct): a kubelet can write any address into its Node, a Service's too; name the networks in which nodes are",
+                front.name
+            );
+            faults.add("kubernetes.address_networks", message);
+        }
+    }
+}
+
+/// Whether no kubelet can write a label of this key.
+pub fn is_restricted(key: &str) -> bool {
+    key.split_once('/').is_some_and(|(prefix, _)| {
+        prefix
+            .strip_suffix(RESTRICTED)
+            .is_some_and(|sub| sub.is_empty() || sub.ends_with('.'))
+    })
 }
 
 /// A label that is asked for, as Kubernetes writes it.
@@ -143,6 +201,28 @@ impl From<Label> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_policy_goes_by_labels_that_no_kubelet_can_write_and_by_listed_ones() {
+        let rules = Kubernetes {
+            policy_labels: vec!["site".to_owned(), "example.com/tier".to_owned()],
+            ..Kubernetes::default()
+        };
+        for (key, counts) in [
+            ("node-restriction.kubernetes.io/tier", true),
+            ("example.com.node-restriction.kubernetes.io/tier", true),
+            ("site", true),
+            ("example.com/tier", true),
+            ("tier", false),
+            ("evil-node-restriction.kubernetes.io/tier", false),
+            ("node-restriction.kubernetes.io.evil/tier", false),
+            ("node-restriction.kubernetes.io", false),
+            ("kubernetes.io/hostname", false),
+            ("causeway.io/edge", false),
+        ] {
+            assert_eq!(rules.counts_label(key), counts, "{key}");
+        }
+    }
 
     #[test]
     fn a_label_is_a_key_with_or_without_a_value() {

@@ -21,6 +21,7 @@ impl Validate for Config {
         if let Some(dns) = &self.dns.0 {
             dns.validate(&self.front_addresses(), &mut faults);
         }
+        self.validate_cluster(&mut faults);
         self.validate_hosts(&mut faults);
         self.validate_hubs(&mut faults);
         self.validate_ports(&mut faults);

@@ -1,7 +1,8 @@
 //! Reports confirmed addresses that several nodes have.
 //!
-//! No node is reached by such an address, only by its name. The log names each address with its nodes, the metric counts
-//! the addresses; the admin API and the error of a request by such an address name the nodes as well.
+//! At most one of these nodes is reached by such an address (`state::nodes`), and all others only by their names. The log
+//! names each address with its nodes, the metric counts the addresses; the admin API and the error of a request by an
+//! address that nobody has alone name the nodes as well.
 
 use crate::{
     metrics::Metrics,
@@ -38,13 +39,14 @@ pub(crate) async fn run(nodes: NodesWriter, metrics: Arc<Metrics>) {
 fn report(known: &AddressConflicts, found: &AddressConflicts) {
     let new = found
         .iter()
-        .filter(|(address, nodes)| known.get(address) != Some(nodes));
-    for (address, nodes) in new.clone().take(MAX_LINES) {
-        tracing::warn!(
-            %address,
-            nodes = listed(nodes),
-            "several nodes have this address: none of them is reached by it, only by name"
-        );
+        .filter(|(address, conflict)| known.get(address) != Some(conflict));
+    for (address, conflict) in new.clone().take(MAX_LINES) {
+        let nodes = listed(&conflict.nodes);
+        if let Some(holder) = &conflict.holder {
+            tracing::warn!(%address, nodes, %holder, "several nodes claim this address: only its holder is reached by it, the others by name");
+        } else {
+            tracing::warn!(%address, nodes, "several nodes have this address: none of them is reached by it, only by name");
+        }
     }
     let more = new.count().saturating_sub(MAX_LINES);
     if more > 0 {

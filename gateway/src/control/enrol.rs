@@ -25,12 +25,14 @@ use crate::{
 use axum::{
     Extension, Json, Router,
     body::Bytes,
-    extract::{State, rejection::JsonRejection},
+    extract::{Request, State, rejection::JsonRejection},
     http::StatusCode,
+    middleware::{Next, from_fn},
     routing::post,
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
 use causeway_certs::{CsrKey, Identity, JoinToken, LiveCa, NodeName, Store, TokenRefused};
+use causeway_tunnel::connection_limit::ConnectionLimit;
 use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
@@ -43,7 +45,9 @@ use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::Tra
 use tracing::{error, info, warn};
 
 /// Largest body: a request for an RSA-8192 key takes 5 KiB in base64.
-const MAX_BODY: usize = 64 * 1024;
+const MAX_BODY: usize = 16 * 1024;
+/// Requests at once of those who have shown no certificate yet: 4 MiB in all. Further ones wait for a place.
+const STRANGERS_AT_ONCE: usize = 256;
 /// A request needs a signature and a few writes to the disk.
 const WITHIN: Duration = Duration::from_secs(10);
 
@@ -143,7 +147,20 @@ pub fn closed(metrics: Arc<Metrics>) -> Router {
 }
 
 fn bounded<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
+    let room = ConnectionLimit::new("joining", STRANGERS_AT_ONCE, drop);
+    let placed = move |Extension(peer): Extension<Peer>, request: Request, next: Next| {
+        let room = room.clone();
+        async move {
+            let address = peer.address.filter(|_| peer.identity.is_none());
+            let _place = match address {
+                Some(address) => Some(room.acquire(address).await),
+                None => None,
+            };
+            next.run(request).await
+        }
+    };
     router
+        .layer(from_fn(placed))
         .layer(RequestBodyLimitLayer::new(MAX_BODY))
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,

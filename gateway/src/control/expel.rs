@@ -203,6 +203,9 @@ pub(super) fn dismissal(why: Dismissal, detail: String) -> ToEdge {
 /// Why a node is not welcome here with the certificate that it has `shown`, if it is not.
 pub(super) fn unwelcome(nodes: &Nodes, node: &NodeName, shown: &Shown) -> Option<String> {
     match nodes.get(node) {
+        None if nodes.is_clusters_edge(node) == Some(false) => Some(format!(
+            "the cluster's Node {node} is not at the edge: it has none of the labels of kubernetes.edge_labels, and no token names it"
+        )),
         None if shown.given.is_some() => Some(format!(
             "node {node} is not known at this gateway: `causeway edge add {node}` there lets it in"
         )),
@@ -261,6 +264,7 @@ pub(super) fn known(record: NodeRecord) -> (NodeName, Node) {
         labels: record.labels,
         joined_at: record.enrolled_at,
         revoked: record.revoked.map(|revoked| revoked.reason),
+        follows_cluster: record.follows_cluster,
         ..Node::default()
     };
     (record.node, node)

@@ -1,15 +1,19 @@
 //! The nodes that this gateway is for: names, confirmed addresses, pod networks.
 //!
 //! Owns who is known by which name and address. An address is here only when an enrolment record (or,
-//! with Kubernetes, the Node object) confirms it: what an edge says of itself never is. Two nodes may
-//! share an address behind their NATs; such an address names nobody.
+//! with Kubernetes, the Node object) confirms it: what an edge says of itself never is. Who of several nodes with one
+//! address has it, `claims` says.
 //! There are two writers: the records of who has joined, and the cluster, where there is one. What the cluster says of a
-//! node's addresses, pods and labels holds before what its record says.
+//! node's addresses and pods holds before what its record says; of labels and pools the record's word holds first, since
+//! a token's word is its owner's, and a kubelet writes its own Node object.
 
+mod claims;
 mod writer;
 
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
+pub use claims::{AddressConflict, AddressConflicts};
+use claims::{Claims, Holder, Right};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -27,8 +31,12 @@ pub struct Node {
     pub pod_networks: Vec<IpNet>,
     /// The pool that it counts to.
     pub pool: Option<String>,
-    /// What it is labelled with.
+    /// The same where the policy may go by it: a token's word, or a label's that no kubelet can write.
+    pub policy_pool: Option<String>,
+    /// The labels that count in the policy.
     pub labels: BTreeMap<String, String>,
+    /// Whether the cluster, if it has a Node of this name, says if it is at the edge: no token names this very node.
+    pub follows_cluster: bool,
     /// When it joined last, in Unix seconds: certificates that were issued before are not its own any more.
     pub joined_at: u64,
     /// Why it is not welcome any more, if it is not.
@@ -38,18 +46,23 @@ pub struct Node {
 /// What a cluster says of one of its nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Member {
-    /// It is at the edge. Others are reached by their own addresses; one that has joined here is at the edge anyhow.
+    /// It is at the edge. Others are reached by their own addresses; one that was let in here by its name is at the edge
+    /// anyhow.
     pub edge: bool,
+    /// When its object was made, in Unix seconds.
+    pub created: u64,
     /// Its own addresses.
     pub addresses: Vec<IpAddr>,
     /// Of these those by which it is reached from outside, where it is elsewhere.
     pub outward: Vec<IpAddr>,
     /// Networks of the pods on it.
     pub pod_networks: Vec<IpNet>,
-    /// What it is labelled with.
+    /// Those of its labels that count in the policy.
     pub labels: BTreeMap<String, String>,
     /// The pool that a label of it names.
     pub pool: Option<String>,
+    /// Whether that label counts in the policy.
+    pub pool_counts: bool,
 }
 
 /// Where a node is.
@@ -102,13 +115,10 @@ struct Table {
     said: Said,
     /// Nodes at the edge, by records and cluster.
     nodes: BTreeMap<NodeName, Node>,
-    by_address: HashMap<IpAddr, Vec<NodeName>>,
+    by_address: HashMap<IpAddr, Claims>,
     /// Longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
 }
-
-/// Addresses that several nodes have, with the names of these nodes.
-pub type AddressConflicts = BTreeMap<IpAddr, BTreeSet<NodeName>>;
 
 /// What an address names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,24 +139,19 @@ pub struct Nodes(Arc<ArcSwap<Table>>);
 
 impl Table {
     fn of(said: Said) -> Self {
-        let Said {
-            records, cluster, ..
-        } = &said;
-        let mut nodes = records.clone();
-        // An address that a node elsewhere has as well is not one edge's alone.
-        let mut by_address: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
-        for (name, member) in cluster.members().into_iter().flatten() {
-            if member.edge || records.contains_key(name) {
-                let node = nodes.entry(name.clone()).or_default();
-                node.addresses.clone_from(&member.addresses);
-                node.pod_networks.clone_from(&member.pod_networks);
-                node.labels.clone_from(&member.labels);
-                // A token's word is its owner's, and a label the kubelet's.
-                if node.pool.is_none() {
-                    node.pool.clone_from(&member.pool);
-                }
+        let mut nodes = said.records.clone();
+        for node in nodes.values_mut() {
+            node.policy_pool.clone_from(&node.pool);
+        }
+        let mut by_address: HashMap<IpAddr, Claims> = HashMap::new();
+        for (name, member) in said.cluster.members().into_iter().flatten() {
+            if said.is_at_edge(name, member) {
+                nodes.entry(name.clone()).or_default().adopt(member);
             } else {
-                enter(&mut by_address, name, &member.addresses);
+                nodes.remove(name);
+                enter(&mut by_address, name, &member.addresses, |_| {
+                    Right::Elsewhere
+                });
             }
         }
         for name in said.revoked.iter() {
@@ -156,11 +161,13 @@ impl Table {
         }
         let mut pod_networks = Vec::new();
         for (name, node) in &nodes {
-            enter(&mut by_address, name, &node.addresses);
+            enter(&mut by_address, name, &node.addresses, |address| {
+                said.right(name, address)
+            });
             pod_networks.extend(node.pod_networks.iter().map(|net| (*net, name.clone())));
         }
         // Of one that is not here alone nothing is known but its own addresses.
-        by_address.retain(|_, named| named.iter().any(|name| nodes.contains_key(name)));
+        by_address.retain(|_, claims| claims.names().any(|name| nodes.contains_key(name)));
         pod_networks.sort_by_key(|(net, _)| std::cmp::Reverse(net.prefix_len()));
         Self {
             said,
@@ -182,12 +189,49 @@ impl Table {
     }
 }
 
-fn enter(all: &mut HashMap<IpAddr, Vec<NodeName>>, name: &NodeName, addresses: &[IpAddr]) {
-    for address in addresses {
-        let named = all.entry(address.to_canonical()).or_default();
-        if !named.contains(name) {
-            named.push(name.clone());
+impl Said {
+    /// Whether a node of the cluster is reached through a tunnel.
+    fn is_at_edge(&self, name: &NodeName, member: &Member) -> bool {
+        let record = self.records.get(name);
+        member.edge || record.is_some_and(|record| !record.follows_cluster)
+    }
+
+    /// What right a node at the edge has to an address of its own.
+    fn right(&self, name: &NodeName, address: IpAddr) -> Right {
+        let record = self.records.get(name);
+        let mut confirmed = record.into_iter().flat_map(|record| &record.addresses);
+        if confirmed.any(|confirmed| confirmed.to_canonical() == address) {
+            return Right::Token;
         }
+        let member = self.cluster.members().and_then(|all| all.get(name));
+        Right::Object(member.map_or(u64::MAX, |member| member.created))
+    }
+}
+
+impl Node {
+    /// Takes what the cluster says of it.
+    fn adopt(&mut self, member: &Member) {
+        self.addresses.clone_from(&member.addresses);
+        self.pod_networks.clone_from(&member.pod_networks);
+        let own = std::mem::replace(&mut self.labels, member.labels.clone());
+        self.labels.extend(own);
+        if self.pool.is_none() {
+            self.pool.clone_from(&member.pool);
+            self.policy_pool = member.pool.clone().filter(|_| member.pool_counts);
+        }
+    }
+}
+
+fn enter(
+    all: &mut HashMap<IpAddr, Claims>,
+    name: &NodeName,
+    addresses: &[IpAddr],
+    right: impl Fn(IpAddr) -> Right,
+) {
+    for address in addresses {
+        let address = address.to_canonical();
+        let claims = all.entry(address).or_default();
+        claims.add(right(address), name);
     }
 }
 
@@ -213,7 +257,16 @@ impl Nodes {
     pub fn is_clusters_edge(&self, name: &NodeName) -> Option<bool> {
         let table = self.0.load();
         let member = table.said.cluster.members()?.get(name)?;
-        Some(member.edge || table.said.records.contains_key(name))
+        Some(table.said.is_at_edge(name, member))
+    }
+
+    /// Whether a node of the cluster that is not at the edge has this address.
+    pub fn is_elsewhere(&self, address: IpAddr) -> bool {
+        let table = self.0.load();
+        let mut members = table.said.cluster.members().into_iter().flatten();
+        members.any(|(name, member)| {
+            member.addresses.contains(&address.to_canonical()) && !table.nodes.contains_key(name)
+        })
     }
 
     /// Whether the cluster has named its nodes.
@@ -268,10 +321,14 @@ impl Nodes {
     pub fn by_address(&self, address: IpAddr) -> Named {
         let table = self.0.load();
         let address = address.to_canonical();
-        match table.by_address.get(&address).map(Vec::as_slice) {
-            Some([one]) => return Named::Node(one.clone()),
-            Some([]) | None => {}
-            Some(several) => return Named::Several(several.to_vec()),
+        match table.by_address.get(&address).and_then(Claims::holder) {
+            Some(Holder::Edge(node)) => return Named::Node(node.clone()),
+            // An edge's pods are not there either.
+            Some(Holder::Elsewhere(_)) => return Named::Nobody,
+            Some(Holder::Several(all)) => {
+                return Named::Several(all.into_iter().cloned().collect());
+            }
+            None => {}
         }
         let mut holding = table
             .pod_networks
@@ -329,26 +386,36 @@ impl Nodes {
                 "node {name} is revoked: {REVOKED}; it is let in again when that does not"
             ));
         }
-        let reason = table.nodes.get(name)?.revoked.as_ref()?;
-        Some(recorded(name, reason))
+        let known = table.nodes.get(name);
+        let known = known.or_else(|| table.said.records.get(name))?;
+        Some(recorded(name, known.revoked.as_ref()?))
     }
 
-    /// Returns the confirmed addresses that only nodes at the edge have. One that several of them have leads to the gateway
-    /// as well, which answers with their names instead of leaving clients to time out.
+    /// Returns the confirmed addresses that no node elsewhere has. One that tokens have confirmed of several nodes leads to
+    /// the gateway as well, which answers with their names instead of leaving clients to time out.
     pub fn edge_addresses(&self) -> BTreeSet<IpAddr> {
         let table = self.0.load();
-        let at_edge = |named: &[NodeName]| named.iter().all(|name| table.nodes.contains_key(name));
-        let addresses = table.by_address.iter().filter(|(_, named)| at_edge(named));
+        let at_edge = |claims: &Claims| !matches!(claims.holder(), Some(Holder::Elsewhere(_)));
+        let addresses = table
+            .by_address
+            .iter()
+            .filter(|(_, claims)| at_edge(claims));
         addresses.map(|(address, _)| *address).collect()
     }
 
     /// Returns the confirmed addresses that several nodes have, at least one of them at the edge, with these nodes.
     pub fn address_conflicts(&self) -> AddressConflicts {
         let table = self.0.load();
-        let shared = table.by_address.iter().filter(|(_, named)| named.len() > 1);
+        let shared = table.by_address.iter();
         shared
-            .map(|(address, named)| (*address, named.iter().cloned().collect()))
+            .filter_map(|(address, claims)| Some((*address, claims.conflict()?)))
             .collect()
+    }
+
+    /// Returns who else has this address, if others do, and which of all has it.
+    pub fn address_conflict(&self, address: IpAddr) -> Option<AddressConflict> {
+        let table = self.0.load();
+        table.by_address.get(&address.to_canonical())?.conflict()
     }
 
     /// The networks of pods that are one edge's alone: neither another node's pods nor its own addresses lie in them, and
@@ -490,6 +557,7 @@ mod tests {
             pod_networks: node.pod_networks,
             labels: [("site".to_owned(), "north".to_owned())].into(),
             pool: Some("of-a-label".to_owned()),
+            ..Member::default()
         }
     }
 
@@ -499,6 +567,7 @@ mod tests {
         let mut joined = node(&["192.168.0.1"], &[]);
         joined.joined_at = 7;
         joined.pool = Some("of-a-token".to_owned());
+        joined.labels = [("tier".to_owned(), "gold".to_owned())].into();
         writer.put(name("edge-1"), joined);
         writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
         assert_eq!(writer.reader().places(), None, "not known yet");
@@ -519,7 +588,8 @@ mod tests {
         assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
         assert_eq!(at("10.244.1.7"), Named::Pod(name("edge-1")));
         assert_eq!(nodes.get(&name("edge-1")).unwrap().joined_at, 7);
-        assert_eq!(nodes.get(&name("edge-1")).unwrap().labels["site"], "north");
+        let labels = nodes.get(&name("edge-1")).unwrap().labels;
+        assert_eq!((&*labels["site"], &*labels["tier"]), ("north", "gold"));
         let pool = |node| nodes.get(&name(node)).unwrap().pool.unwrap();
         assert_eq!(
             (&*pool("edge-1"), &*pool("edge-3")),
@@ -556,6 +626,70 @@ mod tests {
     }
 
     #[test]
+    fn of_labels_and_pools_a_tokens_word_holds_first_and_a_kubelets_never_in_the_policy() {
+        let writer = NodesWriter::default();
+        let labels = |all: &[(&str, &str)]| -> BTreeMap<String, String> {
+            let all = all.iter();
+            all.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect()
+        };
+        let token = Node {
+            labels: labels(&[("tier", "gold")]),
+            ..node(&[], &[])
+        };
+        let counted = |pool_counts| Member {
+            labels: labels(&[("tier", "tin"), ("site", "north")]),
+            pool: Some("east".to_owned()),
+            pool_counts,
+            ..member(true, &[], &[])
+        };
+        writer.put(name("edge-1"), token);
+        for pool_counts in [false, true] {
+            let members = [name("edge-1"), name("edge-2")].map(|name| (name, counted(pool_counts)));
+            writer.cluster(members.into());
+            let get = |node| writer.reader().get(&name(node)).unwrap();
+            let both = labels(&[("tier", "gold"), ("site", "north")]);
+            assert_eq!(get("edge-1").labels, both);
+            assert_eq!(get("edge-2").labels["tier"], "tin");
+            for node in [get("edge-1"), get("edge-2")] {
+                assert_eq!(node.pool.as_deref(), Some("east"));
+                assert_eq!(node.policy_pool.is_some(), pool_counts);
+            }
+        }
+        let token = Node {
+            pool: Some("west".to_owned()),
+            ..node(&[], &[])
+        };
+        writer.put(name("edge-1"), token);
+        let known = writer.reader().get(&name("edge-1")).unwrap();
+        assert_eq!(known.pool.as_deref(), Some("west"));
+        assert_eq!(known.policy_pool, known.pool);
+    }
+
+    #[test]
+    fn a_node_that_no_token_names_is_at_the_edge_if_the_cluster_says_so() {
+        let writer = NodesWriter::default();
+        let follows = Node {
+            follows_cluster: true,
+            revoked: Some("stolen".to_owned()),
+            ..node(&["10.0.0.1"], &[])
+        };
+        writer.put(name("n"), follows);
+        let nodes = writer.reader();
+        let edge = Some(Place::Edge(name("n")));
+        assert_eq!(nodes.place("n"), edge, "there is no cluster");
+        writer.cluster([(name("n"), member(false, &["10.0.9.1"], &[]))].into());
+        assert!(matches!(nodes.place("n"), Some(Place::Elsewhere(_))));
+        assert_eq!(nodes.is_clusters_edge(&name("n")), Some(false));
+        assert_eq!(nodes.by_name("n"), None);
+        assert!(nodes.revoked(&name("n")).is_some(), "it stays so");
+        writer.cluster([(name("n"), member(true, &["10.0.9.1"], &[]))].into());
+        assert_eq!(nodes.place("n"), edge);
+        writer.cluster(BTreeMap::new());
+        assert_eq!(nodes.place("n"), edge, "the cluster has none of this name");
+    }
+
+    #[test]
     fn an_edge_that_claims_the_address_of_a_node_elsewhere_does_not_get_it() {
         let writer = NodesWriter::default();
         let cluster = [
@@ -565,17 +699,69 @@ mod tests {
         writer.cluster(cluster.into());
         let nodes = writer.reader();
         let at = |text: &str| nodes.by_address(text.parse().unwrap());
-        assert!(matches!(at("10.0.9.1"), Named::Several(all) if all.len() == 2));
+        assert_eq!(at("10.0.9.1"), Named::Nobody, "the cloud node's alone");
         assert_eq!(at("10.0.0.1"), Named::Node(name("edge-1")));
         let own: IpAddr = "10.0.0.1".parse().unwrap();
         assert_eq!(nodes.edge_addresses(), [own].into());
         let shared: IpAddr = "10.0.9.1".parse().unwrap();
         let both = [name("cloud-1"), name("edge-1")];
-        assert_eq!(nodes.address_conflicts(), [(shared, both.into())].into());
+        let conflict = AddressConflict {
+            nodes: both.into(),
+            holder: Some(name("cloud-1")),
+        };
+        assert_eq!(nodes.address_conflicts(), [(shared, conflict)].into());
     }
 
     #[test]
-    fn an_address_of_two_nodes_names_neither() {
+    fn a_claim_takes_no_address_from_whoever_has_it_and_gives_none_to_its_author() {
+        let writer = NodesWriter::default();
+        let object = |edge, created, addresses: &[&str]| Member {
+            created,
+            ..member(edge, addresses, &[])
+        };
+        let stolen = &[
+            "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.9.1", "10.0.0.5", "10.0.0.6",
+        ];
+        writer.put(name("edge-2"), node(&["10.0.0.2"], &[]));
+        writer.put(name("edge-3"), node(&["10.0.0.3"], &[]));
+        let members = [
+            (name("edge-1"), object(true, 10, &["10.0.0.1"])),
+            // A token has confirmed its address, though its object is younger.
+            (name("edge-2"), object(true, 30, &["10.0.0.2"])),
+            (name("a-stolen"), object(true, 20, stolen)),
+            (name("cloud-1"), object(false, 40, &["10.0.9.1"])),
+            (name("edge-5"), object(true, 20, &["10.0.0.5"])),
+            (name("edge-6"), object(true, 21, &["10.0.0.6"])),
+        ];
+        let nodes = writer.reader();
+        for members in [members.clone(), members] {
+            // As after a restart: the same is known anew.
+            writer.cluster(BTreeMap::new());
+            writer.cluster(members.into());
+            for (address, holder) in [
+                ("10.0.0.1", Some("edge-1")),
+                ("10.0.0.2", Some("edge-2")),
+                ("10.0.0.3", Some("edge-3")),
+                ("10.0.9.1", None),
+                // Of the same second the first in the order of names, and the older before a younger.
+                ("10.0.0.5", Some("a-stolen")),
+                ("10.0.0.6", Some("a-stolen")),
+            ] {
+                let found = nodes.by_address(address.parse().unwrap());
+                let holder = holder.map_or(Named::Nobody, |holder| Named::Node(name(holder)));
+                assert_eq!(found, holder, "{address}");
+            }
+            assert_eq!(nodes.address_conflicts().len(), 6);
+            assert!(
+                !nodes
+                    .edge_addresses()
+                    .contains(&"10.0.9.1".parse().unwrap())
+            );
+        }
+    }
+
+    #[test]
+    fn an_address_that_tokens_confirm_of_two_nodes_names_neither() {
         let writer = NodesWriter::default();
         writer.put(name("edge-1"), node(&["192.168.0.2"], &["10.244.0.0/24"]));
         writer.put(name("edge-2"), node(&["192.168.0.2"], &["10.244.0.0/24"]));

@@ -67,6 +67,56 @@ fn of_addresses_only_those_count_that_can_be_one_nodes_own() {
 }
 
 #[test]
+fn a_node_has_no_more_addresses_than_a_machine_and_the_age_that_the_cluster_gives_it() {
+    let claimed: Vec<_> = (1..100).map(|last| format!("10.0.0.{last}")).collect();
+    let claimed: Vec<_> = claimed.iter().map(|text| ("InternalIP", &**text)).collect();
+    let mut node = object("n", &json!({}), &claimed, &[]);
+    let when = json!("2026-11-25T18:00:00Z");
+    node.metadata.creation_timestamp = serde_json::from_value(when).unwrap();
+    for events in [
+        vec![Event::Apply(node.clone())],
+        vec![Event::Init, Event::InitApply(node), Event::InitDone],
+    ] {
+        let mut known = Known::default();
+        for event in events {
+            known.take(seen(&event, &rules()));
+        }
+        let member = known.members.values().next().unwrap();
+        assert_eq!(member.addresses.len(), MOST_ADDRESSES);
+        assert_eq!(texts(&member.addresses[..1]), ["10.0.0.1"]);
+        assert_eq!(member.outward.len(), MOST_ADDRESSES);
+        assert_eq!(member.created, 1_795_629_600);
+    }
+}
+
+#[test]
+fn of_labels_only_those_count_that_no_kubelet_writes_or_the_configuration_lists() {
+    let labels = json!({
+        "tier": "gold", "site": "north", "node-restriction.kubernetes.io/tier": "tin",
+        "apps.openyurt.io/nodepool": "east",
+    });
+    let node = object("n", &labels, &[], &[]);
+    let silent = member(&node, &rules());
+    let keys = |member: &Member| member.labels.keys().cloned().collect::<Vec<_>>();
+    let restricted = "node-restriction.kubernetes.io/tier";
+    assert_eq!(keys(&silent), [restricted]);
+    assert_eq!(
+        (silent.pool.as_deref(), silent.pool_counts),
+        (Some("east"), false)
+    );
+    let listing = Kubernetes {
+        policy_labels: vec!["site".to_owned(), "apps.openyurt.io/nodepool".to_owned()],
+        ..rules()
+    };
+    let listed = member(&node, &listing);
+    assert_eq!(
+        keys(&listed),
+        ["apps.openyurt.io/nodepool", restricted, "site"]
+    );
+    assert!(listed.pool_counts);
+}
+
+#[test]
 fn from_outside_a_node_is_reached_by_its_external_addresses_or_else_its_own() {
     let outward = |claimed: &[(&str, &str)]| {
         let narrow = Kubernetes {

@@ -40,6 +40,7 @@ pub(crate) fn enrol(data: &Path) {
         root: None,
         not_after: None,
         revoked: None,
+        follows_cluster: false,
     };
     nodes.put(record).unwrap();
 }

@@ -164,6 +164,10 @@ impl Road {
         for (theirs, here) in [
             ("gw.example.com", CLOUD.to_string()),
             ("10.0.0.20", CLOUD.to_string()),
+            (
+                "[10.0.0.0/16, 10.1.0.0/16]",
+                "[10.97.0.0/24, 10.1.0.0/16]".into(),
+            ),
             ("/etc/causeway/gateway.kubeconfig", cluster.account(example)),
             ("/etc/causeway/cluster-ca.crt", pki("ca.pem")),
             (
@@ -338,7 +342,7 @@ impl Road {
 const PODS: &str = "  pod_networks: [10.244.0.0/16]\n";
 
 /// For a moment only: who may not any more is to be refused while a test waits.
-const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n";
+const REVIEWS: &str = "  review_allowed_for: 2s\n  review_refused_for: 1s\n  token_allowed_for: 2s\n  token_refused_for: 1s\n";
 
 impl Callers {
     /// A file of an example, whose indented remarks say what scrapers need.

@@ -78,6 +78,7 @@ pub(super) fn run(asked: &cli::Mint) -> anyhow::Result<()> {
             root: Some(issued.root),
             not_after: Some(issued.not_after.as_secs()),
             revoked: None,
+            follows_cluster: false,
         });
     }
     store.nodes().put_all(records)?;

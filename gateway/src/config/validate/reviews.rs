@@ -14,6 +14,8 @@ impl Config {
                 &[
                     ("review_allowed_for", kubernetes.review_allowed_for),
                     ("review_refused_for", kubernetes.review_refused_for),
+                    ("token_allowed_for", kubernetes.token_allowed_for),
+                    ("token_refused_for", kubernetes.token_refused_for),
                 ],
             );
         }

@@ -462,7 +462,12 @@ fn what_a_cluster_is_asked_needs_one_and_its_answers_count_for_a_while() {
     assert_eq!(faults(asking(&json!({ "kubernetes": {} }))).len(), 0);
     let alone = faults(asking(&json!({})));
     assert_eq!(alone.len(), 2, "{alone:?}");
-    for key in ["review_allowed_for", "review_refused_for"] {
+    for key in [
+        "review_allowed_for",
+        "review_refused_for",
+        "token_allowed_for",
+        "token_refused_for",
+    ] {
         let never = asking(&json!({ "kubernetes": { key: "0s" } }));
         one_fault(never, &format!("kubernetes.{key}"), "longer than zero");
     }

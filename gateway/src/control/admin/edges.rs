@@ -3,7 +3,7 @@
 //! A node is listed if it is enrolled or connected. What it says of itself (version, labels, ports, addresses)
 //! is shown as such; its pool is the confirmed one. Field names are a promise to scripts.
 
-use crate::state::{Edge, Nodes, Registry, nodes::Named};
+use crate::state::{Edge, Nodes, Registry};
 use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use serde::Serialize;
@@ -156,12 +156,10 @@ fn conflicts(
     addresses: &[IpAddr],
     nodes: &Nodes,
 ) -> BTreeMap<IpAddr, Vec<NodeName>> {
-    let others = |address: &IpAddr| match nodes.by_address(*address) {
-        Named::Several(mut all) => {
-            all.retain(|other| other != node);
-            Some((*address, all))
-        }
-        Named::Node(_) | Named::Pod(_) | Named::Nobody => None,
+    let others = |address: &IpAddr| {
+        let conflict = nodes.address_conflict(*address)?;
+        let all = conflict.nodes.into_iter();
+        Some((*address, all.filter(|other| other != node).collect()))
     };
     addresses.iter().filter_map(others).collect()
 }

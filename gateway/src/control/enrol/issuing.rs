@@ -1,13 +1,15 @@
 //! Tokens spent and certificates given: what blocks on the disk.
 
-use super::{Desk, Enrolled, Enrolment, broken, refuse, refused, revoked, unknown};
+use super::{
+    Desk, Enrolled, Enrolment, broken, refuse, refused, revoked, unknown, vouched::not_yet,
+};
 use crate::{
     control::{expel::retired, http::Problem, signer::Signer},
     state::{Node, nodes::recorded, registry::Shown},
 };
 use axum::http::StatusCode;
 use causeway_certs::{
-    CsrKey, Issued, JoinToken, NodeName, NodeRecord, Standing, TokenBook, TokenRecord,
+    CsrKey, Issued, JoinToken, NodeName, NodePattern, NodeRecord, Standing, TokenBook, TokenRecord,
 };
 use rustls::pki_types::UnixTime;
 use std::sync::Arc;
@@ -43,11 +45,35 @@ impl Desk {
         if let Some(why) = nodes.revoked(&node) {
             return Err(revoked(why));
         }
+        self.may_name_itself(token, &node)?;
         let redeemed = self
             .tokens()
             .redeem(token, (&node, standing), UnixTime::now());
         let record = redeemed.map_err(|why| refused(&why))?;
         Ok((node, record))
+    }
+
+    /// Whether a node may have this name by a token that does not name it: one of a cluster's nodes that is not at the edge may
+    /// not, or whoever holds such a token takes that node's traffic. The token is not spent, and what keeps it out may pass.
+    fn may_name_itself(&self, token: &JoinToken, node: &NodeName) -> Result<(), Problem> {
+        // What is wrong with the token itself, spending it says.
+        let names_it = |meant: NodePattern| meant.node().is_some();
+        if self.tokens().meant(token).map_or(true, names_it) {
+            return Ok(());
+        }
+        let nodes = self.enrolment.nodes.reader();
+        let mut problem = if nodes.pending().is_some() {
+            not_yet()
+        } else if nodes.is_clusters_edge(node) == Some(false) {
+            let detail = format!(
+                "the cluster's Node {node} is not at the edge: give it one of the labels of kubernetes.edge_labels, or join with a token that names it (`causeway token create --node {node}`)"
+            );
+            refuse(StatusCode::SERVICE_UNAVAILABLE, "node_elsewhere", detail)
+        } else {
+            return Ok(());
+        };
+        problem.retry_after.get_or_insert(60);
+        Err(problem)
     }
 
     /// Tokens of all roots that are trusted.
@@ -77,15 +103,21 @@ impl Desk {
             addresses,
             pool,
             labels,
+            nodes,
             ..
         } = record;
         let now = UnixTime::now().as_secs();
-        let known = self.enrolment.nodes.reader().get(&node).unwrap_or_default();
+        let reader = self.enrolment.nodes.reader();
+        let named_before = reader
+            .recorded(&node)
+            .is_some_and(|known| !known.follows_cluster);
+        let known = reader.get(&node).unwrap_or_default();
         let confirmed = Node {
             addresses,
             pool,
             labels,
             joined_at: now,
+            follows_cluster: nodes.node().is_none() && !named_before,
             ..known
         };
         let issued = self.sign(key, &node)?;
@@ -100,6 +132,7 @@ impl Desk {
             not_after: Some(issued.not_after.as_secs()),
             // What was noted of that stays.
             revoked: None,
+            follows_cluster: confirmed.follows_cluster,
         };
         let Enrolment { store, nodes, .. } = &self.enrolment;
         store.nodes().put(record).map_err(|error| broken(&error))?;

@@ -185,6 +185,55 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     assert_eq!((status, reason.as_str()), (403, "token_not_new"));
 }
 
+/// Whoever holds a token for any node takes the traffic of none that the cluster has elsewhere.
+#[tokio::test]
+async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_token() {
+    let counter = Counter::open();
+    let nodes = &counter.world.nodes;
+    let book = counter.world.store.tokens().unwrap();
+    let create = |pattern: &str| {
+        let pattern = (&pattern.parse().unwrap(), 3);
+        let token = book.create_for(pattern, Duration::from_mins(1), Confirmed::default());
+        token.unwrap().text().expose().to_owned()
+    };
+    let (any, named) = (
+        create("*"),
+        counter.token("cloud-2", Duration::from_mins(1)),
+    );
+    nodes.pending("the API has not answered");
+    let refused = async |node| counter.refused(&any, node).await;
+    assert_eq!(refused("cloud-1").await, (503, "nodes_unknown".to_owned()));
+    let member = |edge| crate::state::Member {
+        edge,
+        ..Default::default()
+    };
+    let cluster = |of_edge_3| {
+        let all = [
+            ("cloud-1", false),
+            ("cloud-2", false),
+            ("edge-3", of_edge_3),
+        ];
+        let all = all.map(|(node, edge)| (name(node), member(edge)));
+        nodes.cluster(all.into());
+    };
+    cluster(true);
+    assert_eq!(refused("cloud-1").await, (503, "node_elsewhere".to_owned()));
+    assert!(counter.world.store.nodes().all().unwrap().is_empty());
+    for (token, node) in [(&any, "edge-3"), (&any, "new-4"), (&named, "cloud-2")] {
+        let (status, said) = counter.join(token, Some(node), &counter.csr()).await;
+        assert_eq!(status, 200, "{said}");
+    }
+    let is_edge = |node: &str| counter.world.reader().by_name(node).is_some();
+    assert!(is_edge("cloud-2"), "a token names it");
+    // One of them is the cluster's node elsewhere from now on.
+    assert!(is_edge("edge-3"));
+    cluster(false);
+    assert!(!is_edge("edge-3"));
+    let records = counter.world.store.nodes().all().unwrap();
+    let follows = records.iter().map(|record| record.follows_cluster);
+    assert_eq!(follows.collect::<Vec<_>>(), [false, true, true]);
+}
+
 #[tokio::test]
 async fn a_bad_request_does_not_burn_the_token() {
     let counter = Counter::open();
@@ -203,6 +252,45 @@ async fn a_bad_request_does_not_burn_the_token() {
         counter.join(&token, Some("edge-1"), &counter.csr()).await.0,
         200
     );
+}
+
+/// Bodies of strangers that do not end hold the places of one address, and nobody else's.
+#[tokio::test(start_paused = true)]
+async fn strangers_have_so_many_requests_at_once_and_leave_room_to_others() {
+    let counter = Counter::open();
+    let from = |last: u8, identity, body: Body| {
+        let peer = Peer {
+            issued: 0,
+            root: None,
+            address: Some([192, 0, 2, last].into()),
+            identity,
+            vouched: None,
+        };
+        let request = Request::post("/v1/enrol").header("content-type", "application/json");
+        let request = request.extension(peer).body(body).unwrap();
+        counter.router.clone().call(request)
+    };
+    let asked = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let endless = || {
+        let asked = asked.clone();
+        Body::from_stream(futures_util::stream::poll_fn(move |_| {
+            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            std::task::Poll::<Option<Result<Bytes, std::io::Error>>>::Pending
+        }))
+    };
+    let mut waiting: Vec<_> = (0..1_000)
+        .map(|_| Box::pin(from(1, None, endless())))
+        .collect();
+    for each in &mut waiting {
+        assert!(futures_util::FutureExt::now_or_never(each).is_none());
+    }
+    let read = asked.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(read < STRANGERS_AT_ONCE, "{read} bodies are read at once");
+    let edge = Some(Identity::Edge(name("edge-1")));
+    for (last, identity) in [(2, None), (1, edge)] {
+        let answer = from(last, identity, Body::from("{")).await.unwrap();
+        assert_eq!(answer.status(), 400);
+    }
 }
 
 #[tokio::test]

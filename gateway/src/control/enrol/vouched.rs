@@ -50,10 +50,15 @@ impl Desk {
         if !self.enrolment.vouched || nodes.has_cluster() || nodes.get(node).is_some() {
             return Ok(());
         }
-        let detail = "the cluster has not named its nodes to this gateway yet; come again";
-        let status = StatusCode::SERVICE_UNAVAILABLE;
-        let mut problem = refuse(status, "nodes_unknown", detail);
-        problem.retry_after = Some(5);
-        Err(problem)
+        Err(not_yet())
     }
+}
+
+/// The nodes of the cluster are not known yet.
+pub(super) fn not_yet() -> Problem {
+    let detail = "the cluster has not named its nodes to this gateway yet; come again";
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    let mut problem = refuse(status, "nodes_unknown", detail);
+    problem.retry_after = Some(5);
+    problem
 }

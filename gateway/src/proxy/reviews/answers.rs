@@ -77,21 +77,26 @@ impl Answers {
             metrics: metrics.clone(),
             failing: AtomicBool::default(),
         });
-        let known = |kind| Known {
+        let known = |kind, allowed, refused| Known {
             kind,
             cache: Cache::new(MOST),
-            lives: Lives {
-                allowed: kubernetes.review_allowed_for,
-                refused: kubernetes.review_refused_for,
-            },
+            lives: Lives { allowed, refused },
             // Whoever waits here is neither evicted nor refused.
             room: ConnectionLimit::new(kind, AT_ONCE, drop),
             heard: heard.clone(),
         };
         Self {
             by,
-            tokens: known("token"),
-            accesses: known("access"),
+            tokens: known(
+                "token",
+                kubernetes.token_allowed_for,
+                kubernetes.token_refused_for,
+            ),
+            accesses: known(
+                "access",
+                kubernetes.review_allowed_for,
+                kubernetes.review_refused_for,
+            ),
             runtime,
             tasks: Tasks::default(),
             bound,

@@ -177,13 +177,28 @@ async fn that_there_is_no_answer_is_not_kept() {
 
 #[tokio::test]
 async fn an_answer_is_asked_for_again_when_its_time_is_over() {
-    let kept = Duration::from_millis(50);
-    let kubernetes = Kubernetes {
-        review_allowed_for: kept,
-        review_refused_for: kept,
+    let (short, long) = (Duration::from_millis(50), Duration::from_hours(1));
+    let kubernetes = |tokens, accesses| Kubernetes {
+        token_allowed_for: tokens,
+        token_refused_for: tokens,
+        review_allowed_for: accesses,
+        review_refused_for: accesses,
         ..Kubernetes::default()
     };
-    let world = world(true, &kubernetes);
+    // Each kind has its own time.
+    let accesses = world(true, &kubernetes(long, short));
+    for verb in ["get", "create"] {
+        let asked = accesses.fake.count();
+        let again = async {
+            while accesses.fake.count() < asked + 3 {
+                let allowed = accesses.answers.access(access(verb), HERE).await.unwrap();
+                assert_eq!(allowed, verb == "get");
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_mins(2), again).await.unwrap();
+    }
+    let world = world(true, &kubernetes(short, long));
     for token in ["good", "wrong"] {
         let asked = world.fake.count();
         let again = async {
