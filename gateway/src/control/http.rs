@@ -37,6 +37,8 @@ use tracing::info_span;
 
 /// A head has to be there within this time.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
+/// Bytes of heads and bodies that a connection holds unread: strangers have one too.
+const UNREAD: u32 = 64 * 1024;
 /// Connections at once to one listener, at about 20 KiB each.
 pub(crate) const CONNECTIONS: usize = 256;
 /// What requests get to end when the listener stops.
@@ -125,11 +127,14 @@ pub(crate) async fn serve(
     builder
         .http1()
         .timer(TokioTimer::new())
+        .max_buf_size(UNREAD as usize)
         .header_read_timeout(HEAD_WITHIN);
     builder
         .http2()
         .timer(TokioTimer::new())
         .max_concurrent_streams(bounds.streams)
+        .initial_stream_window_size(UNREAD)
+        .initial_connection_window_size(UNREAD)
         .keep_alive_interval(HEAD_WITHIN)
         .keep_alive_timeout(HEAD_WITHIN);
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
