@@ -34,8 +34,8 @@ impl Authorize for ByGroup {
         if is_in("ops") || is_in("readers") && reads {
             return Verdict::Allow;
         }
-        let (caller, method, node) = (ask.caller, ask.method, &ask.route.node);
-        Verdict::Deny(format!("{caller} may not {method} {} on {node}", ask.path).into())
+        let (caller, method, to) = (ask.caller, ask.method, ask.destination);
+        Verdict::Deny(format!("{caller} may not {method} {} at {to}", ask.path).into())
     }
 }
 

@@ -48,7 +48,7 @@ use crate::{
 };
 use access::Record;
 use app::Apps;
-use authorize::{Act, Ask, Authorize};
+use authorize::{Act, Ask, Authorize, Destination};
 use caller::Caller;
 use causeway_certs::NodeName;
 use causeway_tunnel::{headers, interim::Exchange, task::Tasks};
@@ -183,7 +183,7 @@ impl Proxy {
         let ask = Ask {
             caller: &caller,
             from: connection.peer,
-            route: &route,
+            destination: Destination::Node(&route),
             act,
             method: request.method(),
             path: request.uri().path(),

@@ -19,7 +19,7 @@ use crate::{
     config::policy::{Policy as File, Rule, Then, What, Where, Who},
     control::{expel, pins::Keeper},
     proxy::{
-        authorize::{self, Act, Ask, ByPolicy},
+        authorize::{self, Act, Ask, ByPolicy, Destination},
         caller::Caller,
         direct,
         route::{self, Asked, Route},
@@ -193,7 +193,7 @@ async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
     let ask = Ask {
         caller: &Caller::for_test("alice"),
         from: Peer::Unix(0),
-        route: &route,
+        destination: Destination::Node(&route),
         act: Act::Request,
         method: &Method::GET,
         path: "/",

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, fs};
 
 use anyhow::{Context, anyhow, bail};
+use causeway_certs::Store;
 use causeway_gateway::config::{Found, NodePorts, Reloads};
 use causeway_gateway::state::{Policy, PolicyWriter};
 use causeway_gateway::{Config, Gateway, Reloader};
@@ -29,6 +30,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let rules = Rules::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
+    let kubernetes = config.kubernetes.clone();
     let cluster = Cluster::read(&config)
         .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
@@ -57,6 +59,9 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let (listing, heard) = Heard::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
+    if let Some(rules) = policy.reader().rules() {
+        policy::warn_of_labels(&rules, kubernetes.as_ref(), &store);
+    }
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let live = Live {
         sources,
@@ -65,6 +70,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         pool,
         heard,
         text: Mutex::new(rules.text),
+        store: store.clone(),
     };
     let again = Arc::new(move |noted: &mut Noted| live.again(noted));
     let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
@@ -113,6 +119,8 @@ struct Live {
     /// What edges read.
     pool: Option<Arc<Pool>>,
     heard: Heard,
+    /// The nodes that have joined.
+    store: Store,
     /// The text of the rules that are in force.
     text: Mutex<Option<String>>,
 }
@@ -155,6 +163,7 @@ impl Live {
         let rules = Rules::read(&config)?;
         let config = listing(config, self.heard.listed.borrow().as_ref())?;
         let config = config.advertising(&self.heard.found.borrow());
+        let kubernetes = config.kubernetes.clone();
         let objects = objects(directory(&config).as_deref(), self.pool.as_ref())?;
         let prepared = self.reloader.prepare(&within_files(config))?;
         if let Some(objects) = objects {
@@ -167,6 +176,9 @@ impl Live {
         let said = rules.to_string();
         if rules.policy.is_none() {
             tracing::warn!("{said}");
+        }
+        if let Some(policy) = &rules.policy {
+            policy::warn_of_labels(policy, kubernetes.as_ref(), &self.store);
         }
         *text = rules.text;
         let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));

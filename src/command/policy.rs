@@ -5,15 +5,19 @@
 
 mod table;
 
+use std::net::IpAddr;
 use std::path::Path;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use causeway_certs::{Access, NodeName, Store, StoreError};
 use causeway_gateway::{
-    config::policy::{self, Act},
+    config::{
+        self, Kubernetes,
+        policy::{self, Act},
+    },
     state::{
         Node, Policy as Rules,
-        policy::{Decision, Question},
+        policy::{Decision, Matched, Question},
     },
 };
 use causeway_tunnel::target;
@@ -35,6 +39,49 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
             return error;
         }
         settings::Refused::from(vec![format!("causeway: {}", super::explain(&error))]).into()
+    })
+}
+
+/// Log lines about labels at most.
+const MAX_LINES: usize = 20;
+
+/// Warns of rules that go by a label or a pool which no token gave, and for which a Node object's word does not count.
+pub(crate) fn warn_of_labels(rules: &Rules, kubernetes: Option<&Kubernetes>, store: &Store) {
+    let Some((kubernetes, records)) = kubernetes.zip(store.nodes().all().ok()) else {
+        return;
+    };
+    let given = |key: &str| {
+        let mut all = records.iter();
+        all.any(|record| record.labels.contains_key(key))
+    };
+    for (by, key) in
+        idle_labels(rules, |key| kubernetes.counts_label(key) || given(key)).take(MAX_LINES)
+    {
+        tracing::warn!(
+            rule = %by.rule,
+            line = by.line,
+            label = key,
+            "no node has this label for the policy: no join token gave it, and of Node objects it does not count, since a kubelet can write it (kubernetes.policy_labels)"
+        );
+    }
+    let has_pool = records.iter().any(|record| record.pool.is_some());
+    if rules.reads_pools() && !has_pool && !kubernetes.counts_label(&kubernetes.pool_label) {
+        tracing::warn!(
+            label = kubernetes.pool_label,
+            "no node has a pool for the policy: no join token gave one, and kubernetes.pool_label does not count there, since a kubelet can write it (kubernetes.policy_labels)"
+        );
+    }
+}
+
+/// The labels that rules go by and no node can have.
+fn idle_labels(
+    rules: &Rules,
+    counts: impl Fn(&str) -> bool,
+) -> impl Iterator<Item = (&Matched, &str)> {
+    rules.by_labels().flat_map(move |(by, labels)| {
+        let keys = labels.iter().map(|(key, _)| key.as_str());
+        let idle: Vec<_> = keys.filter(|key| !counts(key)).collect();
+        idle.into_iter().map(move |key| (by, key))
     })
 }
 
@@ -60,10 +107,18 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
 /// A request as it is written down.
 #[derive(Debug)]
 struct Written {
-    node: NodeName,
+    to: To,
     port: u16,
     path: String,
     act: Act,
+}
+
+/// Where it goes.
+#[derive(Debug)]
+enum To {
+    Node(NodeName),
+    /// An address at no edge, which the gateway dials itself.
+    Direct(IpAddr),
 }
 
 impl Written {
@@ -83,15 +138,20 @@ impl Written {
         };
         let (host, port) = target::split(&authority)
             .map_err(|why| anyhow!("\"{authority}\" names no port of a node: {why}"))?;
-        let node = NodeName::parse(host)
-            .with_context(|| format!("\"{host}\" is not the name of a node"))?;
+        let to = match host.parse() {
+            Ok(address) if act == Act::Connect => To::Direct(address),
+            _ => To::Node(
+                NodeName::parse(host)
+                    .with_context(|| format!("\"{host}\" is not the name of a node"))?,
+            ),
+        };
         let port = port.ok_or_else(|| {
             anyhow!(
-                "\"{url}\" names no port of {node}; write it behind the name, as in {node}:10250"
+                "\"{url}\" names no port of {host}; write it behind the name, as in {host}:10250"
             )
         })?;
         Ok(Self {
-            node,
+            to,
             port,
             path,
             act,
@@ -100,13 +160,18 @@ impl Written {
 
     /// What the rules say of this request by such a caller.
     fn decide(&self, rules: &Rules, method: &Method, caller: &Who<'_>, node: &Node) -> Decision {
+        let (name, direct) = match &self.to {
+            To::Node(name) => (Some(name), None),
+            To::Direct(address) => (None, Some(*address)),
+        };
         rules.decide(&Question {
             user: caller.user.unwrap_or_default(),
             groups: caller.groups,
             uris: caller.uris,
             known: caller.user.is_some(),
             from: caller.from,
-            node: &self.node,
+            node: name,
+            direct,
             pool: node.pool.as_deref(),
             labels: &node.labels,
             port: self.port,
@@ -123,14 +188,14 @@ struct Who<'a> {
     user: Option<&'a str>,
     groups: &'a [String],
     uris: &'a [String],
-    from: Option<std::net::IpAddr>,
+    from: Option<IpAddr>,
 }
 
 fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     let file = &ask.file.policy;
     let rules = read(file)?;
-    let written = Written::of(&ask.method, &ask.url, ask.upgrade)?;
-    let node = confirmed(ask, &written.node)?;
+    let mut written = Written::of(&ask.method, &ask.url, ask.upgrade)?;
+    let node = confirmed(ask, &mut written.to)?;
     let caller = Who {
         user: ask.user.as_deref(),
         groups: &ask.groups,
@@ -138,6 +203,20 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         from: ask.from,
     };
     let decision = written.decide(&rules, &ask.method, &caller, &node);
+    if ask.labels.is_empty()
+        && let Some(label) = hinge(&rules, &node, |node| {
+            written.decide(&rules, &ask.method, &caller, node).allow != decision.allow
+        })
+    {
+        if config::is_restricted(label) {
+            bail!(
+                "it depends on the label {label} of the Node object, and the cluster is not asked; give all labels that count by --label"
+            );
+        }
+        errln!(
+            "note: it depends on the label {label}, which no token gave; where kubernetes.policy_labels lists it, give what the Node object says by --label"
+        );
+    }
     outln!("{}", said(&decision, file))?;
     if !decision.allow {
         return Err(No("it is refused".into()).into());
@@ -145,19 +224,50 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is confirmed of the node: as given, else as its gateway knows it.
-fn confirmed(ask: &PolicyCheck, node: &NodeName) -> anyhow::Result<Node> {
+/// Returns the first label that a token has not given and by which it would be decided otherwise.
+fn hinge<'a>(
+    rules: &'a Rules,
+    node: &Node,
+    is_otherwise: impl Fn(&Node) -> bool,
+) -> Option<&'a str> {
+    // Whatever labels the node may have beside, the first rule that matches then does so by its own ones alone.
+    rules.by_labels().find_map(|(_, labels)| {
+        let lacking = |(key, _): &&(String, String)| !node.labels.contains_key(key);
+        let (key, _) = labels.iter().find(lacking)?;
+        let mut other = node.clone();
+        other.labels.extend(labels.iter().filter(lacking).cloned());
+        is_otherwise(&other).then_some(key.as_str())
+    })
+}
+
+/// What is confirmed of the node: as given, else as its gateway knows it. An address that a token confirmed is the node's.
+fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<Node> {
     let nodes = match Store::open(&ask.data.data_dir, Access::Existing) {
         // Rules are judged on other machines too.
         Err(StoreError::Missing { .. }) => Vec::new(),
         store => store?.nodes().all()?,
     };
-    let found = nodes.into_iter().find(|record| record.node == *node);
-    if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) {
-        let data = ask.data.data_dir.display();
-        errln!(
-            "note: {data} knows nothing of {node}; its pool and labels are what --pool and --label say"
-        );
+    let found = nodes.into_iter().find(|record| match &*to {
+        To::Node(node) => record.node == *node,
+        To::Direct(address) => record.addresses.contains(address),
+    });
+    if let Some(record) = &found {
+        *to = To::Node(record.node.clone());
+    }
+    let data = ask.data.data_dir.display();
+    match &*to {
+        To::Direct(address) => {
+            errln!(
+                "note: {data} knows no node of the address {address}, so it is taken for one at no edge (direct); of a node at the edge, give the name"
+            );
+            return Ok(Node::default());
+        }
+        To::Node(node) if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) => {
+            errln!(
+                "note: {data} knows nothing of {node}; its pool and labels are what --pool and --label say"
+            );
+        }
+        To::Node(_) => {}
     }
     if ask.from.is_none() {
         errln!("note: without --from the caller comes from no network, as through a unix socket");

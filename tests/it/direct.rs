@@ -9,9 +9,10 @@ use crate::world::{
 };
 use causeway_certs::NodeName;
 use causeway_gateway::{
-    config::{ErrorForm, Front, Kind, Kubernetes},
-    state::Member,
+    config::{ErrorForm, Front, Kind, Kubernetes, policy},
+    state::{Member, Policy, PolicyWriter},
 };
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -198,11 +199,63 @@ async fn sessions_that_are_dialled_from_here_count_against_their_callers_limit()
     .await;
 }
 
+fn compiled(rules: &Value) -> Policy {
+    let policy: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    Policy::compile(&policy).unwrap()
+}
+
+#[tokio::test]
+async fn the_policy_decides_about_what_is_dialled_from_here_by_its_address_and_goes_on_to() {
+    let services =
+        json!([{ "name": "services", "where": { "direct": ["127.0.0.0/16"] }, "then": "allow" }]);
+    let rules = PolicyWriter::new(Some(compiled(&json!([]))));
+    let build = World::build().policy(rules.reader());
+    let world = build.front(dialling("wide")).start().await;
+    let app = App::tcp(Script::new().echo()).await;
+    let (target, port) = (app.address().to_string(), app.port());
+    let by_name = format!("localhost:{port}");
+    let nodes = json!([{ "where": { "nodes": ["*"] }, "then": "allow" }]);
+    let elsewhere = json!([{ "where": { "direct": ["10.0.0.0/8"] }, "then": "allow" }]);
+    let ports = json!([{ "what": { "ports": [1] }, "then": "allow" }]);
+    for denying in [json!([]), nodes, elsewhere, ports] {
+        rules.replace(Some(compiled(&denying)));
+        for target in [&target, &by_name] {
+            let answer = refused(&world, "wide", target).await;
+            let says = format!("connect to 127.0.0.1:{port}, which is at no edge");
+            assert_problem(&answer, 403, "forbidden", &says);
+        }
+    }
+    assert_eq!(app.connections(), 0, "nothing was dialled");
+    rules.replace(Some(compiled(&services)));
+    let mut open = Vec::new();
+    for target in [&target, &by_name] {
+        let (wire, answer) = asked(&world, "wide", target).await;
+        assert!(answer.starts_with(HELLO), "{answer}");
+        open.push(wire);
+    }
+    // Another policy that allows it still, and then none.
+    rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
+    for wire in &mut open {
+        wire.write_all(b"x").await.unwrap();
+        wire.read_exact(&mut [0]).await.unwrap();
+    }
+    rules.replace(Some(compiled(&json!([]))));
+    for mut wire in open {
+        let ended = read_to_end(&mut wire).await;
+        assert!(ended.is_err(), "{ended:?}");
+    }
+}
+
 /// A CONNECT to an edge's address must not be dialled from the gateway's host before the cluster has named its nodes.
 #[tokio::test]
 async fn nothing_is_dialled_directly_before_the_nodes_are_known() {
     let build = World::build().front(dialling("wide"));
-    let build = build.config(|config| config.kubernetes = Some(Kubernetes::default()));
+    let build = build.config(|config| {
+        config.kubernetes = Some(Kubernetes {
+            address_networks: vec!["10.0.0.0/8".parse().unwrap()],
+            ..Kubernetes::default()
+        });
+    });
     let world = build.start().await;
     let app = App::tcp(Script::new().echo()).await;
     let address = app.address().to_string();

@@ -264,7 +264,8 @@ struct NoSecrets;
 
 impl Authorize for NoSecrets {
     fn authorize(&self, ask: &Ask<'_>) -> Verdict {
-        let (caller, node, port) = (&ask.caller.name, &ask.route.node, ask.route.target.port);
+        let (caller, port) = (&ask.caller.name, ask.destination.port());
+        let node = ask.destination.node().expect("a node");
         let sentence = format!(
             "{caller} may not {} {} of {node}:{port}",
             ask.method, ask.path

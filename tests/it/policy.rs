@@ -6,13 +6,13 @@ use crate::world::{
     caller::{assert_problem, exchange, whole},
     gateway::{anonymous, front, loopback},
 };
-use causeway_certs::{Access, Ca, Store, install_provider};
+use causeway_certs::{Access, Ca, NodeName, Store, install_provider};
 use causeway_config::Given;
 use causeway_gateway::{
     Config, Gateway,
     config::{Callers, Front, Kind, policy},
     core::Cores,
-    state::{Policy, PolicyWriter},
+    state::{Member, Policy, PolicyWriter},
 };
 use hyper::Request;
 use serde_json::{Value, json};
@@ -113,6 +113,34 @@ async fn nodes_are_told_apart_by_what_joining_confirmed_and_not_by_what_edges_sa
         "gold"
     );
     assert_eq!(world.node("edge-2").await["confirmed_labels"], json!({}));
+}
+
+/// As in README: a Node object takes no label away that a token gave.
+#[tokio::test]
+async fn labels_of_a_token_hold_on_when_the_cluster_has_a_node_of_that_name() {
+    let rules = json!([
+        { "name": "no shells on gold", "where": { "labels": { "tier": "gold" } }, "what": { "paths": ["/exec"] }, "then": "deny" },
+        { "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = App::saying("it").await;
+    let edge = world.edge("edge-1").label("tier", "gold");
+    let _gold = edge.port(9100, app.address()).join().await;
+    for labels in [json!({}), json!({ "tier": "tin" })] {
+        let member = Member {
+            edge: true,
+            labels: serde_json::from_value(labels).unwrap(),
+            ..Member::default()
+        };
+        let node = NodeName::parse("edge-1").unwrap();
+        world.nodes().cluster([(node, member)].into());
+        let answer = world.caller().get("https://edge-1:9100/exec/a").await;
+        assert_problem(&answer, 403, "forbidden", "does not let tester");
+        assert_eq!(decided(&world), "no shells on gold");
+        let answer = world.caller().get("https://edge-1:9100/metrics").await;
+        assert_eq!(answer.status, 200);
+    }
 }
 
 #[tokio::test]

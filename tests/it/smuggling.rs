@@ -90,7 +90,8 @@ struct Judge(Arc<Mutex<Vec<(String, String)>>>);
 
 impl Authorize for Judge {
     fn authorize(&self, ask: &Ask<'_>) -> Verdict {
-        let place = (ask.route.node.as_str(), ask.route.target.port);
+        let node = ask.destination.node().expect("a node");
+        let place = (node.as_str(), ask.destination.port());
         if place == ("edge-1", 9100) {
             let judged = (ask.method.to_string(), ask.path.to_owned());
             self.0.lock().unwrap().push(judged);

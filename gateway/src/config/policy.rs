@@ -69,7 +69,7 @@ pub struct Who {
     pub networks: Given<Networks>,
 }
 
-/// Which nodes a rule is about: those that every given key holds for.
+/// Which nodes a rule is about: those that every given key holds for. With `direct` it is about no node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Where {
@@ -82,6 +82,9 @@ pub struct Where {
     /// Confirmed labels; a node has all of them.
     #[serde(default, skip_serializing_if = "Given::is_absent")]
     pub labels: Given<BTreeMap<String, String>>,
+    /// Networks of addresses at no edge that a front dials itself (its key `direct`), in place of nodes.
+    #[serde(default, skip_serializing_if = "Given::is_absent")]
+    pub direct: Given<Networks>,
 }
 
 /// What a rule is about: what every given key holds for.
@@ -307,8 +310,20 @@ impl Check<'_> {
         if *nodes == Where::default() {
             self.add(
                 "where",
-                "names no node; give nodes, pools or labels, or remove the key for all",
+                "names no node; give nodes, pools, labels or direct, or remove the key for all",
             );
+        }
+        if let Some(direct) = &nodes.direct.0 {
+            if direct.0.is_empty() {
+                self.add("where.direct", EMPTY);
+            }
+            let others = Where {
+                direct: nodes.direct.clone(),
+                ..Where::default()
+            };
+            if *nodes != others {
+                self.add("where.direct", "is about addresses at no node, so nodes, pools and labels beside it match nothing; write two rules");
+            }
         }
         self.each("where.nodes", &nodes.nodes, |text| {
             let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.*".contains(c);

@@ -29,6 +29,7 @@ use http::{Method, Request, StatusCode};
 use std::{
     fmt::Write as _,
     future::{Future, poll_fn},
+    net::SocketAddr,
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -74,6 +75,8 @@ pub struct Record {
 struct Filled {
     caller: Option<Caller>,
     route: Option<Route>,
+    /// The address that is dialled from here, where there is no route.
+    direct: Option<SocketAddr>,
     tunnel: Option<TunnelId>,
     /// The request that was allowed, and the place of the stream among those that are open.
     allowed: Option<(Arc<Allowed>, Place)>,
@@ -164,6 +167,11 @@ impl Record {
         let (allowed, _) = filled.allowed.as_ref()?;
         let caller = filled.caller.clone()?;
         Some((allowed.clone(), caller, filled.route.clone()))
+    }
+
+    /// Returns the address that is dialled from here, if one is.
+    pub(super) fn direct(&self) -> Option<SocketAddr> {
+        self.filled().direct
     }
 
     /// Returns the front by which the stream came.
@@ -285,6 +293,11 @@ impl Record {
     /// Notes where to.
     pub fn route(&self, route: &Route) {
         self.filled().route = Some(route.clone());
+    }
+
+    /// Notes the address that is about to be decided about and dialled from here.
+    pub(super) fn dials(&self, address: SocketAddr) {
+        self.filled().direct = Some(address);
     }
 
     /// Notes by which rule it was decided.

@@ -13,14 +13,20 @@ use crate::{
         route::Route,
     },
     state::{
-        Nodes, PolicyReader,
+        Node, Nodes, PolicyReader,
         policy::{Decision, Matched, Question},
     },
 };
+use causeway_certs::NodeName;
 use causeway_tunnel::listener::Peer;
 use futures_util::future::BoxFuture;
 use http::Method;
-use std::{borrow::Cow, fmt::Debug, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt::{self, Debug},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
@@ -29,14 +35,50 @@ pub struct Ask<'a> {
     pub caller: &'a Caller,
     /// From where.
     pub from: Peer,
-    /// Where.
-    pub route: &'a Route,
+    /// Where to.
+    pub destination: Destination<'a>,
     /// What kind of stream.
     pub act: Act,
     /// The method (CONNECT for a TCP session).
     pub method: &'a Method,
     /// The path as it will be sent, without the query.
     pub path: &'a str,
+}
+
+/// Where a stream goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Destination<'a> {
+    /// To a node at the edge, through its tunnel.
+    Node(&'a Route),
+    /// To an address at no edge, which the gateway dials itself (`direct`).
+    Direct(SocketAddr),
+}
+
+impl Destination<'_> {
+    /// The port.
+    pub fn port(&self) -> u16 {
+        match self {
+            Self::Node(route) => route.target.port,
+            Self::Direct(address) => address.port(),
+        }
+    }
+
+    /// The node, if there is one.
+    pub fn node(&self) -> Option<&NodeName> {
+        match self {
+            Self::Node(route) => Some(&route.node),
+            Self::Direct(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Destination<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Node(route) => write!(f, "port {} of {}", route.target.port, route.node),
+            Self::Direct(address) => write!(f, "{address}, which is at no edge"),
+        }
+    }
 }
 
 /// The decision.
@@ -85,36 +127,49 @@ pub struct ByPolicy {
 
 impl Authorize for ByPolicy {
     fn authorize(&self, ask: &Ask<'_>) -> Verdict {
-        let Ask { caller, route, .. } = ask;
         if self.policy.is_open() {
             return Verdict::Allow;
         }
+        let decide =
+            |direct, node: &Node| Verdict::Policy(self.policy.decide(&question(ask, direct, node)));
+        let route = match &ask.destination {
+            Destination::Node(route) => route,
+            Destination::Direct(address) => return decide(Some(address.ip()), &Node::default()),
+        };
         // A rule that denies by a label matches no node whose labels are missing.
         if self.policy.reads_nodes()
             && let Some(reason) = self.nodes.pending()
         {
             return Verdict::Undecided(reason.to_string().into());
         }
-        Verdict::Policy(self.nodes.with(&route.node, |node| {
-            self.policy.decide(&Question {
-                user: &caller.name,
-                groups: &caller.groups,
-                uris: &caller.uris,
-                known: caller.method != caller::Method::Anonymous,
-                from: ask.from.ip(),
-                node: &route.node,
-                pool: node.pool.as_deref(),
-                labels: &node.labels,
-                port: route.target.port,
-                act: ask.act,
-                method: ask.method.as_str(),
-                path: ask.path,
-            })
-        }))
+        self.nodes.with(&route.node, |node| decide(None, node))
     }
 
     fn changes(&self) -> u64 {
         self.policy.replaced()
+    }
+}
+
+/// The question to the rules, with the address that is dialled `direct` or what is confirmed of the node.
+fn question<'a>(ask: &Ask<'a>, direct: Option<IpAddr>, node: &'a Node) -> Question<'a> {
+    let Ask { caller, .. } = ask;
+    Question {
+        user: &caller.name,
+        groups: &caller.groups,
+        uris: &caller.uris,
+        known: caller.method != caller::Method::Anonymous,
+        from: ask.from.ip(),
+        node: match ask.destination {
+            Destination::Node(route) => Some(&route.node),
+            Destination::Direct(_) => None,
+        },
+        direct,
+        pool: node.policy_pool.as_deref(),
+        labels: &node.labels,
+        port: ask.destination.port(),
+        act: ask.act,
+        method: ask.method.as_str(),
+        path: ask.path,
     }
 }
 
@@ -154,14 +209,17 @@ const LONGEST: usize = 256;
 
 /// What the caller hears; the rule is for the log.
 fn refusal(ask: &Ask<'_>) -> String {
-    let Ask { caller, route, .. } = ask;
-    let (node, port) = (&route.node, route.target.port);
+    let Ask {
+        caller,
+        destination,
+        ..
+    } = ask;
     match ask.act {
         Act::Connect => {
-            format!("the policy does not let {caller} connect to port {port} of {node}")
+            format!("the policy does not let {caller} connect to {destination}")
         }
         Act::Request | Act::Upgrade => format!(
-            "the policy does not let {caller} {} {} at port {port} of {node}",
+            "the policy does not let {caller} {} {} at {destination}",
             ask.method,
             ask.path.get(..LONGEST).unwrap_or(ask.path)
         ),
@@ -171,7 +229,6 @@ fn refusal(ask: &Ask<'_>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use causeway_certs::NodeName;
     use causeway_tunnel::Target;
 
     #[derive(Debug)]
@@ -194,7 +251,7 @@ mod tests {
         let ask = Ask {
             caller: &caller,
             from: Peer::Unix(0),
-            route: &route,
+            destination: Destination::Node(&route),
             act: Act::Request,
             method: &Method::GET,
             path: "/",

@@ -3,11 +3,15 @@
 //! kube-apiserver with an egress selector sends all that is for its cluster: pods and Services elsewhere, webhooks and
 //! aggregated APIs beside kubelets. A front dials what lies in its networks (`direct`), and nothing else; which node a
 //! name or an address belongs to is asked first, so nothing that is at an edge ever goes this way. What a name leads to
-//! is looked up and judged here, and the very address that was judged is dialled.
+//! is looked up and judged here, and the very address that was judged is dialled. Which addresses a network means `meant`
+//! says, and who may connect to one the policy.
+
+mod meant;
 
 use super::{
     Proxy,
     access::Record,
+    authorize::{Act, Ask, Destination},
     caller::Caller,
     front::Connection,
     held::Waiting,
@@ -27,12 +31,12 @@ use causeway_tunnel::{
     copy::Passed,
     socket::{self, Abort},
 };
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use hyper::upgrade::{self, OnUpgrade};
 use ipnet::IpNet;
 use std::{
     io,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
@@ -100,12 +104,26 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
     let target = direct.target;
     let addresses = look_up(direct, deadline).await?;
     let networks = &direct.proxy.front.direct;
-    let may = |address: &&SocketAddr| networks.iter().any(|net| lies_in(address.ip(), net));
-    let allowed: Vec<_> = addresses.iter().filter(may).collect();
+    let own = meant::own_addresses();
+    let nodes = &direct.proxy.shared.nodes;
+    let inside = |address: &&SocketAddr| {
+        let ip = address.ip();
+        // A kubelet on this host is reached as any other.
+        let is_own = own.contains(&ip.to_canonical()) && !nodes.is_elsewhere(ip);
+        networks.iter().any(|net| meant::lies_in(ip, net, is_own))
+    };
+    let inside: Vec<_> = addresses.iter().filter(inside).collect();
     let mut failed = None;
-    for (tried, address) in allowed.iter().enumerate() {
+    for (tried, address) in inside.iter().enumerate() {
+        match may(direct, **address).await {
+            Err(refusal) if refusal.reason == Reason::Forbidden => {
+                failed = Some(refusal);
+                continue;
+            }
+            decided => decided?,
+        }
         let left = deadline.saturating_duration_since(Instant::now());
-        let share = left / u32::try_from(allowed.len() - tried).unwrap_or(u32::MAX);
+        let share = left / u32::try_from(inside.len() - tried).unwrap_or(u32::MAX);
         match timeout_at(Instant::now() + share, TcpStream::connect(address)).await {
             Ok(Ok(tcp)) => {
                 socket::tune(&tcp);
@@ -135,20 +153,19 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
     }))
 }
 
-/// Whether a network means this address. The gateway's own host (its admin listener among others) and what is
-/// link-local, such as a cloud's metadata, are meant only by networks that hold nothing else.
-fn lies_in(address: IpAddr, network: &IpNet) -> bool {
-    let address = address.to_canonical();
-    let holds_nothing_else = is_own(network.network()) && is_own(network.broadcast());
-    network.contains(&address) && (!is_own(address) || holds_nothing_else)
-}
-
-fn is_own(address: IpAddr) -> bool {
-    let link_local = match address {
-        IpAddr::V4(address) => address.is_link_local() || address.octets()[0] == 0,
-        IpAddr::V6(address) => address.is_unicast_link_local() || address.is_unspecified(),
+/// Whether the client may connect to this address.
+async fn may(direct: &Direct<'_>, address: SocketAddr) -> Result<(), Error> {
+    // Noted first: a change of the policy from here on is held against this very address.
+    direct.record.dials(address);
+    let ask = Ask {
+        caller: direct.caller,
+        from: direct.connection.peer,
+        destination: Destination::Direct(address),
+        act: Act::Connect,
+        method: &Method::CONNECT,
+        path: "",
     };
-    address.is_loopback() || link_local
+    direct.proxy.authorize(&ask, direct.record).await
 }
 
 /// Where the target is: a node of the cluster by its own addresses, all else by what resolves it.
@@ -262,39 +279,5 @@ impl<F: AsyncWrite + Unpin> AsyncWrite for Counted<F> {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.io).poll_shutdown(cx)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_wide_network_does_not_mean_the_gateways_own_host() {
-        let all = "0.0.0.0/0,::/0,10.0.0.0/8,127.0.0.0/8,127.0.0.1,169.254.0.0/16,::1";
-        for (address, meant) in [
-            ("10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
-            ("::ffff:10.1.2.3", "0.0.0.0/0,10.0.0.0/8"),
-            ("127.0.0.1", "127.0.0.0/8,127.0.0.1"),
-            ("::ffff:127.0.0.1", "127.0.0.0/8,127.0.0.1"),
-            ("169.254.169.254", "169.254.0.0/16"),
-            ("::1", "::1"),
-            ("fe80::1", ""),
-            ("2001:db8::1", "::/0"),
-        ] {
-            let networks = all.split(',').filter(|text| {
-                let net = text
-                    .parse::<IpNet>()
-                    .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-                lies_in(address.parse().unwrap(), &net.unwrap())
-            });
-            let found: Vec<_> = networks.collect();
-            assert_eq!(found.join(","), meant, "{address}");
-        }
-        // What is at 0.0.0.0 is this host: "/0" begins there and means it all the same for nothing that is its own.
-        assert!(!lies_in(
-            "0.0.0.0".parse().unwrap(),
-            &"10.0.0.0/8".parse().unwrap()
-        ));
     }
 }

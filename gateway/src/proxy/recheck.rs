@@ -8,7 +8,7 @@
 use super::{
     Proxy, Shared,
     access::Record,
-    authorize::{Act, Ask},
+    authorize::{Act, Ask, Destination},
     caller::{self, Validity, bearer},
     front::Connection,
 };
@@ -234,14 +234,15 @@ impl Proxy {
             }
         };
         record.caller(&caller);
-        // A target that this gateway dialled itself has no route, and only the caller is decided about.
-        let Some(route) = &route else {
+        let direct = record.direct().map(Destination::Direct);
+        // Where neither is known yet, the decision about it is still to come.
+        let Some(destination) = route.as_ref().map(Destination::Node).or(direct) else {
             return undecided.map_or(Ok(()), Err);
         };
         let ask = Ask {
             caller: &caller,
             from: connection.peer,
-            route,
+            destination,
             act: allowed.act,
             method: &allowed.method,
             path: &allowed.path,

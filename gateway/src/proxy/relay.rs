@@ -9,7 +9,7 @@ use crate::{
     proxy::{
         Proxy, Way,
         access::Record,
-        authorize::{Act, Ask},
+        authorize::{Act, Ask, Destination},
         forward,
         front::{Connection, idle::Busy, io::Io},
         held::{Waiting, weighed},
@@ -156,7 +156,7 @@ async fn begin(
     let ask = Ask {
         caller: &caller,
         from: connection.peer,
-        route: &route,
+        destination: Destination::Node(&route),
         act: Act::Connect,
         method: &Method::CONNECT,
         path: "",

@@ -16,6 +16,7 @@ use crate::{
     error::{Error, Reason},
     state::policy::{ANONYMOUS, AUTHENTICATED, UNAUTHENTICATED},
 };
+use causeway_certs::NodeName;
 use futures_util::future::BoxFuture;
 use std::{borrow::Cow, collections::BTreeMap, fmt::Debug, sync::Arc};
 
@@ -80,7 +81,7 @@ impl Unanswered {
 /// # Errors
 /// [`Reason::Forbidden`], or [`Reason::Undecided`] if there is no answer.
 pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
-    let port = ask.route.target.port;
+    let port = ask.destination.port();
     // Whatever host of the node is meant: a kubelet listens on all of its addresses, those towards pods too.
     if !proxy.front.kubelets.contains(&port) {
         return Ok(());
@@ -90,12 +91,14 @@ pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
         return Err(Reason::Undecided.says(format!("{what} can be asked of nobody")));
     };
     let account = account(ask.caller);
+    // To the cluster no name means every node: an address at no edge may be a kubelet's of any other.
+    let node = ask.destination.node().map_or("", NodeName::as_str);
     let (verb, subresources) = (kubelet::verb(ask), kubelet::subresources(ask));
     for subresource in subresources {
         let access = Access {
             account: account.clone(),
             verb,
-            node: ask.route.node.to_string(),
+            node: node.to_owned(),
             subresource,
         };
         let allowed = answers.access(access, ask.from).await;
@@ -103,7 +106,8 @@ pub(super) async fn check(proxy: &Proxy, ask: &Ask<'_>) -> Result<(), Error> {
             return Ok(());
         }
     }
-    let (caller, node) = (ask.caller, &ask.route.node);
+    let node = ask.destination.node().map_or("any node", NodeName::as_str);
+    let caller = ask.caller;
     Err(Reason::Forbidden.says(format!(
         "the cluster does not let {caller} {verb} nodes/{} of {node}",
         subresources.join(" or nodes/")

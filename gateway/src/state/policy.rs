@@ -51,8 +51,10 @@ pub struct Question<'a> {
     pub known: bool,
     /// Where the caller comes from; a unix socket has no address.
     pub from: Option<IpAddr>,
-    /// The node.
-    pub node: &'a NodeName,
+    /// The node; none for what is at no edge.
+    pub node: Option<&'a NodeName>,
+    /// The address that the gateway dials itself, where there is no node.
+    pub direct: Option<IpAddr>,
     /// Its confirmed pool.
     pub pool: Option<&'a str>,
     /// Its confirmed labels.
@@ -103,6 +105,7 @@ pub struct Policy {
     who: Named<(Patterns, Patterns, Patterns)>,
     networks: Named<(Prefixes<32>, Prefixes<128>)>,
     nodes: Named<Patterns>,
+    direct: Named<(Prefixes<32>, Prefixes<128>)>,
     pools: Named<Patterns>,
     /// By the rarest of each rule's labels.
     labels: Named<Labels>,
@@ -130,7 +133,19 @@ impl Policy {
 
     /// Whether any rule depends on the pool or the labels of a node.
     pub fn reads_nodes(&self) -> bool {
-        self.pools.is_named() || self.labels.is_named()
+        self.reads_pools() || self.labels.is_named()
+    }
+
+    /// Whether any rule depends on the pool of a node.
+    pub fn reads_pools(&self) -> bool {
+        self.pools.is_named()
+    }
+
+    /// Returns the rules that depend on labels of a node, each with all that a node needs to have.
+    pub fn by_labels(&self) -> impl Iterator<Item = (&Matched, &[(String, String)])> {
+        let all = self.rules.iter();
+        let labelled = all.filter(|rule| !rule.labels.is_empty());
+        labelled.map(|rule| (&rule.matched, &*rule.labels))
     }
 
     /// Decides.
@@ -138,7 +153,12 @@ impl Policy {
         let mut left = index::Left::all(self.rules.len());
         self.narrow_who(asked, &mut left);
         self.nodes.narrow(&mut left, |nodes, into| {
-            nodes.find(asked.node.as_str(), into);
+            if let Some(node) = asked.node {
+                nodes.find(node.as_str(), into);
+            }
+        });
+        self.direct.narrow(&mut left, |direct, into| {
+            find_address(direct, asked.direct, into);
         });
         self.pools.narrow(&mut left, |pools, into| {
             if let Some(pool) = asked.pool {
@@ -197,13 +217,21 @@ impl Policy {
                 spiffe.find(uri, into);
             }
         });
-        self.networks.narrow(left, |(four, six), into| {
-            match asked.from.map(|ip| ip.to_canonical()) {
-                Some(IpAddr::V4(ip)) => four.find(ip.to_bits().into(), into),
-                Some(IpAddr::V6(ip)) => six.find(ip.to_bits(), into),
-                None => {}
-            }
+        self.networks.narrow(left, |networks, into| {
+            find_address(networks, asked.from, into);
         });
+    }
+}
+
+fn find_address(
+    (four, six): &(Prefixes<32>, Prefixes<128>),
+    address: Option<IpAddr>,
+    into: &mut index::Found,
+) {
+    match address.map(|ip| ip.to_canonical()) {
+        Some(IpAddr::V4(ip)) => four.find(ip.to_bits().into(), into),
+        Some(IpAddr::V6(ip)) => six.find(ip.to_bits(), into),
+        None => {}
     }
 }
 
@@ -236,6 +264,11 @@ impl PolicyReader {
             .load()
             .as_ref()
             .is_some_and(|rules| rules.reads_nodes())
+    }
+
+    /// Returns the rules that hold now, if there are any.
+    pub fn rules(&self) -> Option<Arc<Policy>> {
+        self.0.policy.load_full()
     }
 
     /// Whether there are no rules.

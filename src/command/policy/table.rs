@@ -23,7 +23,7 @@ use causeway_gateway::{
 use hyper::Method;
 use serde::Deserialize;
 
-use super::{No, Who, Written, read};
+use super::{No, To, Who, Written, read};
 use crate::cli::PolicyTest;
 use crate::output::outln;
 use crate::settings;
@@ -72,7 +72,7 @@ struct Expectation {
     from: Option<IpAddr>,
     /// The method, or CONNECT.
     method: String,
-    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT.
+    /// `https://edge-1:10250/exec/…`, or edge-1:22 for CONNECT; 10.96.0.10:443 for one to what a front dials itself.
     url: String,
     /// Whether it switches protocols.
     #[serde(default)]
@@ -113,8 +113,12 @@ impl Validate for Table {
                 |node: &NodeName| self.nodes.is_empty() || self.nodes.contains_key(node.as_str());
             match expectation.request() {
                 Err(error) => faults.add(path, format!("{error:#}")),
-                Ok((_, asked)) if !listed(&asked.node) => {
-                    let node = asked.node;
+                Ok((
+                    _,
+                    Written {
+                        to: To::Node(node), ..
+                    },
+                )) if !listed(&node) => {
                     faults.add(path, format!("{node} is not among nodes; add it, with {{}} if nothing is confirmed of it"));
                 }
                 Ok(_) => {}
@@ -138,7 +142,10 @@ pub(super) fn run(ask: &PolicyTest) -> anyhow::Result<()> {
     let mut missed = 0;
     for (index, expectation) in table.expect.iter().enumerate() {
         let (method, written) = expectation.request()?;
-        let known = table.nodes.get(written.node.as_str());
+        let known = match &written.to {
+            To::Node(node) => table.nodes.get(node.as_str()),
+            To::Direct(_) => None,
+        };
         let node = known.map_or_else(Node::default, |known| Node {
             pool: known.pool.clone(),
             labels: known.labels.clone(),

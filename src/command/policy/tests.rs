@@ -68,14 +68,14 @@ fn a_request_without_a_scheme_is_no_url() {
 
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
-    let written = Written::of(&ask.method, &ask.url, ask.upgrade).unwrap();
+    let mut written = Written::of(&ask.method, &ask.url, ask.upgrade).unwrap();
     let caller = Who {
         user: ask.user.as_deref(),
         groups: &ask.groups,
         uris: &ask.uris,
         from: ask.from,
     };
-    let node = confirmed(ask, &written.node).unwrap();
+    let node = confirmed(ask, &mut written.to).unwrap();
     let decision = written.decide(&rules, &ask.method, &caller, &node);
     said(&decision, Path::new("policy.yaml"))
 }
@@ -109,9 +109,90 @@ fn a_nodes_labels_are_those_that_its_gateway_confirmed() {
         root: None,
         not_after: None,
         revoked: None,
+        follows_cluster: false,
     };
     store.nodes().put(record).unwrap();
     assert_eq!(decided(&ask), "deny: no shells on gold (policy.yaml:2)");
+}
+
+#[test]
+fn what_is_at_no_edge_is_decided_about_by_its_address_and_a_nodes_address_is_the_node() {
+    let files = Files::new();
+    let text = "\
+rules:
+  - { name: services, where: { direct: [10.96.0.0/12] }, then: allow }
+  - { name: north, where: { nodes: [edge-1] }, then: allow }
+";
+    let mut ask = files.ask("edge-1");
+    ask.file.policy = files.write("direct.yaml", text);
+    ask.method = Method::CONNECT;
+    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let record = NodeRecord {
+        addresses: vec!["10.1.0.1".parse().unwrap()],
+        ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
+    };
+    store.nodes().put(record).unwrap();
+    for (target, said) in [
+        ("10.96.0.10:443", "allow: services (policy.yaml:2)"),
+        ("10.1.0.2:443", "deny: no rule of policy.yaml matches"),
+        ("10.1.0.1:443", "allow: north (policy.yaml:3)"),
+        ("edge-1:443", "allow: north (policy.yaml:3)"),
+    ] {
+        ask.url = target.to_owned();
+        assert_eq!(decided(&ask), said, "{target}");
+    }
+}
+
+#[test]
+fn a_label_that_only_the_cluster_knows_is_not_guessed() {
+    let files = Files::new();
+    let key = "node-restriction.kubernetes.io/tier";
+    let mut ask = files.ask("edge-1");
+    ask.file.policy = files.write(
+        "restricted.yaml",
+        &RULES.replace("tier:", &format!("{key}:")),
+    );
+    let error = check(&ask).unwrap_err().to_string();
+    assert!(error.contains(key) && error.contains("--label"), "{error}");
+    // It makes no difference to this one.
+    ask.url = "https://edge-1:10250/metrics".to_owned();
+    assert!(check(&ask).is_ok());
+    ask.url = files.ask("edge-1").url;
+    for (value, may) in [("tin", true), ("gold", false)] {
+        ask.labels = vec![(key.to_owned(), value.to_owned())];
+        assert_eq!(check(&ask).is_ok(), may, "{value}");
+    }
+    // A token has said what it is.
+    ask.labels.clear();
+    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let record = NodeRecord {
+        labels: [(key.to_owned(), "tin".to_owned())].into(),
+        ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
+    };
+    store.nodes().put(record).unwrap();
+    assert!(check(&ask).is_ok());
+}
+
+#[test]
+fn a_label_that_no_node_can_have_is_named_with_the_rules_that_go_by_it() {
+    let files = Files::new();
+    let text = RULES.replace(
+        "tier: gold",
+        "tier: gold, site: a, node-restriction.kubernetes.io/x: y",
+    );
+    let rules = read(&files.write("labels.yaml", &text)).unwrap();
+    let kubernetes = Kubernetes {
+        policy_labels: vec!["site".to_owned()],
+        ..Kubernetes::default()
+    };
+    let idle = |given: &str| {
+        let counts = |key: &str| kubernetes.counts_label(key) || key == given;
+        let all = idle_labels(&rules, counts);
+        all.map(|(by, key)| format!("{} {key}", by.rule))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(idle(""), ["no shells on gold tier"]);
+    assert_eq!(idle("tier"), [""; 0]);
 }
 
 #[test]
@@ -134,7 +215,7 @@ fn a_table_counts_what_is_met_and_names_what_is_not() {
     let request = "groups: [ops], method: POST, url: 'https://edge-1:10250/exec/a', upgrade: true";
     let test = |nodes: &str, then: &str| {
         let text = format!(
-            "policy: policy.yaml\nnodes: {nodes}\nexpect:\n  - {{ as: ann, {request}, {then} }}\n  - {{ method: CONNECT, url: 'edge-1:22', then: deny }}\n"
+            "policy: policy.yaml\nnodes: {nodes}\nexpect:\n  - {{ as: ann, {request}, {then} }}\n  - {{ method: CONNECT, url: 'edge-1:22', then: deny }}\n  - {{ method: CONNECT, url: '10.96.0.1:443', then: deny }}\n"
         );
         let table = files.write("table.yaml", &text);
         table::run(&PolicyTest {
@@ -146,11 +227,11 @@ fn a_table_counts_what_is_met_and_names_what_is_not() {
     assert_eq!(test("{}", "then: allow, rule: 'rules[1]'"), Ok(()));
     let gold = "{ edge-1: { labels: { tier: gold } } }";
     assert_eq!(test(gold, "then: deny, rule: no shells on gold"), Ok(()));
-    assert!(test(gold, "then: allow").unwrap_err().starts_with("1 of 2"));
+    assert!(test(gold, "then: allow").unwrap_err().starts_with("1 of 3"));
     assert!(
         test("{}", "then: allow, rule: other")
             .unwrap_err()
-            .starts_with("1 of 2")
+            .starts_with("1 of 3")
     );
     let odd = test("{ Edge_1: {} }", "then: allow").unwrap_err();
     assert!(odd.contains("table.yaml:2:"), "{odd}");

@@ -22,6 +22,8 @@ fn a_rule_that_says_something_is_sound() {
     });
     assert_eq!(faults(rule.clone()), [""; 0]);
     assert_eq!(faults(json!({})), [""; 0]);
+    let direct = json!({ "where": { "direct": ["10.96.0.0/12", "fd00::1"] } });
+    assert_eq!(faults(direct), [""; 0]);
     for rule in [rule, json!({ "then": "allow" })] {
         let read: Rule = from_value(rule).unwrap();
         let written = serde_json::to_value(&read).unwrap();
@@ -44,6 +46,10 @@ fn what_is_there_and_empty_is_a_fault_and_never_any() {
             json!({ "where": { "labels": {} } }),
             "rules[0].where.labels",
         ),
+        (
+            json!({ "where": { "direct": [] } }),
+            "rules[0].where.direct",
+        ),
         (json!({ "what": {} }), "rules[0].what"),
         (
             json!({ "what": { "streams": [] } }),
@@ -65,6 +71,10 @@ fn what_could_never_match_is_a_fault() {
         (
             json!({ "where": { "labels": { "tier": "" } } }),
             "rules[0].where.labels",
+        ),
+        (
+            json!({ "where": { "direct": ["10.0.0.0/8"], "nodes": ["*"] } }),
+            "rules[0].where.direct",
         ),
         (json!({ "who": { "users": [""] } }), "rules[0].who.users[0]"),
         (

@@ -58,7 +58,7 @@ fn of(path: &str) -> &'static [&'static str] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::{caller::Caller, route::Route};
+    use crate::proxy::{authorize::Destination, caller::Caller, route::Route};
     use causeway_certs::NodeName;
     use causeway_tunnel::{Target, listener::Peer};
 
@@ -70,7 +70,7 @@ mod tests {
         let ask = Ask {
             caller: &Caller::for_test("ann"),
             from: Peer::Unix(0),
-            route: &route,
+            destination: Destination::Node(&route),
             act,
             method: &method.parse().unwrap(),
             path,

@@ -109,7 +109,8 @@ impl Policy {
                 .map(|(index, rule)| compiled(rule, index))
                 .collect(),
             who: identities(rules),
-            networks: networks(rules),
+            networks: networks(rules, |rule| who(rule)?.networks.0.as_ref()),
+            direct: networks(rules, |rule| nodes(rule)?.direct.0.as_ref()),
             nodes: table(rules, |rule| nodes(rule)?.nodes.0.clone()),
             pools: table(rules, |rule| nodes(rule)?.pools.0.clone()),
             labels: labels(rules),
@@ -202,28 +203,24 @@ fn identities(
     }
 }
 
-fn networks(rules: &[policy::Rule]) -> Named<(index::Prefixes<32>, index::Prefixes<128>)> {
+fn networks(
+    rules: &[policy::Rule],
+    of: impl Fn(&policy::Rule) -> Option<&policy::Networks>,
+) -> Named<(index::Prefixes<32>, index::Prefixes<128>)> {
     let total = rules.len();
-    let nets = |rule| {
-        Some(
-            who(rule)?
-                .networks
-                .0
-                .as_ref()?
-                .0
-                .iter()
-                .map(index::network)
-                .collect(),
-        )
-    };
+    let nets = |rule| Some(of(rule)?.0.iter().map(index::network).collect());
     let (keys, any) = named::<(bool, (u32, u128))>(rules.iter().map(nets));
-    let of = |four: bool| {
+    let family = |four: bool| {
         let family = keys.iter().filter(|((is_four, _), _)| *is_four == four);
         family.map(|((_, key), rule)| (*key, *rule)).collect()
     };
     Named {
-        index: (any.len() < total)
-            .then(|| (Index::of(of(true), total), Index::of(of(false), total))),
+        index: (any.len() < total).then(|| {
+            (
+                Index::of(family(true), total),
+                Index::of(family(false), total),
+            )
+        }),
         any: Rules::of(any, total),
     }
 }

@@ -47,6 +47,7 @@ struct Asked {
     known: bool,
     from: Option<IpAddr>,
     node: NodeName,
+    direct: Option<IpAddr>,
     pool: Option<&'static str>,
     labels: BTreeMap<String, String>,
     port: u16,
@@ -64,6 +65,7 @@ impl Asked {
             known: true,
             from: Some("10.1.2.3".parse().unwrap()),
             node: NodeName::parse("edge-1").unwrap(),
+            direct: None,
             pool: Some("north"),
             labels: [("tier", "gold"), ("site", "a")]
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
@@ -82,8 +84,9 @@ impl Asked {
             uris: &self.uris,
             known: self.known,
             from: self.from,
-            node: &self.node,
-            pool: self.pool,
+            node: self.direct.is_none().then_some(&self.node),
+            direct: self.direct,
+            pool: self.pool.filter(|_| self.direct.is_none()),
             labels: &self.labels,
             port: self.port,
             act: self.act,
@@ -232,6 +235,7 @@ fn a_node_is_named_by_all_that_is_given() {
             nodes: texts([nodes]),
             pools: texts([pools]),
             labels,
+            ..Where::default()
         })
     };
     let all = [("tier", "gold"), ("site", "a")];
@@ -417,6 +421,7 @@ fn some_rule(random: &mut StdRng) -> Rule {
             nodes: words(random, &["edge-1", "*-2", "e*e-1", "*"]),
             pools: words(random, &["north", "s*"]),
             labels: Given(labels),
+            ..Where::default()
         }),
         what: said(What {
             ports: pick(random, &ports),
@@ -495,6 +500,58 @@ fn matches(rule: &Rule, asked: &Asked) -> bool {
                 let below = path.trim_end_matches('/').to_owned() + "/";
                 !session && (asked.path == *path || asked.path.starts_with(&below))
             }))
+}
+
+#[test]
+fn what_is_at_no_node_is_named_by_its_address_and_by_no_key_of_nodes() {
+    let place = |place: Where, then| Rule {
+        r#where: place.into(),
+        ..rule(then)
+    };
+    let direct = |nets: &[&str]| Where {
+        direct: Networks(nets.iter().map(|net| net.parse().unwrap()).collect()).into(),
+        ..Where::default()
+    };
+    let nodes = |name: &str| Where {
+        nodes: texts([name]),
+        ..Where::default()
+    };
+    let pools = Where {
+        pools: texts(["*"]),
+        ..Where::default()
+    };
+    let labels = Where {
+        labels: Given::from(BTreeMap::from([("tier".to_owned(), "gold".to_owned())])),
+        ..Where::default()
+    };
+    let services = || place(direct(&["10.96.0.0/12", "2001:db8::/32"]), Then::Allow);
+    let denied = || place(direct(&["10.96.0.1/32"]), Then::Deny);
+    for (rules, address, allowed) in [
+        (vec![], "10.96.0.10", false),
+        (vec![rule(Then::Allow)], "10.96.0.10", true),
+        (vec![services()], "10.96.0.10", true),
+        (vec![services()], "::ffff:10.96.0.10", true),
+        (vec![services()], "2001:db8::7", true),
+        (vec![services()], "10.0.0.1", false),
+        (vec![denied(), services()], "10.96.0.1", false),
+        (vec![denied(), services()], "10.96.0.2", true),
+        (vec![place(nodes("*"), Then::Allow)], "10.96.0.10", false),
+        (vec![place(pools, Then::Allow)], "10.96.0.10", false),
+        (vec![place(labels, Then::Allow)], "10.96.0.10", false),
+    ] {
+        let policy = compiled(rules.clone());
+        let asked = asked(|asked| {
+            asked.direct = Some(address.parse().unwrap());
+            asked.act = Act::Connect;
+            asked.method = "CONNECT";
+            asked.labels.clear();
+        });
+        assert_eq!(asked.of(&policy), allowed, "{address} by {rules:?}");
+    }
+    assert!(
+        !Asked::new().of(&compiled([services()])),
+        "a node has no such address"
+    );
 }
 
 #[test]
