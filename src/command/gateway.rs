@@ -22,15 +22,13 @@ use crate::signal::Signals;
 /// Binds everything, serves until SIGTERM or SIGINT, then drains. Reads `sources` anew whenever there is a reason.
 pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> {
     let config = config.completed();
-    let mut noted = Noted::default();
+    let (mut noted, mut signals) = (Noted::default(), Signals::listen()?);
     noted.files(files(&config, &sources));
-    let mut signals = Signals::listen()?;
     let stop = signals.stop.clone();
     let (notify, drain) = (Notify::from_environment(), config.timeouts.drain);
     let rules = Rules::read(&config)?;
     tracing::info!("{rules}");
     let policy = PolicyWriter::new(rules.policy);
-    let kubernetes = config.kubernetes.clone();
     let cluster = Cluster::read(&config)
         .await
         .inspect_err(|error| notify.status(&error.to_string()))?;
@@ -45,7 +43,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
         asked,
         files: noted,
     };
-    let dir = directory(&config);
+    let (dir, kubernetes) = (directory(&config), config.kubernetes.clone());
     let gateway = Gateway::new(within_files(config))
         .policy(policy.reader())
         .reloads(reloads.clone());
@@ -59,9 +57,8 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let (listing, heard) = Heard::by(reloads);
     let cluster = cluster.follow(&bound, listing, stop.clone());
     let store = bound.store().clone();
-    if let Some(rules) = policy.reader().rules() {
-        policy::warn_of_labels(&rules, kubernetes.as_ref(), &store);
-    }
+    let rules_now = policy.reader().rules();
+    policy::warn_of_labels(rules_now.as_deref(), kubernetes.as_ref(), &store);
     store.write_runtime(admin::NAME, &bound.addresses().admin.to_string())?;
     let live = Live {
         sources,
@@ -74,8 +71,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     };
     let again = Arc::new(move |noted: &mut Noted| live.again(noted));
     let (pulse, grace) = (bound.pulse(), (stop.clone(), drain));
-    let running = bound.run(stop);
-    let live = notify.gateway(pulse, grace, running);
+    let live = notify.gateway(pulse, grace, bound.run(stop));
     let live = Box::pin(reload::beside(live, reasons, again));
     let live = Box::pin(cluster::beside(live, cluster));
     let ended = signals.run(live).await;
@@ -177,9 +173,7 @@ impl Live {
         if rules.policy.is_none() {
             tracing::warn!("{said}");
         }
-        if let Some(policy) = &rules.policy {
-            policy::warn_of_labels(policy, kubernetes.as_ref(), &self.store);
-        }
+        policy::warn_of_labels(rules.policy.as_ref(), kubernetes.as_ref(), &self.store);
         *text = rules.text;
         let changed = prepared.apply_with(Some(|| self.policy.replace(rules.policy)));
         Ok(format!("{said}; {changed}"))

@@ -46,8 +46,15 @@ pub(crate) fn run(policy: Policy) -> anyhow::Result<()> {
 const MAX_LINES: usize = 20;
 
 /// Warns of rules that go by a label or a pool which no token gave, and for which a Node object's word does not count.
-pub(crate) fn warn_of_labels(rules: &Rules, kubernetes: Option<&Kubernetes>, store: &Store) {
-    let Some((kubernetes, records)) = kubernetes.zip(store.nodes().all().ok()) else {
+pub(crate) fn warn_of_labels(
+    rules: Option<&Rules>,
+    kubernetes: Option<&Kubernetes>,
+    store: &Store,
+) {
+    let Some((rules, kubernetes)) = rules.zip(kubernetes) else {
+        return;
+    };
+    let Ok(records) = store.nodes().all() else {
         return;
     };
     let given = |key: &str| {

@@ -431,13 +431,17 @@ async fn asked_once(change: impl FnOnce(&mut Config)) -> (World, Edge, App) {
     let authority = Authority::new();
     let tls = authority.serve(&authority.app(&["edge-1"]), false);
     let app = App::https(tls, by_path).await;
-    let build = World::build();
-    let ours = asked(build.folder(), &authority, None);
-    let build = build.config(|config| {
-        config.apps.insert(KUBELET, ours);
-        change(config);
-    });
-    let world = Box::pin(build.start()).await;
+    // In a block of its own: what is moved would count as a part of this future.
+    let starting = {
+        let build = World::build();
+        let ours = asked(build.folder(), &authority, None);
+        let build = build.config(|config| {
+            config.apps.insert(KUBELET, ours);
+            change(config);
+        });
+        Box::pin(build.start())
+    };
+    let world = starting.await;
     let edge = edge(&world, "edge-1", &app).await;
     let answer = world.caller().get("https://edge-1:10250/").await;
     assert_eq!(answer.text(), "well");
