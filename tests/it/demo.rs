@@ -56,7 +56,13 @@ async fn a_demo_reads_on_at_its_edges_while_its_gateway_is_stopped_and_has_it_ba
     let after = slices(&shell(&read, &elsewhere).await.text());
     assert_eq!(before, after);
 
+    // Meanwhile somebody else has its port.
+    let taken = TcpListener::bind(demo.listens()).unwrap();
     shell(&switch, &elsewhere).await;
+    demo.process
+        .said("the gateway cannot start again yet: front \"https\"")
+        .await;
+    drop(taken);
     demo.process.said("the gateway runs again").await;
     // Each comes back by itself.
     for node in ["edge-1", "edge-2"] {
@@ -221,6 +227,17 @@ impl Demo {
         let mut lines = self.said.lines();
         let line = lines.find(|line| line.starts_with(start)).unwrap();
         line.replacen("curl ", "curl -q ", 1)
+    }
+
+    /// The address for callers, as commands name it: `--resolve edge-1:9100:127.0.0.2`, or `--connect-to` with a port.
+    fn listens(&self) -> String {
+        let (_, to) = self.said.split_once(" edge-1:9100:").unwrap();
+        let to = to.split_whitespace().next().unwrap();
+        if to.contains(':') {
+            to.to_owned()
+        } else {
+            format!("{to}:9100")
+        }
     }
 
     fn data(&self) -> String {

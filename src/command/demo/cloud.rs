@@ -2,7 +2,7 @@
 //!
 //! It comes back where it was: edges dial the address that they know, and printed commands go on working.
 
-use super::{DRAIN, PORT};
+use super::{DRAIN, PATIENCE, PORT};
 use crate::command::{admin, manifests};
 use crate::output::outln;
 use anyhow::Context;
@@ -20,7 +20,10 @@ use std::{
     pin::pin,
     time::Duration,
 };
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    time::{Instant, sleep},
+};
 use tokio_util::sync::CancellationToken;
 
 /// The path of all `EndpointSlices`.
@@ -101,7 +104,11 @@ impl Cloud {
             let _ = outln!("\nthe gateway has stopped; SIGUSR1 starts it again");
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                _ = switch.recv() => bound = begin(&config)?,
+                _ = switch.recv() => {}
+            }
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                begun = begin_again(&config) => bound = begun?,
             }
             let _ = outln!("the gateway runs again");
         }
@@ -126,6 +133,23 @@ fn free(port: u16) -> SocketAddr {
         .map(|last| SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port)))
         .find(|address| std::net::TcpListener::bind(address).is_ok())
         .unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+}
+
+/// As [`begin`], within [`PATIENCE`]: while nobody listened, another process may have taken a port for a connection of its own.
+async fn begin_again(config: &Config) -> anyhow::Result<Bound> {
+    let end = Instant::now() + PATIENCE;
+    let mut has_said = false;
+    loop {
+        match begin(config) {
+            Err(error) if Instant::now() < end => {
+                if !std::mem::replace(&mut has_said, true) {
+                    let _ = outln!("the gateway cannot start again yet: {error:#}");
+                }
+                sleep(LOOK).await;
+            }
+            begun => return begun,
+        }
+    }
 }
 
 /// Binds a gateway that has its objects.
