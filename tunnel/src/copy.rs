@@ -90,9 +90,26 @@ where
     let waits = hold && !up.done && passed.up.load(Relaxed) == 0;
     if !waits
         && !down.done
+        && down.broken.is_none()
         && let Poll::Ready(Err(outcome)) = down.poll(cx, socket, &passed.down)
     {
-        return Poll::Ready(outcome);
+        match outcome {
+            Outcome::Near(error) if is_of_peer(&error) => down.broken = Some(error),
+            outcome => return Poll::Ready(outcome),
+        }
+    }
+    // What the peer has said before it broke its connection is still to be read.
+    if let Some(error) = down.broken.take() {
+        let read = if up.done {
+            Poll::Ready(Ok(()))
+        } else {
+            up.poll(cx, socket, &passed.up)
+        };
+        match read {
+            Poll::Pending => down.broken = Some(error),
+            Poll::Ready(Err(outcome @ Outcome::Far(_))) => return Poll::Ready(outcome),
+            Poll::Ready(_) => return Poll::Ready(Outcome::Near(error)),
+        }
     }
     if up.done && down.done {
         return Poll::Ready(Outcome::Clean);
@@ -184,6 +201,16 @@ struct Down {
     unflushed: bool,
     ended: bool,
     done: bool,
+    /// The socket takes nothing any more.
+    broken: Option<io::Error>,
+}
+
+/// Whether a write failed because the peer has reset the connection.
+fn is_of_peer(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+    )
 }
 
 impl Down {
@@ -194,6 +221,7 @@ impl Down {
             unflushed: false,
             ended: false,
             done: false,
+            broken: None,
         }
     }
 
