@@ -244,6 +244,8 @@ pub struct Limits {
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. Each holds up to 4 MiB of an app's answer there. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
     #[serde(with = "HumanSize")]
     pub tcp_memory: usize,
+    /// Fields in the head of an app's answer over HTTP/1.1; an answer with more is 502.
+    pub headers: usize,
 }
 
 impl Default for Limits {
@@ -255,6 +257,8 @@ impl Default for Limits {
             stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
+            // hyper's own default.
+            headers: 100,
         }
     }
 }

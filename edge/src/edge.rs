@@ -180,7 +180,7 @@ impl Edge {
         } = self;
         let way = Way::new(
             policy.clone(),
-            config.timeouts.clone(),
+            (config.timeouts.clone(), config.limits.headers),
             metrics.clone(),
             tasks.clone(),
         );

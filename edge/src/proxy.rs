@@ -40,6 +40,7 @@ use causeway_tunnel::{
     copy::Outcome,
     error::Refused,
     eviction::Eviction,
+    request_target::{RestBuffer, TargetRest},
     server::{Asked, Kind},
     task::Tasks,
 };
@@ -55,6 +56,8 @@ pub(crate) struct Way {
     policy: Policy,
     kept: Kept,
     timeouts: Timeouts,
+    /// Fields of an answer at most.
+    most_fields: usize,
     metrics: Arc<Metrics>,
     exhaustion: target::ExhaustionLog,
     /// Owns what drives HTTP/2 connections to apps.
@@ -93,7 +96,7 @@ impl From<Refused> for Failed {
 impl Way {
     pub(crate) fn new(
         policy: Policy,
-        timeouts: Timeouts,
+        (timeouts, most_fields): (Timeouts, usize),
         metrics: Arc<Metrics>,
         tasks: Arc<Tasks>,
     ) -> Self {
@@ -101,6 +104,7 @@ impl Way {
             policy,
             kept: Kept::new(timeouts.app_idle),
             timeouts,
+            most_fields,
             metrics,
             exhaustion: target::ExhaustionLog::default(),
             tasks,
@@ -125,13 +129,15 @@ impl Way {
             kind,
             target,
             head,
+            target_rest,
             body,
             mut reply,
         } = asked;
         let interim = Interim::default();
         let answer = {
             let app = self.policy.decide(&target, &kind);
-            let mut asking = pin!(self.ask(app, kind, (head, body), &interim));
+            let content = (body, target_rest);
+            let mut asking = pin!(self.ask(app, kind, (head, content), &interim));
             loop {
                 tokio::select! {
                     biased;
@@ -172,9 +178,13 @@ impl Way {
         &self,
         app: Result<Arc<App>, Refused>,
         kind: Kind,
-        (head, body): (Request<()>, Receive),
+        (mut head, (mut body, rest)): (Request<()>, (Receive, usize)),
         interim: &Interim,
     ) -> Result<Answer, Failed> {
+        if rest > 0 {
+            let rest = Box::pin(read_rest(&mut body, rest)).await?;
+            head.extensions_mut().insert(rest);
+        }
         let app = app?;
         match kind {
             Kind::Request => forward::ask(self, &app, (head, body), interim).await,
@@ -228,6 +238,27 @@ fn relayed(outcome: &Outcome) -> Ending {
         Outcome::Far(StreamError::Evicted) => Ending::Evicted,
         Outcome::Far(_) => Ending::CallerGone,
     }
+}
+
+/// Reads the rest of a request's target, which is the beginning of the stream.
+async fn read_rest(body: &mut Receive, length: usize) -> Result<TargetRest, Failed> {
+    let mut rest = RestBuffer::default();
+    while rest.len() < length {
+        let Some(chunk) = body.data().await else {
+            return Err(Failed::Caller);
+        };
+        let chunk = chunk.map_err(|_| Failed::Caller)?;
+        if rest.len() + chunk.len() > length {
+            let detail = "the rest of the request's target does not end with a frame";
+            return Err(Refusal::Malformed.because(detail).into());
+        }
+        if !rest.append(&chunk) {
+            let detail =
+                "the requests with long targets need more memory than the edge has for them";
+            return Err(Refusal::Busy.because(detail).into());
+        }
+    }
+    Ok(rest.finish())
 }
 
 /// The app answered, but not as it should.

@@ -266,10 +266,16 @@ pub struct Limits {
     /// Bytes of TCP buffers in this machine's kernel, of all processes (`mem` in `/proc/net/sockstat`), beyond which streams that stand still are reset, the longest first. 0 is half of where the kernel says that memory is short (`net.ipv4.tcp_mem`).
     #[serde(with = "HumanSize")]
     pub tcp_memory: usize,
-    /// Bytes of a request's head.
+    /// Bytes of a request's target: path and query. What is longer gets 414.
+    #[serde(with = "HumanSize")]
+    pub uri_bytes: usize,
+    /// The same at listeners with `errors: kubernetes`, for `kubectl exec` with long arguments. 65,534 bytes is what a path, and a target over HTTP/2, can have at most; a query over HTTP/1.1 may be as long as this.
+    #[serde(with = "HumanSize")]
+    pub kubernetes_uri_bytes: usize,
+    /// Bytes of the fields of a request's head.
     #[serde(with = "HumanSize")]
     pub header_bytes: usize,
-    /// Fields in a request's head.
+    /// Fields in a request's head, and in the head of an answer at ports of `apps` over HTTP/1.1.
     pub headers: usize,
 }
 
@@ -289,6 +295,10 @@ impl Default for Limits {
             stalled: 256 << 20,
             // The kernel knows how much memory the machine has.
             tcp_memory: 0,
+            // What `http::Uri` holds, and more than any browser sends.
+            uri_bytes: 64 << 10,
+            // As much as kube-apiserver itself takes of a head (http.DefaultMaxHeaderBytes).
+            kubernetes_uri_bytes: 1 << 20,
             // Twice the largest head that kube-apiserver sends with client groups inside.
             header_bytes: 64 << 10,
             // hyper's own default.

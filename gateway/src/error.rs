@@ -49,10 +49,14 @@ pub enum Reason {
     LimitReached,
     /// The gateway or the edge drains.
     Draining,
+    /// The request's target is too long.
+    UriTooLong,
     /// The request's head is too large.
     HeaderTooLarge,
     /// The request is malformed.
     Malformed,
+    /// The request line names a version of HTTP other than 1.
+    VersionNotSupported,
     /// The method is not served here.
     MethodNotAllowed,
     /// The client went away before it had an answer.
@@ -61,7 +65,7 @@ pub enum Reason {
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -80,8 +84,10 @@ impl Reason {
         Self::Undecided,
         Self::LimitReached,
         Self::Draining,
+        Self::UriTooLong,
         Self::HeaderTooLarge,
         Self::Malformed,
+        Self::VersionNotSupported,
         Self::MethodNotAllowed,
         Self::ClientClosed,
     ];
@@ -105,6 +111,8 @@ impl Reason {
             | Self::TargetChanged
             | Self::TunnelLost => StatusCode::BAD_GATEWAY,
             Self::TargetTimeout | Self::ResolveTimeout => StatusCode::GATEWAY_TIMEOUT,
+            Self::UriTooLong => StatusCode::URI_TOO_LONG,
+            Self::VersionNotSupported => StatusCode::HTTP_VERSION_NOT_SUPPORTED,
             Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
@@ -173,6 +181,8 @@ impl Reason {
             Self::Undecided => "undecided",
             Self::LimitReached => "limit_reached",
             Self::Draining => "draining",
+            Self::UriTooLong => "uri_too_long",
+            Self::VersionNotSupported => "version_not_supported",
             Self::HeaderTooLarge => "header_too_large",
             Self::Malformed => "malformed",
             Self::MethodNotAllowed => "method_not_allowed",
@@ -198,8 +208,10 @@ impl Reason {
             Self::LimitReached => "connection_limit_reached",
             Self::Unauthenticated
             | Self::Misdirected
+            | Self::UriTooLong
             | Self::HeaderTooLarge
             | Self::Malformed
+            | Self::VersionNotSupported
             | Self::MethodNotAllowed
             | Self::ClientClosed => "http_request_error",
         }
@@ -223,8 +235,10 @@ impl Reason {
             | Self::TargetChanged
             | Self::TunnelLost
             | Self::TargetTimeout
+            | Self::UriTooLong
             | Self::HeaderTooLarge
             | Self::Malformed
+            | Self::VersionNotSupported
             | Self::MethodNotAllowed
             | Self::ClientClosed => None,
         }
@@ -251,6 +265,8 @@ impl Reason {
             Self::Undecided => "Nobody to decide",
             Self::LimitReached => "Limit reached",
             Self::Draining => "Draining",
+            Self::UriTooLong => "Request target too long",
+            Self::VersionNotSupported => "HTTP version not supported",
             Self::HeaderTooLarge => "Request head too large",
             Self::Malformed => "Malformed request",
             Self::MethodNotAllowed => "Method not allowed",

@@ -382,7 +382,9 @@ impl Bound {
             grace,
         );
         let retire = self.reloader.parts().fronts.retire();
-        let (left, (), ()) = tokio::join!(self.tasks.drain(grace), edges, retire);
+        // Before streams are cut, so that their records say why.
+        let streams = self.tasks.drain_and(grace, || self.shared.registry.end());
+        let (left, (), ()) = tokio::join!(streams, edges, retire);
         closing.cancel();
         let stuck = control.drain(FAREWELL).await;
         tracing::info!(cut = left, stuck, "gateway stopped");

@@ -40,7 +40,7 @@ pub mod access;
 mod trace;
 
 use crate::{
-    config::Timeouts,
+    config::{ErrorForm, Timeouts},
     core::CoreId,
     error::{Error, Reason},
     metrics::Metrics,
@@ -94,7 +94,11 @@ pub struct Shared {
     pub timeouts: Timeouts,
     /// Which streams leave a line in the access log.
     pub access_log: crate::config::AccessLog,
-    /// Largest request head, in bytes.
+    /// Longest target of a request, in bytes.
+    pub uri_bytes: usize,
+    /// The same at listeners whose errors are for kubectl.
+    pub kubernetes_uri_bytes: usize,
+    /// Largest fields of a request, in bytes.
     pub header_bytes: usize,
     /// Most fields in a request head.
     pub max_headers: usize,
@@ -125,13 +129,17 @@ impl Proxy {
         let protocol = Protocol::of(&request);
         let is_awaited = !request.body().is_end_stream()
             && headers::lists(request.headers(), &EXPECT, "100-continue");
-        let request = request.map(|body| RequestBody::new(body, is_awaited, &self.tasks));
+        let is_http1 = request.version() != Version::HTTP_2;
+        let condition = is_http1.then_some(&connection.condition);
+        let request =
+            request.map(|body| RequestBody::new(body, is_awaited, &self.tasks, condition));
         // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
         let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let served = pin!(self.serve(connection, request, exchange, &record));
         match record.unless_ended(served).await.flatten() {
             Ok(response) => response,
             Err(error) => {
+                let error = self.ended_by_drain(&record, error);
                 let reply = reply::of(&self.front, &record, (protocol, &error));
                 if bodiless {
                     return reply.map(|_| Outgoing::empty());
@@ -139,6 +147,36 @@ impl Proxy {
                 reply
             }
         }
+    }
+
+    /// Returns the error of a request that failed, which is of the drain if this gateway itself has closed the tunnel.
+    fn ended_by_drain(&self, record: &Record, error: Error) -> Error {
+        if error.reason == Reason::TunnelLost && self.shared.registry.is_over() {
+            record.failed(&error);
+            return record.failure().unwrap_or(error);
+        }
+        error
+    }
+
+    /// Returns how many bytes of a request's target this listener takes.
+    pub(crate) fn most_target(&self) -> usize {
+        match self.front.errors {
+            ErrorForm::Problem => self.shared.uri_bytes,
+            ErrorForm::Kubernetes => self.shared.kubernetes_uri_bytes,
+        }
+    }
+
+    fn bounds(&self) -> request::Bounds {
+        request::Bounds {
+            target: self.most_target(),
+            header_bytes: self.shared.header_bytes,
+            headers: self.shared.max_headers,
+        }
+    }
+
+    /// Returns the form of the listener's errors, and the longest target that it takes.
+    pub(crate) fn form(&self) -> (ErrorForm, usize) {
+        (self.front.errors, self.most_target())
     }
 
     async fn serve(
@@ -152,7 +190,7 @@ impl Proxy {
             let why = "this front has another configuration by now; connect anew";
             return Err(Reason::Draining.says(why));
         }
-        request::check(&request, self.shared.header_bytes, self.shared.max_headers)?;
+        request::check(&request, self.bounds())?;
         let kind = request::kind(&request, self.front.kind)?;
         let asked = self.front.asked(connection, request::authority(&request)?);
         if matches!(kind, Kind::Connect)

@@ -26,6 +26,7 @@ use std::{
     net::{SocketAddr, TcpStream},
     time::Duration,
 };
+use tokio::io::AsyncWriteExt;
 
 const SOON: Duration = Duration::from_millis(200);
 
@@ -559,6 +560,31 @@ async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
     .await;
     assert!(app.requests() > 0);
     world.stop_gateway().await;
+}
+
+#[tokio::test]
+async fn a_request_that_the_end_of_a_drain_cuts_is_recorded_as_such() {
+    let world = World::build().config(|config| config.timeouts.drain = SOON);
+    let mut world = world.start().await;
+    let app = App::http(|_| answer::silence()).await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let request = Request::get("https://edge-1:9100/").body(whole(""));
+    let connection = world.caller().http2().connect("edge-1").await.unwrap();
+    let _held = connection.hold(request.unwrap());
+    let mut wire = world.caller().wire("edge-1", &["http/1.1"]).await.unwrap();
+    let head = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    wire.write_all(head).await.unwrap();
+    until("both are on their way", async || app.requests() == 2).await;
+    world.drain_gateway();
+    world.stop_gateway().await;
+    let records = world.log().records();
+    assert_eq!(records.len(), 2);
+    for record in records {
+        assert_eq!(record["reason"], "draining", "{record}");
+        assert_eq!(record["status"], 503, "{record}");
+        let detail = record["detail"].as_str().unwrap();
+        assert!(detail.contains("timeouts.drain"), "{record}");
+    }
 }
 
 #[tokio::test]

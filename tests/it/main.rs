@@ -34,6 +34,7 @@ mod rejoin;
 mod reload;
 mod renewal;
 mod replicas;
+mod request_targets;
 mod requests;
 mod revocation;
 mod sessions;

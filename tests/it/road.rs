@@ -42,8 +42,15 @@ impl Road {
     pub(crate) async fn secured(
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> (App, Self) {
+        Self::secured_along(Self::build(), choose).await
+    }
+
+    /// The same, over those fronts.
+    pub(crate) async fn secured_along(
+        build: Build,
+        choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
+    ) -> (App, Self) {
         let authority = Authority::new();
-        let build = Self::build();
         let ca = build.folder().join("apps.pem");
         std::fs::write(&ca, authority.pem()).unwrap();
         let tls = authority.serve(&authority.app(&["edge-1"]), false);

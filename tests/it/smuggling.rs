@@ -86,7 +86,15 @@ enum First {
 
 /// What the policy was asked about port 9100 of edge-1, which is all that an app may get: method and path.
 #[derive(Clone, Debug, Default)]
-struct Judge(Arc<Mutex<Vec<(String, String)>>>);
+pub(crate) struct Judge(Arc<Mutex<Vec<(String, String)>>>);
+
+impl Judge {
+    /// The paths that it was asked about since the last time.
+    pub(crate) fn paths(&self) -> Vec<String> {
+        let judged = std::mem::take(&mut *self.0.lock().unwrap());
+        judged.into_iter().map(|(_, path)| path).collect()
+    }
+}
 
 impl Authorize for Judge {
     fn authorize(&self, ask: &Ask<'_>) -> Verdict {

@@ -366,3 +366,94 @@ async fn a_target_that_cannot_be_dialled_is_reported_by_its_cause() {
         );
     }
 }
+
+/// RFC 9110 section 7.2.
+#[tokio::test]
+async fn host_is_the_first_field_of_a_request() {
+    let choose = |head: &Head| {
+        let fields = head.fields();
+        answer::ok(
+            &fields
+                .first()
+                .map(|(name, value)| format!("{name}: {value}"))
+                .unwrap_or_default(),
+        )
+    };
+    Box::pin(over_both_roads(choose, async |_, _, caller| {
+        for (method, body) in [("GET", ""), ("POST", "body")] {
+            let request = Request::builder()
+                .method(method)
+                .uri("https://edge-1:9100/")
+                .header("x-a", "1")
+                .header("cookie", "a=1")
+                .header("x-a", "2");
+            let answer = caller.send(request.body(whole(body)).unwrap()).await;
+            assert_eq!(answer.text(), "Host: edge-1:9100", "{method}");
+        }
+    }))
+    .await;
+}
+
+/// RFC 9110 section 2.5: a later minor version is read as the one that is known.
+#[tokio::test]
+async fn an_answer_of_http_1_2_is_read_as_one_of_1_1() {
+    let choose = |head: &Head| {
+        let version = head.path().replace('/', "");
+        let text = format!("HTTP/{version} 200 OK\r\nContent-Length: 8\r\n\r\nHTTP/1.2");
+        Script::new().body().write(text)
+    };
+    Box::pin(over_both_roads(choose, async |_, _, caller| {
+        for _ in 0..2 {
+            for version in ["1.2", "1.9"] {
+                let answer = ask(caller, "GET", &format!("/{version}")).await;
+                assert_eq!(
+                    (answer.status, &*answer.text()),
+                    (200, "HTTP/1.2"),
+                    "{version}"
+                );
+            }
+        }
+        let answer = ask(caller, "GET", "/2.0").await;
+        assert_problem(&answer, 502, "target_broken", "not HTTP");
+    }))
+    .await;
+}
+
+fn with_many_fields(head: &Head) -> Script {
+    let count = head.path().trim_start_matches('/').parse().unwrap();
+    let fields = "X-Many: 1\r\n".repeat(count);
+    Script::new().write(format!(
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{fields}\r\nok"
+    ))
+}
+
+#[tokio::test]
+async fn an_answer_of_too_many_fields_names_the_limit() {
+    Box::pin(over_both_roads(with_many_fields, async |_, _, caller| {
+        assert_eq!(ask(caller, "GET", "/90").await.status, 200);
+        let answer = ask(caller, "GET", "/150").await;
+        assert_problem(
+            &answer,
+            502,
+            "target_broken",
+            "more fields than limits.headers",
+        );
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn the_limit_of_an_answers_fields_can_be_raised() {
+    let world = World::start().await;
+    let app = App::http(with_many_fields).await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let _edge = edge
+        .config(|config| config.limits.headers = 200)
+        .join()
+        .await;
+    let caller = world.caller().http2();
+    assert_eq!(ask(&caller, "GET", "/150").await.status, 200);
+    let build = Road::build().config(|config| config.limits.headers = 200);
+    let (_app, road) = Box::pin(Road::secured_along(build, with_many_fields)).await;
+    assert_eq!(ask(&road.http2(), "GET", "/150").await.status, 200);
+}

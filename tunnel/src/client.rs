@@ -16,6 +16,7 @@ use crate::{
     hello::Control,
     liveness::Bounds,
     load::{Load, Moved, Open},
+    request_target::TargetRest,
     socket::Traffic,
     stream::{Receive, Send},
     target::Target,
@@ -25,7 +26,7 @@ use crate::{
 use bytes::Bytes;
 use futures_util::FutureExt;
 use h2::ext::Protocol;
-use http::{HeaderValue, Method, Request, Response, Uri};
+use http::{HeaderValue, Method, Request, Response, Uri, header::CONTENT_LENGTH};
 use std::{
     future::{Future, poll_fn},
     pin::Pin,
@@ -111,6 +112,7 @@ struct Shared {
     draining: AtomicBool,
     round_trip_us: AtomicU64,
     turn: Turn,
+    long_targets: AtomicBool,
     close: CancellationToken,
     /// As `draining`, for whoever waits for it; it comes with `close` as well.
     leaving: CancellationToken,
@@ -133,6 +135,7 @@ impl Shared {
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
             turn: Turn::default(),
+            long_targets: AtomicBool::new(false),
             leaving: close.child_token(),
             close,
         }
@@ -195,7 +198,8 @@ impl Tunnel {
     /// Opens a stream. The only place that does.
     ///
     /// `head` is the request as the app is to see it: its method, path, `:authority` or none, and fields
-    /// that are ready for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it.
+    /// that are ready for HTTP/2 (see [`crate::headers`]). With `end` nothing is sent behind it. A [`TargetRest`] among
+    /// its extensions is sent here.
     ///
     /// # Errors
     /// If the tunnel is gone, drains, has as many streams as it may have, or cannot carry `ask`.
@@ -206,13 +210,36 @@ impl Tunnel {
         target: &Target,
         end: bool,
     ) -> Result<Opened, StreamError> {
-        let head = prepare(head, ask, target)?;
+        let mut head = prepare(head, ask, target)?;
+        let rest = head.extensions_mut().remove::<TargetRest>();
+        if rest.is_some() && !self.shared.long_targets.load(Relaxed) {
+            return Err(StreamError::Nonsense(
+                "the edge is of a version that takes no targets of more than 65534 bytes",
+            ));
+        }
         if matches!(ask, Ask::Upgrade(_)) && !self.sender.is_extended_connect_protocol_enabled() {
             return Err(StreamError::Nonsense(
                 "the edge has not said that it takes upgrades",
             ));
         }
-        self.start(head, end).await
+        let Some(TargetRest(rest)) = rest else {
+            return self.start(head, end).await;
+        };
+        let fields = head.headers_mut();
+        fields.insert(wire::TARGET_REST, HeaderValue::from(rest.len()));
+        // It would not be the length of what the stream carries.
+        if let Some(length) = fields.remove(CONTENT_LENGTH) {
+            fields.insert(wire::CONTENT, length);
+        }
+        let mut opened = self.start(head, false).await?;
+        let sent = if end {
+            opened.send.last(rest).await
+        } else {
+            opened.send.data(rest).await
+        };
+        // An edge that refuses the request takes no more of it, and says why in its answer.
+        drop(sent);
+        Ok(opened)
     }
 
     /// Opens a stream to somebody who is no edge, such as an app: `head` goes as it is.
@@ -336,6 +363,11 @@ impl Tunnel {
     /// From now on the edge is given its turns: see [`Tunnel::turn`].
     pub fn give_turns(&self) {
         self.shared.turn.give();
+    }
+
+    /// Whether requests may have a [`TargetRest`] from now on.
+    pub fn allow_long_targets(&self, allowed: bool) {
+        self.shared.long_targets.store(allowed, Relaxed);
     }
 
     /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until

@@ -7,8 +7,8 @@ use crate::wire::PRIVATE_PREFIX;
 use http::{
     HeaderMap, HeaderName, HeaderValue, StatusCode,
     header::{
-        AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, HOST, TE, TRAILER, TRANSFER_ENCODING,
-        UPGRADE,
+        AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, Entry, HOST, TE, TRAILER,
+        TRANSFER_ENCODING, UPGRADE,
     },
     uri::Authority,
 };
@@ -197,10 +197,26 @@ pub fn take_host(headers: &mut HeaderMap) -> Option<Authority> {
     Authority::from_maybe_shared(bytes::Bytes::copy_from_slice(host.as_bytes())).ok()
 }
 
-/// Puts `:authority` back into the Host field (RFC 9110 §7.2).
+/// Puts `:authority` back into the Host field, and that in front of the others (RFC 9110 §7.2).
 pub fn put_host(headers: &mut HeaderMap, authority: &Authority) {
     if let Ok(value) = HeaderValue::from_str(authority.as_str()) {
-        headers.insert(HOST, value);
+        set_host(headers, value);
+    }
+}
+
+/// Sets the Host field, in front of the others: some servers want to find it there.
+pub fn set_host(headers: &mut HeaderMap, host: HeaderValue) {
+    headers.remove(HOST);
+    let first = headers.keys().next().cloned();
+    headers.insert(HOST, host);
+    // The last field takes the place of one that is removed, and the last is Host.
+    let Some(first) = first else { return };
+    if let Entry::Occupied(first) = headers.entry(first) {
+        let (name, values) = first.remove_entry_mult();
+        let values: Vec<_> = values.collect();
+        for value in values {
+            headers.append(name.clone(), value);
+        }
     }
 }
 
@@ -366,6 +382,19 @@ mod tests {
         ]);
         clean_trailers(&mut trailers);
         assert_eq!(trailers, fields(&[("grpc-status", "0")]));
+    }
+
+    #[test]
+    fn host_is_put_in_front_and_the_values_of_a_field_keep_their_order() {
+        let all = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("a", "5")];
+        for count in 0..=all.len() {
+            let mut headers = fields(&all[..count]);
+            let expected = headers.clone();
+            put_host(&mut headers, &Authority::from_static("edge-1"));
+            assert_eq!(headers.keys().next(), Some(&HOST));
+            assert_eq!(headers.remove(HOST).unwrap(), "edge-1");
+            assert_eq!(headers, expected, "{count}");
+        }
     }
 
     #[test]

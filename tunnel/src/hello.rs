@@ -79,6 +79,9 @@ pub struct Welcome {
     /// Whether the edge takes [`ToEdge::Ports`].
     #[serde(default)]
     pub listed: bool,
+    /// Whether the edge takes targets that are longer than 65,534 bytes ([`crate::request_target`]).
+    #[serde(default)]
+    pub long_targets: bool,
     /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
     #[serde(default)]
     pub takes_over: bool,

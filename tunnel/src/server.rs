@@ -9,6 +9,7 @@ use crate::{
     headers,
     hello::Control,
     load::{self, Load, Moved, Open},
+    request_target::MAX_REST,
     socket::Traffic,
     stream::{Receive, Send},
     target::Target,
@@ -88,6 +89,8 @@ pub struct Asked {
     pub target: Target,
     /// The request as the app is to see it, without private fields.
     pub head: Request<()>,
+    /// How many of the body's first bytes are the rest of the target.
+    pub target_rest: usize,
     /// The request's body, or the far half of a session.
     pub body: Receive,
     /// The way to answer.
@@ -195,11 +198,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
                 continue;
             }
             match understand(head) {
-                Ok((kind, target, head)) => {
+                Ok((kind, target, target_rest, head)) => {
                     let asked = Asked {
                         kind,
                         target,
                         head,
+                        target_rest,
                         body,
                         reply,
                     };
@@ -253,7 +257,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Server<S> {
 }
 
 /// What a head asks for; private fields are read and removed.
-fn understand(mut head: Request<()>) -> Result<(Kind, Target, Request<()>), &'static str> {
+fn understand(mut head: Request<()>) -> Result<(Kind, Target, usize, Request<()>), &'static str> {
     let protocol = head.extensions_mut().remove::<Protocol>();
     if head.method() == Method::CONNECT && protocol.is_none() {
         let authority = head.uri().authority().ok_or("CONNECT without a target")?;
@@ -261,7 +265,7 @@ fn understand(mut head: Request<()>) -> Result<(Kind, Target, Request<()>), &'st
             .as_str()
             .parse()
             .map_err(|_| "CONNECT to no target")?;
-        return Ok((Kind::Tcp, target, head));
+        return Ok((Kind::Tcp, target, 0, head));
     }
     let target = take(head.headers_mut(), &wire::TARGET)
         .ok_or("a request without a target")?
@@ -274,14 +278,20 @@ fn understand(mut head: Request<()>) -> Result<(Kind, Target, Request<()>), &'st
                 take(head.headers_mut(), &wire::METHOD).ok_or("an upgrade without a method")?;
             *head.method_mut() =
                 Method::from_bytes(method.as_bytes()).map_err(|_| "an upgrade with no method")?;
-            if let Some(length) = head.headers_mut().remove(wire::CONTENT) {
-                head.headers_mut().insert(CONTENT_LENGTH, length);
-            }
             Kind::Upgrade(protocol.as_str().to_owned())
         }
     };
+    if let Some(length) = head.headers_mut().remove(wire::CONTENT) {
+        head.headers_mut().insert(CONTENT_LENGTH, length);
+    }
+    let rest = match take(head.headers_mut(), &wire::TARGET_REST) {
+        None => 0,
+        Some(length) => (length.parse().ok())
+            .filter(|length| (1..=MAX_REST).contains(length))
+            .ok_or("a target whose rest has no length, or is too long")?,
+    };
     crate::headers::strip_private(head.headers_mut());
-    Ok((kind, target, head))
+    Ok((kind, target, rest, head))
 }
 
 fn take(headers: &mut HeaderMap, name: &http::HeaderName) -> Option<String> {

@@ -16,6 +16,9 @@ pub trait Listen {
         Poll::Ready(())
     }
 
+    /// These bytes were read, and may be changed before [`Listen::read`] gets them.
+    fn adjust(&mut self, _bytes: &mut [u8]) {}
+
     /// These bytes were read; none is the end.
     ///
     /// # Errors
@@ -69,9 +72,11 @@ impl<S: AsyncRead + Unpin, L: Listen + Unpin> AsyncRead for Tap<S, L> {
         let before = buf.filled().len();
         let read = ready!(Pin::new(&mut this.io).poll_read(cx, buf));
         Poll::Ready(match read {
-            Ok(()) => this
-                .listener
-                .read(buf.filled().get(before..).unwrap_or_default()),
+            Ok(()) => {
+                let bytes = buf.filled_mut().get_mut(before..).unwrap_or_default();
+                this.listener.adjust(bytes);
+                this.listener.read(bytes)
+            }
             Err(error) => {
                 this.listener.failed(&error);
                 Err(error)

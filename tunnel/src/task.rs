@@ -69,8 +69,14 @@ impl Tasks {
 
     /// Waits for what runs, then cancels what is left. Says how much was left.
     pub async fn drain(&self, grace: Duration) -> usize {
+        self.drain_and(grace, || ()).await
+    }
+
+    /// As [`Tasks::drain`], with something to be done `before` what is left is cancelled.
+    pub async fn drain_and(&self, grace: Duration, before: impl FnOnce()) -> usize {
         self.tracker.close();
         let _ = timeout(grace, self.tracker.wait()).await;
+        before();
         let left = self.tracker.len();
         self.stop.cancel();
         self.tracker.wait().await;

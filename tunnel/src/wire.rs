@@ -24,9 +24,11 @@ pub const PRIVATE_PREFIX: &str = "causeway-";
 pub const TARGET: HeaderName = HeaderName::from_static("causeway-target");
 /// Request of an upgrade: the method that the caller used (kubectl uses POST and GET).
 pub const METHOD: HeaderName = HeaderName::from_static("causeway-method");
-/// Request of an upgrade: the length of its body, in bytes. CONNECT cannot say it as `Content-Length`. The body comes first
-/// on the stream, and what the client sends behind the 101 follows.
+/// Request: the length of its body, in bytes, where `Content-Length` cannot say it: of an upgrade, whose body comes first on
+/// the stream, and what the client sends behind the 101 follows; and of one with a [`TARGET_REST`].
 pub const CONTENT: HeaderName = HeaderName::from_static("causeway-content");
+/// Request: how many of the stream's first bytes are the rest of its target, see [`crate::request_target`].
+pub const TARGET_REST: HeaderName = HeaderName::from_static("causeway-target-rest");
 /// Request: marks the control stream of a tunnel.
 pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 /// Answer of an upgrade: the app switched protocols (its 101 travels as 200).

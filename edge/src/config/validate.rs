@@ -141,7 +141,11 @@ impl Config {
         let limits = &self.limits;
         faults.at_least_one(
             "limits",
-            &[("streams", limits.streams), ("stalled", limits.stalled)],
+            &[
+                ("streams", limits.streams),
+                ("headers", limits.headers),
+                ("stalled", limits.stalled),
+            ],
         );
         if !u32::try_from(tunnels.max).is_ok_and(|max| max <= MOST_TUNNELS) {
             let detail =

@@ -139,7 +139,7 @@ impl Parts {
         let ports = policy.ports();
         let way = Way::new(
             policy,
-            self.began.timeouts.clone(),
+            (self.began.timeouts.clone(), self.began.limits.headers),
             self.metrics.clone(),
             self.tasks.clone(),
         );
@@ -381,7 +381,7 @@ mod tests {
         let (metrics, tasks) = (Arc::default(), Arc::default());
         let way = Way::new(
             policy.clone(),
-            began.timeouts.clone(),
+            (began.timeouts.clone(), began.limits.headers),
             Arc::clone(&metrics),
             Arc::clone(&tasks),
         );

@@ -19,7 +19,9 @@ use super::{
     target,
 };
 use crate::config::Scheme;
-use causeway_tunnel::{Receive, StreamError, error::is_close, headers};
+use causeway_tunnel::{
+    Receive, Refusal, StreamError, error::is_close, headers, request_target::TargetRest,
+};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, HOST, TE, TRANSFER_ENCODING},
@@ -45,10 +47,14 @@ pub(super) async fn ask(
     interim: &Interim,
 ) -> Result<Answer, Failed> {
     let wants_http2 = wants_http2(app, head.headers());
+    let rest = head.extensions().get::<TargetRest>().cloned();
     let body = (!body.is_end()).then_some(body);
     let mut request = head.map(|()| Outgoing::new(body));
     interim.listen(&mut request);
-    let (mut asking, reused) = open(way, app, wants_http2, None).await?;
+    let (mut asking, reused) = match rest {
+        None => open(way, app, wants_http2, None).await?,
+        Some(rest) => (Box::pin(open_alone(way, app, rest)).await?, false),
+    };
     prepare(&mut request, app, matches!(asking, Asking::Http2(_)));
     let again = (reused && is_repeatable(&request)).then(|| copy(&request));
     let mut error = match asking.ask(request).await {
@@ -126,7 +132,20 @@ async fn open(
     // Allocated: most requests find a connection that is kept.
     let connection = Box::pin(app.connect(way, Offer::Http1, deadline)).await?;
     way.metrics.connection(false);
-    Ok((begin(app, connection).await?, false))
+    Ok((begin(way, app, connection, None).await?, false))
+}
+
+/// A new connection of HTTP/1.1 for a request with this rest of its target.
+async fn open_alone(way: &Way, app: &App, rest: TargetRest) -> Result<Asking, Failed> {
+    if app.scheme == Scheme::H2c {
+        let detail =
+            "the target of the request is too long for HTTP/2, which its port is configured for";
+        return Err(Refusal::Malformed.because(detail).into());
+    }
+    let deadline = target::deadline(way.timeouts.dial);
+    let connection = app.connect(way, Offer::Http1, deadline).await?;
+    way.metrics.connection(false);
+    begin(way, app, connection, Some(rest)).await
 }
 
 /// A place on a shared HTTP/2 connection; `None` if the app chose HTTP/1.1 before.
@@ -154,15 +173,20 @@ async fn open_http2(
     way.metrics.connection(false);
     if app.tls.is_some() && !connection.chose_http2() {
         dialling.chose_http1();
-        return Ok(Some((begin(app, connection).await?, false)));
+        return Ok(Some((begin(way, app, connection, None).await?, false)));
     }
     let stream = Box::pin(dialling.begin(app, connection, (&way.tasks, deadline)));
     Ok(Some((Asking::Http2(stream.await?), false)))
 }
 
 /// Begins HTTP/1.1 on a connection.
-async fn begin(app: &App, connection: Connection) -> Result<Asking, Failed> {
-    match Line::begin(connection).await {
+async fn begin(
+    way: &Way,
+    app: &App,
+    connection: Connection,
+    rest: Option<TargetRest>,
+) -> Result<Asking, Failed> {
+    match Line::begin(connection, rest, way.most_fields).await {
         Ok(line) => Ok(Asking::Http1(Box::new(line))),
         Err(error) => Err(failed(app, &error)),
     }
@@ -221,7 +245,7 @@ pub(super) fn to_origin(fields: &mut HeaderMap, app: &App, authority: Option<&Au
     } else if !fields.contains_key(HOST)
         && let Ok(host) = HeaderValue::try_from(app.target.to_string())
     {
-        fields.insert(HOST, host);
+        headers::set_host(fields, host);
     }
 }
 
@@ -284,6 +308,10 @@ fn unanswered(app: &App, error: &Unanswered) -> Failed {
 pub(super) fn failed(app: &App, error: &hyper::Error) -> Failed {
     if caused_by_caller(error) {
         return Failed::Caller;
+    }
+    if error.is_parse_too_large() {
+        let what = "answered with more fields than limits.headers of this edge allows, or with a head of more than 400 kB";
+        return broken(app, what);
     }
     if error.is_parse() {
         return broken(app, &format!("answered what is not HTTP: {error}"));

@@ -13,7 +13,9 @@ use super::{
 use bytes::Bytes;
 use causeway_tunnel::{
     error::is_close,
+    request_target::{TargetRest, TargetWriter},
     socket::Abort,
+    status_line::StatusLine,
     tap::{Listen, Tap},
 };
 use http_body::{Body as _, Frame};
@@ -37,6 +39,9 @@ use std::{
 };
 use tokio::time::{Instant, timeout};
 
+/// Fields of an answer that the engine takes by itself.
+const ENGINE_FIELDS: usize = 100;
+
 /// Idle connections for each app at most: more callers at once than this are not ordinary on a node.
 const MOST_IDLE: usize = 256;
 
@@ -54,14 +59,16 @@ pub(super) struct Line {
 
 /// Whether the app has sent a byte since the last request. Clones share it.
 #[derive(Clone, Debug, Default)]
-struct Answering(Arc<AtomicBool>);
+struct Answering(Arc<AtomicBool>, StatusLine);
 
 impl Listen for Answering {
-    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn adjust(&mut self, bytes: &mut [u8]) {
         if !bytes.is_empty() {
-            self.0.store(true, Relaxed);
+            if !self.0.swap(true, Relaxed) {
+                self.1.begin();
+            }
+            self.1.pass(bytes);
         }
-        Ok(())
     }
 
     /// An app that has answered before it read the request's body may close its connection over that: the answer is still
@@ -145,10 +152,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A connection as the engine has it.
+type Engine = http1::Connection<TokioIo<Tap<TargetWriter<Connection>, Answering>>, Outgoing>;
+
 /// The engine's half of a line.
 struct Driven {
     /// `None` once it was given up.
-    connection: Option<http1::Connection<TokioIo<Tap<Connection, Answering>>, Outgoing>>,
+    connection: Option<Engine>,
     /// It must not be polled again, but may still hold bytes behind a 101.
     over: bool,
 }
@@ -183,14 +193,21 @@ impl Driven {
 }
 
 impl Line {
-    /// Begins HTTP/1.1 on a connection.
-    pub(super) async fn begin(connection: Connection) -> hyper::Result<Self> {
+    /// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. Answers have so many fields at most.
+    pub(super) async fn begin(
+        connection: Connection,
+        rest: Option<TargetRest>,
+        most_fields: usize,
+    ) -> hyper::Result<Self> {
         let answering = Answering::default();
-        let connection = Tap::new(connection, answering.clone());
-        let (sender, connection) = http1::Builder::new()
-            .title_case_headers(true)
-            .handshake(TokioIo::new(connection))
-            .await?;
+        let connection = Tap::new(TargetWriter::new(connection, rest), answering.clone());
+        let mut builder = http1::Builder::new();
+        builder.title_case_headers(true);
+        if most_fields != ENGINE_FIELDS {
+            // Said, it costs an allocation for each answer.
+            builder.max_headers(most_fields);
+        }
+        let (sender, connection) = builder.handshake(TokioIo::new(connection)).await?;
         Ok(Self {
             driven: Driven {
                 connection: Some(connection),
@@ -255,7 +272,8 @@ impl Line {
         } else {
             connection.without_shutdown().await?
         };
-        Ok(Some((parts.read_buf, parts.io.into_inner().into_inner())))
+        let connection = parts.io.into_inner().into_inner().into_inner();
+        Ok(Some((parts.read_buf, connection)))
     }
 
     /// As [`Line::rest`], for as long as the request's body moves: an app may answer and read on for hours. One that it
@@ -298,7 +316,8 @@ impl Drop for Line {
         if self.busy
             && let Some(connection) = self.driven.connection.take()
         {
-            connection.into_parts().io.into_inner().into_inner().abort();
+            let io = connection.into_parts().io;
+            io.into_inner().into_inner().into_inner().abort();
         }
     }
 }

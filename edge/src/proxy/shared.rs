@@ -25,6 +25,8 @@ use tokio::{
 };
 use tracing::info_span;
 
+/// Largest head of an answer, in bytes.
+const MOST_HEAD: u32 = 256 << 10;
 /// What an app may send ahead on one stream. The window of the whole connection is the largest that
 /// there is, so that readers that stall do not hold up the others.
 const STREAM_WINDOW: u32 = 1 << 20;
@@ -143,6 +145,8 @@ impl Dialling<'_> {
         let (heard, mut allowed) = heard(connection);
         let (sender, connection) = http2::Builder::new(On(tasks.clone()))
             .initial_stream_window_size(STREAM_WINDOW)
+            // As much as a tunnel carries; the engine's own limit is 16 KiB.
+            .max_header_list_size(MOST_HEAD)
             .initial_connection_window_size(CONNECTION_WINDOW)
             .handshake(TokioIo::new(heard))
             .await

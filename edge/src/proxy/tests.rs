@@ -41,7 +41,8 @@ impl World {
         config.timeouts.upgrade = Duration::from_millis(300);
         let tasks = Tasks::default();
         let policy = Policy::new("edge-1", &config).unwrap();
-        let way = Way::new(policy, config.timeouts, Arc::default(), Arc::default());
+        let bounds = (config.timeouts, config.limits.headers);
+        let way = Way::new(policy, bounds, Arc::default(), Arc::default());
         let way = Arc::new(way);
         let (near, far) = tokio::io::duplex(1 << 20);
         let settings = server::Settings::default();

@@ -14,7 +14,7 @@ use super::{
     kept::Line,
     target,
 };
-use causeway_tunnel::{Receive, wire};
+use causeway_tunnel::{Receive, request_target::TargetRest, wire};
 use http::{
     HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
     header::{CONNECTION, CONTENT_LENGTH, UPGRADE},
@@ -45,7 +45,8 @@ pub(super) async fn ask(
     interim.listen(&mut request);
     let deadline = target::deadline(way.timeouts.dial);
     let connection = app.connect(way, Offer::Http1, deadline).await?;
-    let mut line = Line::begin(connection)
+    let rest = request.extensions_mut().remove::<TargetRest>();
+    let mut line = Line::begin(connection, rest, way.most_fields)
         .await
         .map_err(|error| forward::failed(app, &error))?;
     let progress = request.body().taken();

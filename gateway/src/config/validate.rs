@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use causeway_certs::NodeName;
 use causeway_config::{Fault, Faults, Listen, Listeners, Validate, host_port};
-use causeway_tunnel::wire;
+use causeway_tunnel::{request_target::MAX_REST, wire};
 
 use super::{Config, ForwardingHeader, Front, Kind};
 
@@ -106,6 +106,10 @@ impl Config {
             );
             faults.add("tunnel.replicas", message);
         }
+        self.validate_limits(faults);
+    }
+
+    fn validate_limits(&self, faults: &mut Faults) {
         let limits = &self.limits;
         faults.at_least_one(
             "limits",
@@ -116,10 +120,21 @@ impl Config {
                 ("connections", limits.connections),
                 ("unread", limits.unread),
                 ("stalled", limits.stalled),
+                ("uri_bytes", limits.uri_bytes),
+                ("kubernetes_uri_bytes", limits.kubernetes_uri_bytes),
                 ("header_bytes", limits.header_bytes),
                 ("headers", limits.headers),
             ],
         );
+        for (key, bytes) in [
+            ("uri_bytes", limits.uri_bytes),
+            ("kubernetes_uri_bytes", limits.kubernetes_uri_bytes),
+        ] {
+            if bytes > MAX_REST {
+                let message = format!("a target has {MAX_REST} bytes at most");
+                faults.add(format!("limits.{key}"), message);
+            }
+        }
     }
 
     fn addresses(&self, faults: &mut Faults) {

@@ -154,6 +154,7 @@ pub async fn drain(
     if streams > 0 {
         tracing::warn!(streams, "the drain time is over: open streams are ended");
     }
+    registry.end();
     for (_, edge) in left {
         edge.admitted.tunnel.close();
     }

@@ -325,6 +325,8 @@ fn shared(
         metrics,
         timeouts: config.timeouts.clone(),
         access_log: config.access_log,
+        uri_bytes: config.limits.uri_bytes,
+        kubernetes_uri_bytes: config.limits.kubernetes_uri_bytes,
         header_bytes: config.limits.header_bytes,
         max_headers: config.limits.headers,
     })

@@ -336,12 +336,24 @@ impl Record {
     pub fn failed(&self, error: &Error) {
         let mut filled = self.filled();
         if filled.reason.is_none() {
+            if error.reason == Reason::TunnelLost && self.shared.registry.is_over() {
+                self.ended_by_drain(&mut filled);
+                return;
+            }
             filled.reason = Some(error.reason);
             filled.detail = error.to_string();
             if let Some(cause) = &error.cause {
                 let _ = write!(filled.detail, ": {cause}");
             }
         }
+    }
+
+    /// Notes that the gateway stopped before the stream ended.
+    fn ended_by_drain(&self, filled: &mut Filled) {
+        let drain = humantime::format_duration(self.shared.timeouts.drain);
+        filled.reason = Some(Reason::Draining);
+        filled.detail =
+            format!("the gateway stopped after its drain time (timeouts.drain: {drain})");
     }
 
     /// Notes that the client went away, if it has no answer yet.
@@ -378,10 +390,18 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
+        if self.shared.registry.is_over() {
+            let mut filled = self.filled();
+            if filled.reason.is_none() && filled.status == 0 {
+                self.ended_by_drain(&mut filled);
+            }
+        }
         self.client_closed("the client left before there was an answer");
         let mut filled = std::mem::take(&mut *self.filled());
-        if filled.reason == Some(Reason::ClientClosed) {
-            filled.status = Reason::ClientClosed.status().as_u16();
+        if let Some(reason @ (Reason::ClientClosed | Reason::Draining)) = filled.reason
+            && filled.status == 0
+        {
+            filled.status = reason.status().as_u16();
         }
         if let Some((_, place)) = filled.allowed {
             self.shared.streams.remove(place);

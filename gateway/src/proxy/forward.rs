@@ -15,6 +15,7 @@ use causeway_tunnel::{
     client::{Answer, Ask},
     headers,
     interim::Exchange,
+    request_target::TargetRest,
     wire,
 };
 use http::{
@@ -158,6 +159,9 @@ pub(super) fn head(way: Way<'_>, parts: http::request::Parts) -> Result<Request<
     *head.uri_mut() = Uri::from_parts(target)
         .map_err(|error| Reason::Malformed.because("the request's target is malformed", error))?;
     *head.headers_mut() = fields;
+    if let Some(rest) = parts.extensions.get::<TargetRest>() {
+        head.extensions_mut().insert(rest.clone());
+    }
     Ok(head)
 }
 

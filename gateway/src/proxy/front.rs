@@ -9,6 +9,8 @@ mod door;
 pub mod idle;
 pub mod io;
 pub mod proxied;
+mod request_line;
+pub use request_line::Beyond;
 
 pub mod https;
 

@@ -107,9 +107,9 @@ pub fn of(
     response
 }
 
-/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed, or is too large to be.
-pub(super) fn unparsed(form: ErrorForm, is_too_large: bool) -> Vec<u8> {
-    let (reason, detail) = unparsed_detail(is_too_large);
+/// The whole answer, as HTTP/1.1 has it, to a head that cannot be parsed for this reason.
+pub(super) fn unparsed(form: ErrorForm, reason: Reason) -> Vec<u8> {
+    let detail = unparsed_detail(reason);
     let (status, kind, text) = match form {
         ErrorForm::Problem => {
             let problem = problem_of(reason, detail, "");
@@ -131,13 +131,18 @@ pub(super) fn unparsed(form: ErrorForm, is_too_large: bool) -> Vec<u8> {
     .into_bytes()
 }
 
-/// The reason and the sentence for a head that cannot be parsed, or is too large to be.
-pub(super) fn unparsed_detail(is_too_large: bool) -> (Reason, &'static str) {
-    if is_too_large {
-        let detail = "the head of the request, or its target alone, is larger than can be parsed";
-        return (Reason::HeaderTooLarge, detail);
+/// The sentence for a head that cannot be parsed for this reason.
+pub(super) fn unparsed_detail(reason: Reason) -> &'static str {
+    match reason {
+        Reason::UriTooLong => "the target of the request is longer than can be parsed",
+        Reason::HeaderTooLarge => {
+            "the head of the request is larger than can be parsed: it has more than twice limits.header_bytes or limits.headers"
+        }
+        Reason::VersionNotSupported => {
+            "the request line names a version of HTTP other than 1; without HTTP/2's preface HTTP/1.1 is served"
+        }
+        _ => "the head of the request is not HTTP/1.1",
     }
-    (Reason::Malformed, "the head of the request is not HTTP/1.1")
 }
 
 fn problem(error: &Error, record: &Record) -> String {
@@ -275,6 +280,8 @@ mod tests {
                 Reason::Unauthenticated => 16,
                 Reason::Forbidden | Reason::EdgePolicy => 7,
                 Reason::Misdirected
+                | Reason::UriTooLong
+                | Reason::VersionNotSupported
                 | Reason::HeaderTooLarge
                 | Reason::MethodNotAllowed
                 | Reason::ClientClosed => 2,

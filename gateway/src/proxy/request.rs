@@ -8,7 +8,11 @@ use crate::{
     config,
     error::{Error, Reason},
 };
-use causeway_tunnel::{headers, wire};
+use causeway_tunnel::{
+    headers,
+    request_target::{ENGINE_TARGET, TargetRest},
+    wire,
+};
 use http::{
     HeaderMap, Method, Request, Version,
     header::{AUTHORIZATION, CONTENT_LENGTH, HOST, TRANSFER_ENCODING},
@@ -26,12 +30,26 @@ pub enum Kind {
     Connect,
 }
 
+/// Bounds of a request's head.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Bytes of the target.
+    pub target: usize,
+    /// Bytes of the fields.
+    pub header_bytes: usize,
+    /// Fields.
+    pub headers: usize,
+}
+
 /// Refuses what is too large or means two things.
 ///
 /// # Errors
-/// [`Reason::HeaderTooLarge`] or [`Reason::Malformed`].
-pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Result<(), Error> {
+/// [`Reason::UriTooLong`], [`Reason::HeaderTooLarge`] or [`Reason::Malformed`]; [`Reason::LimitReached`] if long targets have
+/// no memory left.
+pub fn check<B>(request: &Request<B>, bounds: Bounds) -> Result<(), Error> {
+    target(request, bounds.target)?;
     let fields = request.headers();
+    let (header_bytes, headers) = (bounds.header_bytes, bounds.headers);
     if fields.len() > headers {
         let detail = format!(
             "the request has {} fields, at most {headers} are allowed",
@@ -39,19 +57,14 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
         );
         return Err(Reason::HeaderTooLarge.says(detail));
     }
-    let line = request
-        .uri()
-        .path_and_query()
-        .map_or(0, |path| path.as_str().len());
     // As HTTP/2 counts a list (RFC 9113 §6.5.2), without its 32 bytes a field.
     let size: usize = fields
         .iter()
         .map(|(name, value)| name.as_str().len() + value.len() + 4)
         .sum();
-    if line + size > header_bytes {
+    if size > header_bytes {
         let detail = format!(
-            "the request's head has {} bytes, at most {header_bytes} are allowed",
-            line + size
+            "the request's fields have {size} bytes, at most {header_bytes} are allowed (limits.header_bytes)"
         );
         return Err(Reason::HeaderTooLarge.says(detail));
     }
@@ -74,6 +87,45 @@ pub fn check<B>(request: &Request<B>, header_bytes: usize, headers: usize) -> Re
         return Err(Reason::Malformed.says("an HTTP/1.1 request needs a Host"));
     }
     path(request)
+}
+
+/// Refuses a target that is too long, or was not kept for another reason (see `front::Beyond`).
+fn target<B>(request: &Request<B>, most: usize) -> Result<(), Error> {
+    let extensions = request.extensions();
+    let refused = extensions.get::<Reason>().copied();
+    if let Some(reason) = refused.filter(|reason| *reason != Reason::UriTooLong) {
+        return Err(reason.says(if reason == Reason::LimitReached {
+            "the requests with long targets need more memory than the gateway has for them"
+        } else {
+            "the target of the request has bytes that no query may have"
+        }));
+    }
+    let path = request
+        .uri()
+        .path_and_query()
+        .map_or("", |path| path.as_str());
+    if !path.is_ascii() {
+        // Others would encode it, or not, and policy and app see different paths.
+        let detail = "the target of the request has bytes that are not ASCII; they are to be percent-encoded (RFC 3986)";
+        return Err(Reason::Malformed.says(detail));
+    }
+    let rest = extensions.get::<TargetRest>();
+    let length = path.len() + rest.map_or(0, |TargetRest(rest)| rest.len());
+    if refused.is_none() && length <= most {
+        return Ok(());
+    }
+    let detail = if refused.is_some() {
+        format!(
+            "the target of the request is too long: at most {most} bytes are allowed \
+             (limits.uri_bytes, limits.kubernetes_uri_bytes), and {ENGINE_TARGET} of a path"
+        )
+    } else {
+        format!(
+            "the target of the request has {length} bytes, at most {most} are allowed \
+             (limits.uri_bytes, limits.kubernetes_uri_bytes)"
+        )
+    };
+    Err(Reason::UriTooLong.says(detail))
 }
 
 /// Refuses trailers that are larger than a head may be.
@@ -210,7 +262,12 @@ mod tests {
 
     fn refused(lines: &[(&str, &str)], uri: &str) -> Reason {
         let request = request(lines, uri);
-        let checked = check(&request, 1000, 10).and_then(|()| authority(&request).map(|_| ()));
+        let bounds = Bounds {
+            target: 500,
+            header_bytes: 1000,
+            headers: 10,
+        };
+        let checked = check(&request, bounds).and_then(|()| authority(&request).map(|_| ()));
         checked.unwrap_err().reason
     }
 
@@ -258,8 +315,10 @@ mod tests {
     }
 
     #[test]
-    fn a_large_head_is_431() {
+    fn a_long_target_is_414_and_a_large_head_431() {
         let long = "x".repeat(2000);
+        let target = format!("/{long}");
+        assert_eq!(refused(&[("host", "a")], &target), Reason::UriTooLong);
         assert_eq!(
             refused(&[("host", "a"), ("x", &long)], "/"),
             Reason::HeaderTooLarge

@@ -5,6 +5,7 @@
 //! in the same place, and some clients drop the answer that came before (RFC 9113, section 8.1). So a body that is dropped
 //! before its end is discarded for a while instead. HTTP/1.1 then keeps its connection where the end has come.
 
+use super::front::io::Condition;
 use bytes::Bytes;
 use causeway_tunnel::task::Tasks;
 use http_body::{Body, Frame, SizeHint};
@@ -13,7 +14,7 @@ use hyper::body::Incoming;
 use std::{
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio::time::timeout;
@@ -27,15 +28,23 @@ const MOST: usize = 256 << 20;
 #[derive(Debug)]
 pub struct RequestBody {
     inner: Option<Incoming>,
+    /// Connection of a client that speaks HTTP/1.1, which hears of the body's end.
+    condition: Option<Arc<Condition>>,
     /// Owner of the task that discards the rest; none where there is no body, or where the client waits to be asked for it.
     tasks: Option<Arc<Tasks>>,
 }
 
 impl RequestBody {
     /// The body of a request, whose client waits for a 100 before it sends any where that `is_awaited`.
-    pub fn new(inner: Incoming, is_awaited: bool, tasks: &Arc<Tasks>) -> Self {
+    pub fn new(
+        inner: Incoming,
+        is_awaited: bool,
+        tasks: &Arc<Tasks>,
+        condition: Option<&Arc<Condition>>,
+    ) -> Self {
         let discards = !is_awaited && !inner.is_end_stream();
         Self {
+            condition: condition.filter(|_| !inner.is_end_stream()).cloned(),
             inner: Some(inner),
             tasks: discards.then(|| tasks.clone()),
         }
@@ -50,10 +59,16 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match &mut self.inner {
-            Some(inner) => Pin::new(inner).poll_frame(cx),
-            None => Poll::Ready(None),
+        let Some(inner) = &mut self.inner else {
+            return Poll::Ready(None);
+        };
+        let frame = ready!(Pin::new(&mut *inner).poll_frame(cx));
+        if (frame.is_none() || inner.is_end_stream())
+            && let Some(condition) = &self.condition
+        {
+            condition.body_ended();
         }
+        Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {

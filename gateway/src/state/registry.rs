@@ -25,7 +25,7 @@ use std::{
     pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::{Duration, SystemTime},
 };
@@ -191,6 +191,8 @@ pub struct Registry {
     waiting: Arc<Semaphore>,
     /// No tunnel is waited for any more.
     closed: CancellationToken,
+    /// The drain's time is over, and tunnels are closed with what they carry.
+    over: Arc<AtomicBool>,
 }
 
 /// A choice for one request.
@@ -214,6 +216,7 @@ impl Registry {
             began: Instant::now(),
             waiting: Arc::new(Semaphore::new(MOST_WAITING)),
             closed: CancellationToken::new(),
+            over: Arc::default(),
         }
     }
 
@@ -364,6 +367,16 @@ impl Registry {
     /// Lets no request wait for a tunnel any more: this gateway drains.
     pub fn close(&self) {
         self.closed.cancel();
+    }
+
+    /// Notes that the drain's time is over: what is open from now on ends for that.
+    pub fn end(&self) {
+        self.over.store(true, Relaxed);
+    }
+
+    /// Whether the drain's time is over.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
     }
 
     /// Whether any tunnel of this node is registered.

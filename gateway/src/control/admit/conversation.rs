@@ -45,6 +45,7 @@ fn heed(tunnel: &Tunnel, welcome: &Welcome) {
     if let Some(bytes) = welcome.bulk_after {
         tunnel.load().set_bulk(bytes);
     }
+    tunnel.allow_long_targets(welcome.long_targets);
 }
 
 /// Talks with an edge until its tunnel is gone.

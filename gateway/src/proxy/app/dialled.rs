@@ -13,7 +13,7 @@ use crate::{
     error::Error,
     proxy::{Way, relay},
 };
-use causeway_tunnel::{duplex::Duplex, wire};
+use causeway_tunnel::{duplex::Duplex, status_line::StatusLine, wire};
 use std::{
     io::{self, IoSlice},
     pin::Pin,
@@ -59,6 +59,7 @@ impl Dialled {
         let guarded = Guarded {
             tls,
             life: life.clone(),
+            status: StatusLine::default(),
         };
         let dialled = Self { guarded, life };
         shared.metrics.app_connected(dialled.chose_http2());
@@ -67,7 +68,7 @@ impl Dialled {
 
     /// Whether the app chose HTTP/2.
     pub(super) fn chose_http2(&self) -> bool {
-        self.guarded.tls.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2)
+        self.guarded.chose_http2()
     }
 }
 
@@ -77,18 +78,46 @@ impl Dialled {
 pub(super) struct Guarded {
     tls: TlsStream<Duplex>,
     life: Arc<Life>,
+    status: StatusLine,
+}
+
+impl Guarded {
+    /// An app that has answered before it read the request's body may reset its connection over that: the answer is still to
+    /// be read, and what is written from then on is thrown away.
+    fn written<T>(&self, written: Poll<io::Result<T>>, all: T) -> Poll<io::Result<T>> {
+        match written {
+            Poll::Ready(Err(error))
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+                ) && !self.chose_http2()
+                    && !self.life.switched.load(Relaxed) =>
+            {
+                Poll::Ready(Ok(all))
+            }
+            written => written,
+        }
+    }
+
+    fn chose_http2(&self) -> bool {
+        self.tls.get_ref().1.alpn_protocol() == Some(wire::ALPN_H2)
+    }
 }
 
 impl AsyncRead for Guarded {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
         let before = buf.filled().len();
-        let read = Pin::new(&mut self.tls).poll_read(cx, buf);
-        if buf.filled().len() > before {
-            self.life.answering.store(true, Relaxed);
+        let read = Pin::new(&mut this.tls).poll_read(cx, buf);
+        if let Some(new @ [_, ..]) = buf.filled_mut().get_mut(before..) {
+            if !this.life.answering.swap(true, Relaxed) {
+                this.status.begin();
+            }
+            this.status.pass(new);
         }
         read
     }
@@ -100,11 +129,13 @@ impl AsyncWrite for Guarded {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.tls).poll_write(cx, buf)
+        let written = Pin::new(&mut self.tls).poll_write(cx, buf);
+        self.written(written, buf.len())
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tls).poll_flush(cx)
+        let flushed = Pin::new(&mut self.tls).poll_flush(cx);
+        self.written(flushed, ())
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -130,7 +161,8 @@ impl AsyncWrite for Guarded {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.tls).poll_write_vectored(cx, bufs)
+        let written = Pin::new(&mut self.tls).poll_write_vectored(cx, bufs);
+        self.written(written, bufs.iter().map(|buf| buf.len()).sum())
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -113,6 +113,10 @@ pub(super) fn of_answer(route: &Route, error: &hyper::Error, when: &str) -> Erro
     if let Some(error) = find::<rustls::Error>(error) {
         return broken(route, &of_peer(error));
     }
+    if error.is_parse_too_large() {
+        let what = "answered with more fields than limits.headers of this gateway allows, or with a head of more than 256 KiB";
+        return broken(route, what);
+    }
     if error.is_parse() {
         return broken(route, &format!("answered what is not HTTP: {error}"));
     }

@@ -21,10 +21,10 @@ use crate::{
     error::Error,
     proxy::{Way, forward, outgoing::Outgoing, request, request_body::RequestBody, upload::Upload},
 };
-use causeway_tunnel::{headers, places::Turn, wire};
+use causeway_tunnel::{headers, places::Turn, request_target::TargetRest, wire};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRANSFER_ENCODING},
+    header::{CONNECTION, CONTENT_LENGTH, EXPECT, TE, TRANSFER_ENCODING},
     uri::PathAndQuery,
 };
 use http_body::Body;
@@ -69,6 +69,10 @@ pub(in crate::proxy) async fn run(
     };
     let mut head = forward::head(way, parts)?;
     app.alone(head.headers_mut());
+    if let Some(rest) = head.extensions().get::<TargetRest>().cloned() {
+        let line = Box::pin(Line::open(way, app, Some(rest))).await?;
+        return by_line(way, app, (head, content), (line.asking(), false)).await;
+    }
     match choose(way, app, 0).await? {
         Chosen::Line(asking, reused) => by_line(way, app, (head, content), (asking, reused)).await,
         Chosen::Stream(stream, reused) => {
@@ -105,7 +109,7 @@ pub(super) async fn choose(way: Way<'_>, app: &Arc<AppTls>, after: u64) -> Resul
             return Ok(Chosen::Stream(stream, false));
         }
         shared.chose_http1();
-        let line = Line::begin(way, app, dialled).await?;
+        let line = Line::begin(way, app, dialled, None).await?;
         Ok(Chosen::Line(line.asking(), false))
     })
     .await
@@ -147,7 +151,7 @@ pub(super) async fn by_line(
         return Err(unanswered(way, &asking, error.error()));
     };
     drop(asking);
-    let line = Box::pin(Line::open(way, app)).await?;
+    let line = Box::pin(Line::open(way, app, None)).await?;
     let mut request = request.map(|body| body.moved(&line.life));
     let mut asking = line.asking();
     // A body that waits for a 100 waits for it no longer than its bound.
@@ -211,7 +215,7 @@ pub(super) fn to_origin(way: Way<'_>, head: &mut Request<()>) {
     if let Some(authority) = authority {
         headers::put_host(fields, &authority);
     } else if let Ok(host) = HeaderValue::try_from(way.route.target.text()) {
-        fields.insert(HOST, host);
+        headers::set_host(fields, host);
     }
 }
 

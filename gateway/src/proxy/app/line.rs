@@ -19,7 +19,12 @@ use crate::{
     },
 };
 use causeway_certs::Fingerprint;
-use causeway_tunnel::{error::is_close, eviction::Eviction, wire};
+use causeway_tunnel::{
+    error::is_close,
+    eviction::Eviction,
+    request_target::{TargetRest, TargetWriter},
+    wire,
+};
 use hyper::{
     Request, Response,
     body::Incoming,
@@ -79,13 +84,17 @@ pub(super) struct Life {
 pub(super) struct Asking(Option<Line>);
 
 impl Line {
-    /// A new one, for upgrades too.
+    /// A new one, for upgrades too. Its first request has this rest of its target.
     ///
     /// # Errors
     /// As [`Dialled::to`].
-    pub(super) async fn open(way: Way<'_>, app: &Arc<AppTls>) -> Result<Self, Error> {
+    pub(super) async fn open(
+        way: Way<'_>,
+        app: &Arc<AppTls>,
+        rest: Option<TargetRest>,
+    ) -> Result<Self, Error> {
         let dialled = Dialled::to(way, app, Offer::Http1).await?;
-        Self::begin(way, app, dialled).await
+        Self::begin(way, app, dialled, rest).await
     }
 
     /// Begins HTTP/1.1.
@@ -96,12 +105,14 @@ impl Line {
         way: Way<'_>,
         app: &Arc<AppTls>,
         Dialled { guarded, life }: Dialled,
+        rest: Option<TargetRest>,
     ) -> Result<Self, Error> {
         let shared = &way.proxy.shared;
         let (sender, connection) = http1::Builder::new()
             .title_case_headers(true)
+            .max_headers(shared.max_headers)
             .max_buf_size(wire::MAX_HEAD)
-            .handshake(TokioIo::new(guarded))
+            .handshake(TokioIo::new(TargetWriter::new(guarded, rest)))
             .await
             .map_err(|error| failure::of_http(way, &error))?;
         let (back, returned) = mpsc::channel(1);
@@ -191,7 +202,7 @@ impl Drop for Asking {
 
 /// What the task of a line goes by.
 struct Driven {
-    connection: http1::Connection<TokioIo<Guarded>, Asked>,
+    connection: http1::Connection<TokioIo<TargetWriter<Guarded>>, Asked>,
     life: Arc<Life>,
     returned: mpsc::Receiver<Line>,
     key: Key,

@@ -25,7 +25,7 @@ use crate::{
         upload::Upload,
     },
 };
-use causeway_tunnel::{StreamError, socket::Abort};
+use causeway_tunnel::{StreamError, request_target::TargetRest, socket::Abort};
 use http::{
     HeaderValue, Method, Request, Response, StatusCode, Version,
     header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE},
@@ -62,7 +62,8 @@ pub(in crate::proxy) async fn run(
     app.alone(head.headers_mut());
     let has_body = !body.is_end_stream();
     prepare(way, &mut head, token, has_body)?;
-    let opened = Line::open(way, app).await?;
+    let rest = head.extensions_mut().remove::<TargetRest>();
+    let opened = Line::open(way, app, rest).await?;
     let life = opened.life.clone();
     let mut asking = opened.asking();
     let body = if has_body {

@@ -197,7 +197,7 @@ impl Door {
             let place = connection.room.clone();
             let serving = pin!(serve(
                 &proxy,
-                io::Io::plain(socket, &connection.condition, proxy.front.errors),
+                io::Io::plain(socket, &connection.condition, proxy.form()),
                 connection,
                 door.stop.clone(),
             ));

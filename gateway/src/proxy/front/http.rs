@@ -4,19 +4,25 @@
 //! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
 //! on a public front they are the protection. Control frames have a budget below hyper, see [`Calm`].
 
-use super::{Connection, io::Io};
+use super::{Beyond, Connection, io::Io};
 use crate::{
     config::ErrorForm,
+    error::Reason,
     proxy::{Proxy, access::Record, outgoing::Outgoing, reply},
 };
 use causeway_tunnel::{
     calm::Calm,
     eviction::Eviction,
     interim::{Exchange, InterimIo},
+    request_target::ENGINE_TARGET,
     task::Tasks,
 };
 use http::{Request, Response, StatusCode, Version};
-use hyper::{body::Incoming, ext::ReasonPhrase, service::service_fn};
+use hyper::{
+    body::{Body as _, Incoming},
+    ext::ReasonPhrase,
+    service::service_fn,
+};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
@@ -173,8 +179,13 @@ pub(super) async fn serve(
 /// Records a request whose head cannot be parsed: no other part of the gateway has seen it.
 fn unparsed(proxy: &Proxy, connection: &Arc<Connection>, error: Option<&hyper::Error>) {
     if let Some(error) = error.filter(|error| error.is_parse()) {
-        let is_too_large = error.is_parse_too_large();
-        let (reason, detail) = reply::unparsed_detail(is_too_large);
+        let guess = if error.is_parse_too_large() {
+            Reason::HeaderTooLarge
+        } else {
+            Reason::Malformed
+        };
+        let reason = connection.condition.unparsed().unwrap_or(guess);
+        let detail = reply::unparsed_detail(reason);
         let record = Record::unparsed(proxy, connection);
         record.failed(&reason.because(detail, error.to_string()));
         record.answered(match proxy.front.errors {
@@ -210,7 +221,7 @@ fn exchange(connection: &Connection, version: Version) -> Exchange {
 async fn answer(
     proxy: &Proxy,
     connection: &Arc<Connection>,
-    request: Request<Incoming>,
+    mut request: Request<Incoming>,
     exchange: Exchange,
 ) -> Response<Outgoing> {
     if request.version() == Version::HTTP_2 {
@@ -222,8 +233,13 @@ async fn answer(
         }
         return response.map(|body| body.keeping(busy));
     }
-    connection.condition.asked();
-    connection.condition.evictable(None);
+    let condition = &connection.condition;
+    match condition.begins(!request.body().is_end_stream()) {
+        None => {}
+        Some(Beyond::Rest(rest)) => drop(request.extensions_mut().insert(rest)),
+        Some(Beyond::Refused(reason)) => drop(request.extensions_mut().insert(reason)),
+    }
+    condition.evictable(None);
     let mut response = proxy.handle(connection, request, exchange).await;
     if response.status().canonical_reason().is_none() {
         // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
@@ -254,7 +270,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
         .max_headers(proxy.shared.max_headers * 2)
         // Twice the limit: what lies between is refused by us, with a reason; what is beyond, by hyper.
-        .max_buf_size((bytes * 2).max(16 * 1024));
+        .max_buf_size(ENGINE_TARGET + (bytes * 2).max(16 * 1024));
     builder
         .http2()
         .timer(TokioTimer::new())
@@ -264,7 +280,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         .max_concurrent_streams(STREAMS)
         .max_send_buf_size(QUEUED)
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
-        .max_header_list_size(u32::try_from(bytes * 2).unwrap_or(u32::MAX))
+        .max_header_list_size(u32::try_from(ENGINE_TARGET + bytes * 2).unwrap_or(u32::MAX))
         .keep_alive_interval(PING)
         .keep_alive_timeout(PING);
     builder

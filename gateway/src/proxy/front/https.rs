@@ -178,7 +178,7 @@ async fn begin(stream: TlsStream<Socket>, arrival: Arrival, door: Door, home: Co
         failed(proxy, "certificate", refused);
     });
     let connection = Arc::new(arrival.connection(proxy, sni, true, caller));
-    let io = Io::tls(stream, &connection.condition, proxy.front.errors);
+    let io = Io::tls(stream, &connection.condition, proxy.form());
     serve(proxy, io, connection, door.stop.clone()).await;
 }
 

@@ -5,8 +5,11 @@
 //! also tells how long a head has been on its way, which bounds slow ones without bounding idle callers.
 //! While nobody asks for a caller's bytes (its body waits for the app), `Watch` alone hears it go.
 
-use super::blocks::Blocks;
-use crate::{config::ErrorForm, proxy::reply};
+use super::{
+    blocks::Blocks,
+    request_line::{Beyond, RequestLine},
+};
+use crate::{config::ErrorForm, error::Reason, proxy::reply};
 use causeway_tunnel::{
     eviction::Eviction,
     socket::{Abort, Socket},
@@ -53,6 +56,14 @@ pub struct Condition {
     blocked: AtomicU64,
     /// A stream was evicted, where HTTP/2 is spoken.
     lost: Notify,
+    /// The body of the request has not come to its end, where HTTP/1.1 is spoken.
+    body: AtomicBool,
+    /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
+    ahead: AtomicBool,
+    /// What the engine has not seen of the target of the request.
+    beyond: Mutex<Option<Beyond>>,
+    /// Reason that was answered for a head which the engine cannot parse.
+    unparsed: Mutex<Option<Reason>>,
 }
 
 impl Default for Condition {
@@ -68,6 +79,10 @@ impl Default for Condition {
             eviction: Mutex::default(),
             blocked: AtomicU64::new(0),
             lost: Notify::new(),
+            body: AtomicBool::new(false),
+            ahead: AtomicBool::new(false),
+            beyond: Mutex::default(),
+            unparsed: Mutex::default(),
         }
     }
 }
@@ -100,6 +115,23 @@ impl Condition {
         self.head.store(0, Relaxed);
     }
 
+    /// A request of HTTP/1.1 begins, which has a body or not. Returns what the engine has not seen of its target.
+    pub fn begins(&self, has_body: bool) -> Option<Beyond> {
+        self.asked();
+        self.body.store(has_body, Relaxed);
+        locked(&self.beyond).take()
+    }
+
+    /// The body of the request has come to its end.
+    pub fn body_ended(&self) {
+        self.body.store(false, Relaxed);
+    }
+
+    /// Returns the reason that was answered for a head which the engine cannot parse.
+    pub fn unparsed(&self) -> Option<Reason> {
+        *locked(&self.unparsed)
+    }
+
     /// An answer is complete: the next bytes are of a new head.
     pub fn answered(&self) {
         self.expecting.store(true, Relaxed);
@@ -107,12 +139,12 @@ impl Condition {
 
     /// From now on the connection ends when the stream that brings its answer is evicted.
     pub fn evictable(&self, eviction: Option<Eviction>) {
-        *self.eviction() = eviction;
+        *locked(&self.eviction) = eviction;
     }
 
     /// Waits until the stream that brings the answer is evicted. Has to be polled after what the stream is read by.
     pub async fn evicted(&self) {
-        poll_fn(|cx| match self.eviction().as_ref() {
+        poll_fn(|cx| match locked(&self.eviction).as_ref() {
             Some(eviction) => eviction.poll_evicted(cx),
             None => Poll::Pending,
         })
@@ -155,10 +187,6 @@ impl Condition {
             .store(if blocked { 0 } else { age + 1 }, Relaxed);
     }
 
-    fn eviction(&self) -> MutexGuard<'_, Option<Eviction>> {
-        self.eviction.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until a head has been on its way for longer than `bound`.
     pub async fn slow_head(&self, bound: Duration) {
         let mut due = Instant::now();
@@ -175,10 +203,17 @@ impl Condition {
         }
     }
 
-    fn read(&self) {
+    /// Bytes were read. Returns whether they are the beginning of a head, as far as that is known.
+    fn read(&self) -> bool {
+        let has_body = self.body.load(Relaxed);
         if self.expecting.swap(false, Relaxed) {
             self.began_head();
+            return !self.ahead.swap(false, Relaxed) && !has_body;
         }
+        if !has_body && !self.reads_head() {
+            self.ahead.store(true, Relaxed);
+        }
+        false
     }
 
     fn began_head(&self) {
@@ -204,6 +239,10 @@ impl Condition {
     }
 }
 
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Abort for Condition {
     fn abort(&self) {
         self.broken.store(true, Relaxed);
@@ -217,6 +256,7 @@ pub struct Io {
     condition: Arc<Condition>,
     blocks: Blocks,
     agreed: Agreed,
+    line: RequestLine,
     unparsed: Unparsed,
     watch: Watch,
     /// Our half was ended in order.
@@ -246,17 +286,26 @@ impl Unparsed {
         }
     }
 
-    /// Prepares the answer if these bytes are one of the engine's own. Returns whether there is one.
-    fn replaces(&mut self, bytes: &[u8]) -> bool {
-        if self.text.is_empty()
-            && let Some(status) = bytes.strip_prefix(b"HTTP/1.1 4")
-            && bytes.ends_with(b"\r\n\r\n")
-        {
-            let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
-            if head.contains("\r\ncontent-length: 0\r\n") && !head.contains("\r\nvia: ") {
-                self.text = reply::unparsed(self.form, !status.starts_with(b"00"));
-            }
+    /// Prepares the answer if these bytes are one of the engine's own. Returns the reason, if there is one.
+    fn replaces(&mut self, bytes: &[u8], line: &RequestLine) -> Option<Reason> {
+        let status = bytes.strip_prefix(b"HTTP/1.1 4")?;
+        let head = String::from_utf8_lossy(bytes).to_ascii_lowercase();
+        let is_of_engine =
+            head.contains("\r\ncontent-length: 0\r\n") && !head.contains("\r\nvia: ");
+        if !self.text.is_empty() || !bytes.ends_with(b"\r\n\r\n") || !is_of_engine {
+            return None;
         }
+        let reason = match status.first_chunk() {
+            _ if line.is_of_other_version() => Reason::VersionNotSupported,
+            Some(b"00") => Reason::Malformed,
+            Some(b"31") if !line.is_target_too_long() => Reason::HeaderTooLarge,
+            _ => Reason::UriTooLong,
+        };
+        self.text = reply::unparsed(self.form, reason);
+        Some(reason)
+    }
+
+    fn is_pending(&self) -> bool {
         !self.text.is_empty()
     }
 }
@@ -301,28 +350,33 @@ enum Transport {
 }
 
 impl Io {
-    /// A connection without TLS.
-    pub fn plain(socket: Socket, condition: &Arc<Condition>, form: ErrorForm) -> Self {
-        Self {
-            transport: Transport::Plain(socket),
-            condition: condition.clone(),
-            blocks: Blocks::default(),
-            agreed: Agreed::Nothing,
-            unparsed: Unparsed::new(form),
-            watch: Watch::default(),
-            ended: false,
-            discarded: 0,
-            lingers: None,
-        }
+    /// A connection without TLS, to a listener with this form of errors and this limit of targets.
+    pub fn plain(socket: Socket, condition: &Arc<Condition>, of: (ErrorForm, usize)) -> Self {
+        Self::new(Transport::Plain(socket), Agreed::Nothing, condition, of)
     }
 
     /// A connection whose TLS is done.
-    pub fn tls(stream: TlsStream<Socket>, condition: &Arc<Condition>, form: ErrorForm) -> Self {
+    pub fn tls(
+        stream: TlsStream<Socket>,
+        condition: &Arc<Condition>,
+        of: (ErrorForm, usize),
+    ) -> Self {
+        let agreed = Agreed::of(&stream);
+        Self::new(Transport::Tls(Box::new(stream)), agreed, condition, of)
+    }
+
+    fn new(
+        transport: Transport,
+        agreed: Agreed,
+        condition: &Arc<Condition>,
+        (form, most_target): (ErrorForm, usize),
+    ) -> Self {
         Self {
-            agreed: Agreed::of(&stream),
-            transport: Transport::Tls(Box::new(stream)),
+            transport,
             condition: condition.clone(),
             blocks: Blocks::default(),
+            agreed,
+            line: RequestLine::new(most_target),
             unparsed: Unparsed::new(form),
             watch: Watch::default(),
             ended: false,
@@ -349,6 +403,23 @@ impl Transport {
 }
 
 impl Io {
+    /// Writes the answer to a head that the engine cannot parse, if `bytes` are the engine's own.
+    fn poll_unparsed(
+        &mut self,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Option<Poll<io::Result<usize>>> {
+        if !self.condition.reads_head() {
+            return None;
+        }
+        if let Some(reason) = self.unparsed.replaces(bytes, &self.line) {
+            *locked(&self.condition.unparsed) = Some(reason);
+        }
+        let length = bytes.len();
+        let is_pending = self.unparsed.is_pending();
+        is_pending.then(|| self.poll_write_unparsed(cx).map_ok(|()| length))
+    }
+
     fn poll_write_unparsed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let unparsed = &mut self.unparsed;
         while let Some(rest @ [_, ..]) = unparsed.text.get(unparsed.written..) {
@@ -444,14 +515,26 @@ impl AsyncRead for Io {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
-        let polled = this.transport.poll_read(cx, buf);
-        this.watch.reads = polled.is_pending();
-        if let Some(new @ [_, ..]) = buf.filled().get(before..) {
-            this.condition.read();
+        loop {
+            let polled = this.transport.poll_read(cx, buf);
+            this.watch.reads = polled.is_pending();
+            let Some(new @ [_, ..]) = buf.filled_mut().get_mut(before..) else {
+                return polled;
+            };
+            if this.condition.read() {
+                this.line.begin();
+            }
             this.condition.passed(this.blocks.pass(new));
             this.agreed.check(&this.blocks)?;
+            let kept = this.line.pass(new);
+            if let Some(beyond) = this.line.take_beyond() {
+                *locked(&this.condition.beyond) = Some(beyond);
+            }
+            buf.set_filled(before + kept);
+            if kept > 0 {
+                return polled;
+            }
         }
-        polled
     }
 }
 
@@ -472,9 +555,8 @@ impl AsyncWrite for Io {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if this.condition.reads_head() && this.unparsed.replaces(buf) {
-            ready!(this.poll_write_unparsed(cx))?;
-            return Poll::Ready(Ok(buf.len()));
+        if let Some(written) = this.poll_unparsed(cx, buf) {
+            return written;
         }
         let polled = this.transport.poll_write(cx, buf);
         this.condition.wrote(&polled);
@@ -520,11 +602,9 @@ impl AsyncWrite for Io {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         if let [buf] = bufs
-            && this.condition.reads_head()
-            && this.unparsed.replaces(buf)
+            && let Some(written) = this.poll_unparsed(cx, buf)
         {
-            ready!(this.poll_write_unparsed(cx))?;
-            return Poll::Ready(Ok(buf.len()));
+            return written;
         }
         let polled = match &mut this.transport {
             Transport::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bufs),

@@ -1,0 +1,194 @@
+//! Request targets that are longer than `http::Uri` can hold.
+//!
+//! A `Uri` ends at 65,534 bytes; the command line of a `kubectl exec` may need a megabyte. The engines see the target's
+//! first [`ENGINE_TARGET`] bytes, path included. The rest of the query travels beside the request as a [`TargetRest`]: on a
+//! tunnel as the first bytes of the stream, their number in [`crate::wire::TARGET_REST`]. [`TargetWriter`] puts the rest
+//! back into the request line of HTTP/1.1, below the engine.
+
+use bytes::{Buf, Bytes};
+use std::{
+    io,
+    pin::Pin,
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    task::{Context, Poll, ready},
+};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Bytes of a target that an engine takes: the limit of `http::Uri`.
+pub const ENGINE_TARGET: usize = 65_534;
+/// Largest rest of a target, in bytes: the longest command line that Linux takes is 6 MiB (`execve(2)`).
+pub const MAX_REST: usize = 8 << 20;
+/// Bytes of all rests in this process.
+const MOST_IN_PROCESS: usize = 64 << 20;
+
+static IN_PROCESS: AtomicUsize = AtomicUsize::new(0);
+
+/// The bytes of a request's query behind those that the engine holds. An extension of requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TargetRest(pub Bytes);
+
+/// Collects a [`TargetRest`] within a budget of the process.
+#[derive(Debug, Default)]
+pub struct RestBuffer(Vec<u8>);
+
+impl RestBuffer {
+    /// Appends `bytes`. Returns whether the budget had room for them.
+    pub fn append(&mut self, bytes: &[u8]) -> bool {
+        let before = IN_PROCESS.fetch_add(bytes.len(), Relaxed);
+        if before + bytes.len() > MOST_IN_PROCESS {
+            IN_PROCESS.fetch_sub(bytes.len(), Relaxed);
+            return false;
+        }
+        self.0.extend_from_slice(bytes);
+        true
+    }
+
+    /// Returns how many bytes were appended.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether nothing was appended.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns what was collected. It counts against the budget until its last clone is dropped.
+    pub fn finish(self) -> TargetRest {
+        TargetRest(Bytes::from_owner(self))
+    }
+}
+
+impl AsRef<[u8]> for RestBuffer {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for RestBuffer {
+    fn drop(&mut self) {
+        IN_PROCESS.fetch_sub(self.0.len(), Relaxed);
+    }
+}
+
+/// A connection that inserts a [`TargetRest`] behind the target of the first request that is written to it.
+#[derive(Debug)]
+pub struct TargetWriter<S> {
+    io: S,
+    rest: Bytes,
+    /// Spaces of the request line that were written.
+    spaces: u8,
+}
+
+impl<S> TargetWriter<S> {
+    /// Inserts `rest`, if there is one.
+    pub fn new(io: S, rest: Option<TargetRest>) -> Self {
+        let rest = rest.map(|TargetRest(rest)| rest).unwrap_or_default();
+        Self {
+            io,
+            rest,
+            spaces: 0,
+        }
+    }
+
+    /// Returns the connection.
+    pub fn into_inner(self) -> S {
+        self.io
+    }
+
+    /// Returns how many of `bytes` come before the space behind the target, and the spaces up to there.
+    fn before_rest(&self, bytes: &[u8]) -> (usize, u8) {
+        let mut spaces = self.spaces;
+        for (at, byte) in bytes.iter().enumerate() {
+            if *byte == b' ' {
+                if spaces == 1 {
+                    return (at, spaces);
+                }
+                spaces += 1;
+            }
+        }
+        (bytes.len(), spaces)
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for TargetWriter<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_read(cx, buf)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for TargetWriter<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        while !this.rest.is_empty() {
+            let (before, _) = this.before_rest(buf);
+            if before > 0 {
+                let part = buf.get(..before).unwrap_or_default();
+                let written = ready!(Pin::new(&mut this.io).poll_write(cx, part))?;
+                this.spaces = this.before_rest(part.get(..written).unwrap_or_default()).1;
+                return Poll::Ready(Ok(written));
+            }
+            let written = ready!(Pin::new(&mut this.io).poll_write(cx, &this.rest))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            this.rest.advance(written);
+        }
+        Pin::new(&mut this.io).poll_write(cx, buf)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.rest.is_empty() {
+            return Pin::new(&mut self.get_mut().io).poll_write_vectored(cx, bufs);
+        }
+        let first = bufs.iter().find(|buf| !buf.is_empty());
+        self.poll_write(cx, first.map_or(&[][..], |buf| buf))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::AsyncWriteExt;
+
+    #[tokio::test]
+    async fn the_rest_stands_behind_the_target_however_the_head_is_cut() {
+        let head = b"GET /a?b HTTP/1.1\r\nHost: a b c\r\n\r\n";
+        for cut in 1..=head.len() {
+            let rest = TargetRest(Bytes::from_static(b"=c&d"));
+            let mut io = TargetWriter::new(Vec::new(), Some(rest));
+            for part in head.chunks(cut) {
+                io.write_all(part).await.unwrap();
+            }
+            let written = String::from_utf8(io.into_inner()).unwrap();
+            assert_eq!(
+                written, "GET /a?b=c&d HTTP/1.1\r\nHost: a b c\r\n\r\n",
+                "{cut}"
+            );
+        }
+    }
+}
