@@ -49,7 +49,7 @@ use crate::{
 use access::Record;
 use app::Apps;
 use authorize::{Act, Ask, Authorize, Destination};
-use caller::Caller;
+use caller::{Caller, jwt::Expired};
 use causeway_certs::NodeName;
 use causeway_tunnel::{headers, interim::Exchange, task::Tasks};
 use front::{Connection, Front};
@@ -274,9 +274,20 @@ impl Proxy {
         fields: &HeaderMap,
         port: Option<u16>,
     ) -> Result<Caller, Error> {
+        self.identify_by(connection, (fields, Expired::Refused), port)
+            .await
+    }
+
+    /// Says who calls, by a JWT that has expired too if that is so wanted.
+    async fn identify_by(
+        &self,
+        connection: &Connection,
+        presented: (&HeaderMap, Expired),
+        port: Option<u16>,
+    ) -> Result<Caller, Error> {
         let authentication = &self.front.authentication;
         let caller = authentication
-            .identify(connection, fields, port, &self.shared)
+            .identify(connection, presented, port, &self.shared)
             .await?;
         if !self.front.believes(caller.root) {
             let why = "certificate: the root on which it hangs is trusted no more";

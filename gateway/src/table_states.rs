@@ -10,7 +10,7 @@
 //! | records and revocations | the gateway does not start | as last read | as last read |
 //! | policy | the gateway does not start | as last read | as last read (`src/reload.rs`) |
 //! | pins | nothing is believed | as last read | as last read |
-//! | keys of issuers (JWKS, tests of `state::keys`) | unauthenticated | as last known, for their greatest age | unauthenticated |
+//! | keys of issuers (JWKS, tests of `state::keys`) | undecided | as last known, for their greatest age | undecided |
 //! | reviews (tests of `proxy::reviews::answers`) | undecided | until an answer's age is over, then undecided | undecided |
 //! | names (DNS, tests of `control::dns::answer`) | SERVFAIL where no record has the name | as last known | NXDOMAIN |
 

@@ -2,17 +2,20 @@
 
 use crate::{
     apps::asked,
+    recheck::compiled,
+    recheck_apps::{but_tester, open, unending},
     road::{Road, URL},
     world::{
         app::answer::pattern,
         authority::Authority,
         caller::{assert_problem, whole},
         frames::{self, HEADERS, PREFACE, SETTINGS},
+        gateway::Build,
         until,
     },
 };
 use causeway_edge::config::Scheme;
-use causeway_gateway::config::Config;
+use causeway_gateway::{config::Config, state::PolicyWriter};
 use futures_util::future::join_all;
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::body::Bytes;
@@ -24,6 +27,7 @@ use hyper::{
 };
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::ServerConfig;
+use serde_json::json;
 use std::{
     convert::Infallible,
     io,
@@ -63,6 +67,8 @@ struct Seen {
     breaks: AtomicUsize,
     /// Connections that have ended in order.
     ended: AtomicUsize,
+    /// Bodies of requests at `/keeps`, which were answered.
+    kept: std::sync::Mutex<Vec<Incoming>>,
     /// Asks connections to end.
     leave: std::sync::Mutex<CancellationToken>,
 }
@@ -173,6 +179,10 @@ async fn answer(
         }
         "/mirror" => request.into_body().map_err(io::Error::other).boxed_unsync(),
         "/authority" => text(request.uri().to_string()),
+        "/keeps" => {
+            seen.kept.lock().unwrap().push(request.into_body());
+            text("well")
+        }
         "/deaf" => {
             // It goes with its connection.
             let _body = request.into_body();
@@ -229,7 +239,15 @@ impl Drop for Endless {
 
 /// A road to this address as port 9100, to which the gateway itself speaks TLS.
 async fn road(authority: &Authority, app: SocketAddr, change: impl FnOnce(&mut Config)) -> Road {
-    let build = Road::build();
+    road_by(Road::build(), authority, app, change).await
+}
+
+async fn road_by(
+    build: Build,
+    authority: &Authority,
+    app: SocketAddr,
+    change: impl FnOnce(&mut Config),
+) -> Road {
     let ours = asked(build.folder(), authority, None);
     let build = build.config(|config| {
         config.apps.insert(9100, ours);
@@ -472,4 +490,58 @@ async fn an_app_that_floods_loses_its_own_connection_and_no_tunnel() {
     for flood in [ping, empty, hint] {
         Box::pin(floods(flood)).await;
     }
+}
+
+#[tokio::test]
+async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_have_it() {
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let authority = Authority::new();
+    let app = App::start(&authority, 100).await;
+    let build = Road::build().policy(rules.reader());
+    let road = road_by(build, &authority, app.address, |_| {}).await;
+    let mut uploads = Vec::new();
+    let mut downloads = Vec::new();
+    let mut unread = Vec::new();
+    let mut unanswered = JoinSet::new();
+    for caller in [road.caller(), road.http2()] {
+        let (body, dropped) = unending();
+        let (connection, answer) = open(&caller, "POST", "keeps", body).await;
+        let answer = answer.into_body().collect().await.unwrap();
+        assert_eq!(answer.to_bytes(), "well");
+        uploads.push((connection, dropped));
+        downloads.push(open(&caller, "GET", "endless", whole("")).await);
+        unread.push(open(&caller, "GET", "endless", whole("")).await);
+        let (body, _) = unending();
+        let request = Request::post(format!("{URL}deaf")).body(body).unwrap();
+        unanswered.spawn(async move { caller.send(request).await });
+    }
+    until("all are open", async || {
+        road.metrics().await.sum("open_streams", &[]) == 8
+    })
+    .await;
+    rules.replace(Some(compiled(&but_tester())));
+    for (_connection, dropped) in &uploads {
+        dropped.cancelled().await;
+    }
+    for (_connection, answer) in downloads {
+        assert!(answer.into_body().collect().await.is_err());
+    }
+    while let Some(refused) = unanswered.join_next().await {
+        assert_problem(&refused.unwrap(), 403, "forbidden", "the policy does not");
+    }
+    road.until_idle().await;
+    let kept = std::mem::take(&mut *app.seen.kept.lock().unwrap());
+    assert_eq!(kept.len(), 2);
+    for body in kept {
+        assert!(
+            body.collect().await.is_err(),
+            "no part is taken for the whole"
+        );
+    }
+    until(
+        "the app has heard that all downloads are given up",
+        async || app.seen.given_up.load(SeqCst) == 4,
+    )
+    .await;
+    drop(unread);
 }

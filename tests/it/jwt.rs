@@ -209,8 +209,8 @@ async fn a_gateway_starts_without_keys_and_has_them_when_they_can_be_had() {
     let refused = caller.get(URL).await;
     assert_problem(
         &refused,
-        401,
-        "unauthenticated",
+        503,
+        "undecided",
         "jwt: the keys of its issuer are not here yet",
     );
     let log = world.log().text();
@@ -241,7 +241,7 @@ async fn whoever_answers_in_an_issuers_place_brings_no_keys() {
     let answer = world.caller_at("jwt").sni(GATEWAY_NAME).only_bearer(&token);
     let refused = answer.get(URL).await;
     let says = "jwt: the keys of its issuer are not here yet";
-    assert_problem(&refused, 401, "unauthenticated", says);
+    assert_problem(&refused, 503, "undecided", says);
     assert!(there.asked() > 0);
     let log = world.log().text();
     assert!(log.contains("TLS: invalid peer certificate"), "{log}");

@@ -30,6 +30,7 @@ mod certificates;
 mod company;
 mod given;
 mod recheck;
+mod recheck_apps;
 mod rejoin;
 mod reload;
 mod renewal;

@@ -3,55 +3,76 @@
 use crate::{
     road::URL,
     world::{
-        LIFE, World,
-        app::{App, Script, answer},
-        caller::{Caller, Wire, exchange, read},
+        GATEWAY_NAME, LIFE, PATIENCE, World,
+        app::{App, End, Head, Script, answer},
+        caller::{Caller, Wire, assert_problem, exchange, read},
         gateway::{anonymous, front},
+        issuer::{Issuer, Key, claims, now},
         until,
     },
 };
-use causeway_certs::{Ca, Certificate, Leaf};
+use causeway_certs::{Ca, Certificate, Leaf, NodeName, StoreError};
 use causeway_gateway::{
-    config::{Callers, Front, Kind, Serial, policy},
-    state::{Policy, PolicyWriter},
+    config::{Callers, Config, Front, Jwt, Kind, Serial, policy},
+    proxy::authorize::{Ask, Authorize, Verdict},
+    state::{Member, Node, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    sync::Notify,
+    time::timeout,
+};
 
 const UPGRADE: &str =
     "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
 
 /// An app that echoes sessions, and sends downloads without an end.
 async fn app() -> App {
-    App::http(|head| match head.path().as_str() {
+    App::http(app_of).await
+}
+
+pub(crate) fn app_of(head: &Head) -> Script {
+    match head.path().as_str() {
         "/session" => answer::switch("SPDY/3.1", b"hello"),
         "/endless" => answer::endless(),
         _ => answer::ok("it"),
-    })
-    .await
+    }
 }
 
 /// Opens a session through an upgrade, with further `fields`.
-async fn session(caller: &Caller, fields: &str) -> impl Wire + use<> {
-    let mut wire = caller.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
-    let head = exchange(&mut wire, &format!("{UPGRADE}{fields}\r\n")).await;
+pub(crate) async fn session(caller: &Caller, fields: &str) -> impl Wire + use<> {
+    session_at(caller, "edge-1", fields).await
+}
+
+async fn session_at(caller: &Caller, node: &str, fields: &str) -> impl Wire + use<> {
+    let mut wire = caller.tls_stream(node, &["http/1.1"]).await.unwrap();
+    let upgrade = UPGRADE.replace("edge-1", node);
+    let head = exchange(&mut wire, &format!("{upgrade}{fields}\r\n")).await;
     assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
     assert_eq!(read(&mut wire, 5).await, b"hello");
     wire
 }
 
 /// Checks that bytes go there and back.
-async fn echoes(wire: &mut impl Wire) {
+pub(crate) async fn echoes(wire: &mut impl Wire) {
     wire.write_all(b"ping").await.unwrap();
     assert_eq!(read(wire, 4).await, b"ping");
 }
 
 /// Waits until the gateway has ended a connection, by a reset and not in order.
-async fn is_reset(wire: &mut impl Wire) {
+pub(crate) async fn is_reset(wire: &mut impl Wire) {
     let mut rest = [0; 4096];
     loop {
-        match wire.read(&mut rest).await {
+        let read = timeout(PATIENCE, wire.read(&mut rest)).await;
+        match read.expect("the gateway ends the connection") {
             Ok(0) => panic!("it ended in order"),
             Ok(_) => {}
             Err(_) => return,
@@ -59,13 +80,13 @@ async fn is_reset(wire: &mut impl Wire) {
     }
 }
 
-fn compiled(rules: &Value) -> Policy {
+pub(crate) fn compiled(rules: &Value) -> Policy {
     let policy: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
     Policy::compile(&policy).unwrap()
 }
 
 /// Returns the access record of a session that was refused afterwards.
-async fn refused(world: &World, reason: &str) -> Value {
+pub(crate) async fn refused(world: &World, reason: &str) -> Value {
     let mut found = None;
     until("it is recorded why", async || {
         let records = world.log().records();
@@ -275,4 +296,384 @@ async fn a_certificate_that_expires_ends_its_sessions_where_the_listener_says_so
     );
     echoes(&mut kept).await;
     refused(&world, "unauthenticated").await;
+}
+
+/// The front `clients` of this configuration.
+fn clients(config: &mut Config) -> &mut Front {
+    let mut fronts = config.fronts.iter_mut();
+    fronts.find(|front| front.name == "clients").unwrap()
+}
+
+fn without_clients(config: &mut Config) {
+    config.fronts.retain(|front| front.name != "clients");
+}
+
+#[tokio::test]
+async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let build = World::build().policy(rules.reader());
+    let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
+    let listener = of_another_ca(build.folder(), &ca);
+    let token = build.token("dan");
+    let clients = Front {
+        callers: Callers {
+            own_ca: true,
+            tokens: Some(build.tokens()),
+            ..listener.callers.clone()
+        },
+        ..listener.clone()
+    };
+    // It takes the same certificates, and stays.
+    let beside = Front {
+        name: "beside".to_owned(),
+        ..listener
+    };
+    let mut world = build.front(clients).front(beside).start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let leaves = ["ann", "bob", "cid"].map(|name| ca.issue_caller(name, &[], LIFE).unwrap());
+    let at = |leaf: &Leaf| world.caller_at("clients").certificate(leaf);
+    let mut ann = session(&at(&leaves[0]), "").await;
+    let mut bob = session(&at(&leaves[1]), "").await;
+    let mut cid = session(&at(&leaves[2]), "").await;
+    let mut dan = session(&world.caller_at("clients").nobody(), &bearer(&token)).await;
+    let mut eve = session(&at(&world.caller_leaf("eve")), "").await;
+    world.reload(without_clients).unwrap();
+    echoes(&mut ann).await;
+    // Another policy.
+    rules.replace(Some(compiled(&json!([
+        { "who": { "spiffe": ["spiffe://others.test/caller/ann"] }, "then": "deny" },
+        { "then": "allow" },
+    ]))));
+    is_reset(&mut ann).await;
+    // A certificate that is revoked where it may come still.
+    let listed = serial(&leaves[1]);
+    let revoked = world.reload(|config| {
+        let beside = config
+            .fronts
+            .iter_mut()
+            .find(|front| front.name == "beside");
+        beside.unwrap().callers.revoked = vec![listed];
+    });
+    revoked.unwrap();
+    is_reset(&mut bob).await;
+    // Another root in the file, and no token.
+    for wire in [&mut cid, &mut dan, &mut eve] {
+        echoes(wire).await;
+    }
+    let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
+    std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
+    std::fs::write(world.folder().join("callers"), "# none\n").unwrap();
+    world.reload(|_| {}).unwrap();
+    is_reset(&mut cid).await;
+    is_reset(&mut dan).await;
+    echoes(&mut eve).await;
+    // Another root of our own.
+    let store = world.store();
+    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+        let changed = store.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
+        changed.unwrap();
+        world.reload(|_| {}).unwrap();
+    }
+    is_reset(&mut eve).await;
+    world.until_idle().await;
+}
+
+fn bearer(token: &str) -> String {
+    format!("Authorization: Bearer {token}\r\n")
+}
+
+#[tokio::test]
+async fn a_listener_that_is_back_decides_about_the_sessions_of_before() {
+    let build = World::build();
+    let ca = Ca::create(&"others.test".parse().unwrap()).unwrap();
+    let listener = of_another_ca(build.folder(), &ca);
+    let mut world = build.front(listener.clone()).start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let leaf = ca.issue_caller("ann", &[], LIFE).unwrap();
+    let mut ann = session(&world.caller_at("clients").certificate(&leaf), "").await;
+    world.reload(without_clients).unwrap();
+    world.reload(|config| config.fronts.push(listener)).unwrap();
+    echoes(&mut ann).await;
+    let listed = serial(&leaf);
+    let revoked = world.reload(|config| clients(config).callers.revoked = vec![listed]);
+    revoked.unwrap();
+    is_reset(&mut ann).await;
+    // Removed and revoked elsewhere in one go.
+    let other = ca.issue_caller("bob", &[], LIFE).unwrap();
+    let mut bob = session(&world.caller_at("clients").certificate(&other), "").await;
+    let revoked = world.reload(|config| {
+        let beside = clients(config);
+        beside.name = "beside".to_owned();
+        beside.listen = "127.0.0.2:0"
+            .parse::<std::net::SocketAddr>()
+            .unwrap()
+            .into();
+        beside.callers.revoked = vec![serial(&other)];
+    });
+    assert_eq!(revoked.unwrap().fronts.closed, ["clients"]);
+    is_reset(&mut bob).await;
+}
+
+#[tokio::test]
+async fn sessions_that_were_dialled_from_here_end_with_their_network() {
+    let networks = |list: &[&str]| list.iter().map(|net| net.parse().unwrap()).collect();
+    let dialling = Front {
+        direct: networks(&["127.0.0.1/32", "127.0.0.2/32"]),
+        ..anonymous("connect", Kind::Connect)
+    };
+    let mut world = World::build().front(dialling).start().await;
+    let script = || Script::new().echo();
+    let (first, second) = (App::tcp(script()).await, App::tcp(script()).await);
+    let connect = async |target: String| {
+        let caller = world.caller_at("connect");
+        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+        let answer = exchange(&mut wire, head).await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        wire
+    };
+    let mut by_address = connect(first.address().to_string()).await;
+    let mut by_name = connect(format!("localhost:{}", second.port())).await;
+    let proxy = async |list: &[&str], world: &mut World| {
+        let list = networks(list);
+        let changed = world.reload(|config| {
+            let mut fronts = config.fronts.iter_mut();
+            let front = fronts.find(|front| front.name == "connect");
+            front.unwrap().direct = list;
+        });
+        changed.unwrap();
+    };
+    proxy(&["127.0.0.1/32"], &mut world).await;
+    echoes(&mut by_address).await;
+    proxy(&["127.0.0.2/32"], &mut world).await;
+    is_reset(&mut by_address).await;
+    is_reset(&mut by_name).await;
+    let record = refused(&world, "forbidden").await;
+    let detail = record["detail"].as_str().unwrap();
+    assert!(detail.contains("lies in no network any more"), "{detail}");
+    assert_eq!(first.end().await, End::Reset);
+    world.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_them() {
+    let rules = json!([
+        { "where": { "labels": { "tier": "gold" } }, "then": "allow" },
+        { "where": { "pools": ["north"] }, "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
+    let world = World::build().policy(rules.reader()).start().await;
+    let app = app().await;
+    let port = |node| world.edge(node).port(9100, app.address());
+    let _by_label = port("edge-1").label("tier", "gold").join().await;
+    let _by_pool = port("edge-2").pool("north").join().await;
+    let _stays = port("edge-3").label("tier", "gold").join().await;
+    let mut sessions = Vec::new();
+    for node in ["edge-1", "edge-2", "edge-3"] {
+        sessions.push(session_at(&world.caller(), node, "").await);
+    }
+    let change = |node: &str, change: &dyn Fn(&mut Node)| {
+        let name = NodeName::parse(node).unwrap();
+        let mut known = world.nodes().reader().get(&name).unwrap();
+        change(&mut known);
+        world.nodes().put(name, known);
+    };
+    // Nothing that a rule reads.
+    change("edge-3", &|node| {
+        node.addresses.push("10.0.0.1".parse().unwrap())
+    });
+    change("edge-1", &|node| {
+        drop(node.labels.insert("tier".into(), "tin".into()))
+    });
+    is_reset(&mut sessions[0]).await;
+    change("edge-2", &|node| node.pool = Some("south".into()));
+    is_reset(&mut sessions[1]).await;
+    // As the cluster says it.
+    echoes(&mut sessions[2]).await;
+    let member = Member {
+        edge: true,
+        ..Member::default()
+    };
+    world
+        .nodes()
+        .cluster([(NodeName::parse("edge-3").unwrap(), member)].into());
+    is_reset(&mut sessions[2]).await;
+    refused(&world, "forbidden").await;
+    world.until_idle().await;
+}
+
+/// A front for JWTs of this issuer.
+fn jwts(jwt: Jwt, disconnect_expired: bool) -> Front {
+    Front {
+        disconnect_expired,
+        callers: Callers {
+            own_ca: false,
+            jwt: vec![jwt],
+            ..Callers::default()
+        },
+        ..front("clients", Kind::Https)
+    }
+}
+
+async fn jwt_session(world: &World, token: &str) -> impl Wire + use<> {
+    session(&world.caller_at("clients").nobody(), &bearer(token)).await
+}
+
+#[tokio::test]
+async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_when_they_are_here() {
+    let [first, second] = ["first", "second"].map(Key::new);
+    let here = Issuer::start(&first);
+    let build = World::build();
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let build = build.policy(rules.reader());
+    let before = here.jwt(&build.folder().join("before"));
+    let mut world = build.front(jwts(before, true)).start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let token = first.sign(&claims(&json!({})));
+    let mut wire = jwt_session(&world, &token).await;
+    let mut beside = session(&world.caller(), "").await;
+    // Its keys are to be had elsewhere now, and are not.
+    let mut away = Issuer::silent(&second);
+    let elsewhere = away.jwt(&world.folder().join("elsewhere"));
+    let moved = world.reload(|config| clients(config).callers.jwt = vec![elsewhere]);
+    moved.unwrap();
+    let answer = world
+        .caller_at("clients")
+        .only_bearer(&token)
+        .get(URL)
+        .await;
+    assert_problem(
+        &answer,
+        503,
+        "undecided",
+        "jwt: the keys of its issuer are not here yet",
+    );
+    // Whoever is checked in the same round ends.
+    rules.replace(Some(compiled(&json!([
+        { "who": { "users": ["tester"] }, "then": "deny" },
+        { "then": "allow" },
+    ]))));
+    is_reset(&mut beside).await;
+    echoes(&mut wire).await;
+    away.answer();
+    is_reset(&mut wire).await;
+    let record = refused(&world, "unauthenticated").await;
+    let detail = record["detail"].as_str().unwrap();
+    assert!(detail.contains("jwt: no key with this id"), "{detail}");
+}
+
+#[tokio::test]
+async fn a_jwt_that_has_expired_ends_by_everything_but_that_where_the_listener_says_so() {
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let key = Key::new("key");
+    let issuer = Issuer::start(&key);
+    let build = World::build().policy(rules.reader());
+    let jwt = issuer.jwt(build.folder());
+    let mut world = build.front(jwts(jwt, false)).start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    // A minute beyond its end is two clocks' business.
+    let sign = |name: &str| key.sign(&claims(&json!({ "sub": name, "exp": now() - 52 })));
+    let [ann, bob] = ["ann", "bob"].map(sign);
+    let mut ann_wire = jwt_session(&world, &ann).await;
+    let mut bob_wire = jwt_session(&world, &bob).await;
+    until("both have expired", async || {
+        world
+            .caller_at("clients")
+            .only_bearer(&bob)
+            .get(URL)
+            .await
+            .status
+            == 401
+    })
+    .await;
+    rules.replace(Some(compiled(&json!([
+        { "who": { "users": ["ann"] }, "then": "deny" },
+        { "then": "allow" },
+    ]))));
+    is_reset(&mut ann_wire).await;
+    echoes(&mut bob_wire).await;
+    world
+        .reload(|config| clients(config).forward_authorization = true)
+        .unwrap();
+    rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
+    let mut checked = jwt_session(&world, &sign("cid")).await;
+    rules.replace(Some(compiled(&json!([
+        { "who": { "users": ["cid"] }, "then": "deny" },
+        { "then": "allow" },
+    ]))));
+    is_reset(&mut checked).await;
+    echoes(&mut bob_wire).await;
+    // Its issuer is one no more.
+    let other = Jwt {
+        issuer: "https://other.test".to_owned(),
+        ..issuer.jwt(world.folder())
+    };
+    world
+        .reload(|config| clients(config).callers.jwt = vec![other])
+        .unwrap();
+    is_reset(&mut bob_wire).await;
+}
+
+/// Allows at first. Asked again it waits for the gate before it allows, and later on it denies.
+#[derive(Debug, Default)]
+struct Slow {
+    changes: AtomicU64,
+    /// How often the number of changes was looked at: once in each round of checks.
+    rounds: AtomicU64,
+    waiting: AtomicU64,
+    gate: Arc<Notify>,
+}
+
+#[derive(Debug)]
+struct Judge(Arc<Slow>);
+
+impl Authorize for Judge {
+    fn authorize(&self, _: &Ask<'_>) -> Verdict {
+        match self.0.changes.load(SeqCst) {
+            0 => Verdict::Allow,
+            1 => {
+                self.0.waiting.fetch_add(1, SeqCst);
+                let gate = self.0.gate.clone();
+                Verdict::Ask(Box::pin(async move {
+                    gate.notified().await;
+                    Ok(())
+                }))
+            }
+            _ => Verdict::Deny("not any more".into()),
+        }
+    }
+
+    fn changes(&self) -> u64 {
+        self.0.rounds.fetch_add(1, SeqCst);
+        self.0.changes.load(SeqCst)
+    }
+}
+
+#[tokio::test]
+async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
+    let slow = Arc::new(Slow::default());
+    let build = World::build().authorizer(Judge(slow.clone()));
+    let build = build.config(|config| config.timeouts.authorize = PATIENCE * 2);
+    let world = build.start().await;
+    let app = app().await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let mut wire = session(&world.caller(), "").await;
+    slow.changes.store(1, SeqCst);
+    until("it is being checked", async || {
+        slow.waiting.load(SeqCst) == 1
+    })
+    .await;
+    slow.changes.store(2, SeqCst);
+    let before = slow.rounds.load(SeqCst);
+    until("a round of checks is over", async || {
+        slow.rounds.load(SeqCst) > before + 1
+    })
+    .await;
+    slow.gate.notify_one();
+    is_reset(&mut wire).await;
+    refused(&world, "forbidden").await;
 }

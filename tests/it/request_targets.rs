@@ -112,7 +112,7 @@ async fn targets_of_a_mebibyte_reach_kubelets() {
 #[tokio::test]
 async fn targets_of_a_mebibyte_reach_apps_to_which_the_gateway_speaks_tls() {
     let judge = Judge::default();
-    let (_app, road) = Box::pin(Road::secured_along(build(&judge), attached)).await;
+    let (_app, road) = Box::pin(Road::secured_by(build(&judge), attached)).await;
     long_targets_arrive(&road, &judge).await;
 }
 

@@ -42,11 +42,11 @@ impl Road {
     pub(crate) async fn secured(
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> (App, Self) {
-        Self::secured_along(Self::build(), choose).await
+        Self::secured_by(Self::build(), choose).await
     }
 
-    /// The same, over those fronts.
-    pub(crate) async fn secured_along(
+    /// The same over these fronts.
+    pub(crate) async fn secured_by(
         build: Build,
         choose: impl Fn(&Head) -> Script + Send + Sync + 'static,
     ) -> (App, Self) {

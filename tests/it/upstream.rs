@@ -454,6 +454,6 @@ async fn the_limit_of_an_answers_fields_can_be_raised() {
     let caller = world.caller().http2();
     assert_eq!(ask(&caller, "GET", "/150").await.status, 200);
     let build = Road::build().config(|config| config.limits.headers = 200);
-    let (_app, road) = Box::pin(Road::secured_along(build, with_many_fields)).await;
+    let (_app, road) = Box::pin(Road::secured_by(build, with_many_fields)).await;
     assert_eq!(ask(&road.http2(), "GET", "/150").await.status, 200);
 }

@@ -47,12 +47,26 @@ pub enum Outcome {
     Far(StreamError),
 }
 
-/// Relays until both directions have ended.
+/// A socket that closes with a reset unless its relay came to its end in order: one that is given up must not look whole.
+struct Relayed<S: Abort> {
+    socket: S,
+    is_whole: bool,
+}
+
+impl<S: Abort> Drop for Relayed<S> {
+    fn drop(&mut self) {
+        if !self.is_whole {
+            self.socket.abort();
+        }
+    }
+}
+
+/// Relays until both directions have ended. Dropped before, it resets both.
 ///
 /// With `hold`, the target's bytes wait until the socket has sent its first: kube-apiserver wants no byte
 /// behind the answer to its CONNECT before it has spoken (design trap 4).
 pub async fn relay<S>(
-    mut socket: S,
+    socket: S,
     send: Send,
     receive: Receive,
     passed: Arc<Passed>,
@@ -63,12 +77,19 @@ where
 {
     let mut up = Up::new(send);
     let mut down = Down::new(receive);
-    let outcome =
-        poll_fn(|cx| poll_both(cx, &mut socket, (&mut up, &mut down), (&passed, hold))).await;
+    let mut near = Relayed {
+        socket,
+        is_whole: false,
+    };
+    let outcome = poll_fn(|cx| {
+        let halves = (&mut up, &mut down);
+        poll_both(cx, &mut near.socket, halves, (&passed, hold))
+    })
+    .await;
     match &outcome {
-        Outcome::Clean => {}
+        Outcome::Clean => near.is_whole = true,
         Outcome::Near(_) => up.send.break_off().await,
-        Outcome::Far(_) => socket.abort(),
+        Outcome::Far(_) => {}
     }
     outcome
 }

@@ -23,7 +23,7 @@ use causeway_certs::{Ca, LiveCa};
 use causeway_tunnel::{listener::Bound, task::Tasks};
 use std::{
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -48,9 +48,46 @@ struct Standing {
     /// The gateway is leaving: nothing is opened any more.
     over: bool,
     fronts: Vec<Stand>,
+    removed: Vec<Removed>,
 }
 
 impl Standing {
+    /// Leads the streams of removed fronts whose names are back to those, and forgets fronts without streams.
+    fn forget_removed(&mut self) {
+        let fronts = &self.fronts;
+        self.removed.retain(|removed| {
+            let Some(front) = removed.front.upgrade() else {
+                return false;
+            };
+            let name = &removed.material.front.name;
+            let back = fronts
+                .iter()
+                .find(|stand| stand.material.front.name == *name);
+            if let Some(back) = back {
+                let _ = front.successor.set(back.front.clone());
+            }
+            back.is_none()
+        });
+    }
+
+    /// The fronts that were removed and have streams.
+    fn removed(&self) -> impl Iterator<Item = (&Material, Arc<Front>)> {
+        let removed = self.removed.iter();
+        removed.filter_map(|removed| Some((&removed.material, removed.front.upgrade()?)))
+    }
+
+    /// Has the streams of a removed front checked by what is known of it now.
+    fn replace_removed(&mut self, rebuilt: Rebuilt) {
+        let before = Arc::downgrade(&rebuilt.before);
+        let mut removed = self.removed.iter_mut();
+        if let Some(removed) = removed.find(|removed| removed.front.ptr_eq(&before)) {
+            removed.front = Arc::downgrade(&rebuilt.front);
+            removed.material = rebuilt.material;
+            // Each front is replaced once.
+            let _ = rebuilt.before.successor.set(rebuilt.front);
+        }
+    }
+
     /// A front that cannot have its socket because another has it learns which.
     fn explain(&self, front: &config::Front, error: BindError) -> BindError {
         let config::Listen::Tcp(address) = front.listen else {
@@ -102,6 +139,21 @@ impl Stand {
     }
 }
 
+/// A front that a reload has removed, for as long as streams of it are open.
+#[derive(Debug)]
+struct Removed {
+    material: Material,
+    front: Weak<Front>,
+}
+
+/// A front that is removed, as its files and the other fronts have it now.
+#[derive(Debug)]
+struct Rebuilt {
+    before: Arc<Front>,
+    material: Material,
+    front: Arc<Front>,
+}
+
 /// What becomes of one front of a new list.
 #[derive(Debug)]
 enum Step {
@@ -113,11 +165,28 @@ enum Step {
     Open(Stand),
 }
 
+impl Step {
+    /// Whether the front at this place of the old list stays.
+    fn is_at(&self, place: usize) -> bool {
+        matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == place)
+    }
+
+    /// What the front is made of.
+    fn material<'a>(&'a self, standing: &'a Standing) -> &'a Material {
+        match self {
+            Self::Keep(place) => &standing.fronts[*place].material,
+            Self::Replace(_, material, _) => material,
+            Self::Open(stand) => &stand.material,
+        }
+    }
+}
+
 /// A list of fronts of which all is built.
 #[derive(Debug)]
 pub(super) struct Plan<'a> {
     standing: MutexGuard<'a, Standing>,
     steps: Vec<Step>,
+    removed: Vec<Rebuilt>,
 }
 
 /// The TLS of all fronts for another CA, built.
@@ -239,16 +308,77 @@ impl Fronts {
                 }
             });
         }
-        Ok(Plan { standing, steps })
+        let removed = self.rebuild_removed(&standing, &steps);
+        Ok(Plan {
+            standing,
+            steps,
+            removed,
+        })
+    }
+
+    /// Builds the fronts that are removed, now or before, and of which something else is known: what their files say, or
+    /// the client certificates that fronts with one of their CAs revoke. One that cannot be read or built stays as it was: a
+    /// reload is not refused for a front that its configuration does not have.
+    fn rebuild_removed(&self, standing: &Standing, steps: &[Step]) -> Vec<Rebuilt> {
+        let others: Vec<_> = steps.iter().map(|step| step.material(standing)).collect();
+        let stays = |(place, stand): &(usize, &Stand)| {
+            let name = &stand.material.front.name;
+            let named = others.iter().any(|other| other.front.name == *name);
+            named || steps.iter().any(|step| step.is_at(*place))
+        };
+        let going = standing.fronts.iter().enumerate();
+        let going = going.filter(|going| !stays(going));
+        let going = going.map(|(_, stand)| (&stand.material, stand.front.clone()));
+        let mut rebuilt = Vec::new();
+        for (before, front) in standing.removed().chain(going) {
+            let revoked = others.iter().filter(|other| before.shares_ca(other));
+            let revoked = revoked.flat_map(|other| &other.front.callers.revoked);
+            match self.rebuild((before, &front), revoked) {
+                Ok(Some(built)) => rebuilt.push(built),
+                Ok(None) => {}
+                Err(error) => {
+                    let name = &front.name;
+                    tracing::warn!(front = name, %error, "this listener was removed; its open streams are checked by what its files said last");
+                }
+            }
+        }
+        rebuilt
+    }
+
+    /// Builds a removed front, if something else is known of it.
+    fn rebuild<'a>(
+        &self,
+        (before, front): (&Material, &Arc<Front>),
+        revoked: impl Iterator<Item = &'a config::Serial>,
+    ) -> Result<Option<Rebuilt>, BindError> {
+        let mut configured = before.front.clone();
+        let listed = &mut configured.callers.revoked;
+        for serial in revoked {
+            if !listed.contains(serial) {
+                listed.push(serial.clone());
+            }
+        }
+        let material = Material::read(&configured)?;
+        if material == *before {
+            return Ok(None);
+        }
+        let built = material.build((&self.ca, &self.issuers), &self.shared, front.listens)?;
+        Ok(Some(Rebuilt {
+            before: front.clone(),
+            material,
+            front: Arc::new(built),
+        }))
     }
 
     /// Builds what another CA is shown and believed by. Holds everybody else off who would plan.
     pub(super) fn turn_to(&self, ca: &Ca) -> Result<Turn<'_>, BindError> {
         let standing = self.standing();
+        let all = standing.fronts.iter();
+        let all = all.map(|stand| (&stand.material, stand.front.clone()));
         let mut turned = Vec::new();
-        for stand in &standing.fronts {
-            let tls = stand.material.tls(ca, (&self.ca, &self.shared.nodes))?;
-            turned.extend(tls.map(|tls| (stand.front.clone(), tls)));
+        for (material, front) in all.chain(standing.removed()) {
+            let tls = material.tls(ca, (&self.ca, &self.shared.nodes))?;
+            turned.extend(tls.map(|tls| (front, tls)));
         }
         Ok(Turn {
             _standing: standing,
@@ -337,6 +467,7 @@ impl Plan<'_> {
             };
             self.standing.fronts.extend(stand);
         }
+        self.standing.forget_removed();
         for stand in before.into_iter().flatten() {
             // The streams of a listener that has moved are decided about by its new rules.
             let name = &stand.material.front.name;
@@ -349,7 +480,16 @@ impl Plan<'_> {
                 // Whoever has taken it away already has done the same.
                 let _ = std::fs::remove_file(path);
             }
-            done.closed.push(stand.material.front.name);
+            done.closed.push(stand.material.front.name.clone());
+            if stand.front.successor.get().is_none() {
+                self.standing.removed.push(Removed {
+                    front: Arc::downgrade(&stand.front),
+                    material: stand.material,
+                });
+            }
+        }
+        for rebuilt in self.removed {
+            self.standing.replace_removed(rebuilt);
         }
         done
     }

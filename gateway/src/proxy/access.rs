@@ -21,12 +21,14 @@ use crate::{
     },
     state::{TunnelId, policy::Matched},
 };
+use causeway_certs::NodeName;
 use causeway_tunnel::{
     connection_limit::Busy, copy::Passed, eviction::Eviction, socket::Abort as _,
 };
 use futures_util::task::AtomicWaker;
 use http::{Method, Request, StatusCode};
 use std::{
+    collections::BTreeSet,
     fmt::Write as _,
     future::{Future, poll_fn},
     net::SocketAddr,
@@ -41,6 +43,7 @@ use std::{
     task::{Context, Poll},
     time::{Duration, Instant},
 };
+use tokio_util::sync::CancellationToken;
 
 /// Bytes of a path that logs keep: lines wait in memory for whoever reads the log.
 const LONGEST_PATH: usize = 4096;
@@ -81,6 +84,8 @@ struct Filled {
     /// The request that was allowed, and the place of the stream among those that are open.
     allowed: Option<(Arc<Allowed>, Place)>,
     by: Option<Matched>,
+    /// Ends the connection to an app on which the body of the request goes.
+    upload_line: Option<CancellationToken>,
     /// Ends the answer of a client that reads nothing.
     eviction: Option<Eviction>,
     status: u16,
@@ -202,10 +207,33 @@ impl Record {
         })
     }
 
+    /// Whether the stream leads to one of these nodes.
+    pub(super) fn leads_to(&self, nodes: &BTreeSet<NodeName>) -> bool {
+        let leads = |route: &Route| nodes.contains(&route.node);
+        !nodes.is_empty() && self.filled().route.as_ref().is_some_and(leads)
+    }
+
+    /// Notes what ends the connection to an app on which the body of the request goes, as long as it does.
+    pub(super) fn uploads_on(&self, line: Option<CancellationToken>) {
+        self.filled().upload_line = line;
+    }
+
+    /// Whether the stream was ended behind its answer, so that nobody waits for one.
+    pub(super) fn has_ended_answered(&self) -> bool {
+        self.ended.load(Acquire) && self.filled().status != 0
+    }
+
     /// Ends the stream because its client may no longer have it.
     pub(super) fn end(&self, refusal: &Error) {
         self.failed(refusal);
         self.ended.store(true, Release);
+        {
+            let filled = self.filled();
+            // Before its answer the request goes as a whole, and the refusal is the answer.
+            if let Some(line) = filled.upload_line.as_ref().filter(|_| filled.status != 0) {
+                line.cancel();
+            }
+        }
         self.carrier.wake();
         self.uploader.wake();
     }

@@ -27,7 +27,7 @@ use causeway_certs::{
 use causeway_tunnel::listener::Peer;
 use http::{HeaderMap, header::AUTHORIZATION};
 use ipnet::IpNet;
-use jwt::Jwts;
+use jwt::{Expired, Jwts};
 use review::TokenReview;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{
@@ -138,6 +138,22 @@ impl Caller {
         }
     }
 
+    /// Checks that a JWT which nobody can prove now has not expired, in a front that refuses that.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`] if it has.
+    pub(crate) fn is_in_time(&self, front: &Front) -> Result<(), Error> {
+        match &self.validity {
+            Some(validity)
+                if self.method == Method::Jwt && front.disconnect_expired && validity.is_over() =>
+            {
+                let why = jwt::expired(validity.until);
+                Err(Reason::Unauthenticated.says(why).of_token())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// With the URIs of its certificate.
     #[must_use]
     pub fn with_uris(mut self, uris: Vec<String>) -> Self {
@@ -238,12 +254,6 @@ impl Validity {
         let other = |(keys, set): &(Keys, Arc<KeySet>)| keys.now().is_ok() && !keys.are(set);
         self.keys.as_ref().is_some_and(other)
     }
-
-    /// Whether it is a JWT's of whose issuer no keys are known now.
-    pub fn lacks_keys(&self) -> bool {
-        let lacks = |(keys, _): &(Keys, Arc<KeySet>)| keys.now().is_err();
-        self.keys.as_ref().is_some_and(lacks)
-    }
 }
 
 /// What a front takes for an identity.
@@ -270,11 +280,11 @@ impl Authentication {
     /// and what the cluster's API says of a token.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`], saying what was tried.
+    /// [`Reason::Unauthenticated`], saying what was tried, or [`Reason::Undecided`] if nobody can say now.
     pub async fn identify(
         &self,
         connection: &Connection,
-        fields: &HeaderMap,
+        (fields, expired): (&HeaderMap, Expired),
         port: Option<u16>,
         shared: &Shared,
     ) -> Result<Caller, Error> {
@@ -286,7 +296,8 @@ impl Authentication {
         if self.takes_bearers()
             && let Some(presented) = fields.get(AUTHORIZATION)
         {
-            return bearer::identify(self, presented.as_bytes(), connection, shared).await;
+            let presented = (presented.as_bytes(), expired);
+            return bearer::identify(self, presented, connection, shared).await;
         }
         if self.admits_nobody(connection.peer, port) {
             return Ok(connection.nobody(shared));

@@ -13,7 +13,7 @@ use super::{
     access::Record,
     authorize::{Act, Ask, Destination},
     caller::Caller,
-    front::Connection,
+    front::{Connection, Front},
     held::Waiting,
     outgoing::Outgoing,
     relay::Session,
@@ -36,7 +36,7 @@ use hyper::upgrade::{self, OnUpgrade};
 use ipnet::IpNet;
 use std::{
     io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
@@ -94,24 +94,19 @@ pub(super) async fn connect(
     direct.record.permit(permit);
     let switched = upgrade::on(&mut request);
     let deadline = Instant::now() + shared.timeouts.open;
-    let tcp = dial(&direct, deadline).await?;
+    let (tcp, address) = dial(&direct, deadline).await?;
+    // A reload from now on finds the address in the record; this finds one from before.
+    check(&direct.proxy.front.latest(), &shared.nodes, address)?;
     direct.record.opened(StatusCode::OK);
     spawn(&direct, switched, tcp);
     Ok(Response::new(Outgoing::empty()))
 }
 
-async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error> {
+async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<(TcpStream, SocketAddr), Error> {
     let target = direct.target;
     let addresses = look_up(direct, deadline).await?;
-    let networks = &direct.proxy.front.direct;
-    let own = meant::own_addresses();
     let nodes = &direct.proxy.shared.nodes;
-    let inside = |address: &&SocketAddr| {
-        let ip = address.ip();
-        // A kubelet on this host is reached as any other.
-        let is_own = own.contains(&ip.to_canonical()) && !nodes.is_elsewhere(ip);
-        networks.iter().any(|net| meant::lies_in(ip, net, is_own))
-    };
+    let inside = |address: &&SocketAddr| is_meant(&direct.proxy.front, nodes, address.ip());
     let inside: Vec<_> = addresses.iter().filter(inside).collect();
     let mut failed = None;
     for (tried, address) in inside.iter().enumerate() {
@@ -127,7 +122,7 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
         match timeout_at(Instant::now() + share, TcpStream::connect(address)).await {
             Ok(Ok(tcp)) => {
                 socket::tune(&tcp);
-                return Ok(tcp);
+                return Ok((tcp, **address));
             }
             Ok(Err(cause)) => {
                 let detail = format!("this gateway could not dial {target}: {cause}");
@@ -151,6 +146,29 @@ async fn dial(direct: &Direct<'_>, deadline: Instant) -> Result<TcpStream, Error
             "{target} is at no node's edge, and in no network that front {front:?} dials itself (direct)"
         ))
     }))
+}
+
+/// Checks that a front may still dial an address.
+///
+/// # Errors
+/// [`Reason::Forbidden`] if the address lies in none of the front's networks any more.
+pub(super) fn check(front: &Front, nodes: &Nodes, address: SocketAddr) -> Result<(), Error> {
+    if is_meant(front, nodes, address.ip()) {
+        return Ok(());
+    }
+    Err(Reason::Forbidden.says(format!(
+        "{address} lies in no network any more that front {:?} dials itself (direct)",
+        front.name
+    )))
+}
+
+/// Whether a front dials this address itself.
+fn is_meant(front: &Front, nodes: &Nodes, address: IpAddr) -> bool {
+    // A kubelet on this host is reached as any other.
+    let is_own =
+        meant::own_addresses().contains(&address.to_canonical()) && !nodes.is_elsewhere(address);
+    let mut networks = front.direct.iter();
+    networks.any(|network| meant::lies_in(address, network, is_own))
 }
 
 /// Whether the client may connect to this address.
@@ -200,17 +218,25 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
         let session = Session::new(upgraded, connection, (None, Waiting::default()), busy);
-        let far = Counted::new(tcp, record.passed.clone());
-        let work = pin!(pass(session, far, hold));
-        if let Some(Err(error)) = record.session_unless_ended(work).await {
-            tracing::debug!(%error, "a session that was dialled from here broke off");
+        let mut far = Counted::new(tcp, record.passed.clone());
+        let passed = {
+            let work = pin!(pass(session, &mut far, hold));
+            record.session_unless_ended(work).await
+        };
+        match passed {
+            Some(Ok(())) => {}
+            Some(Err(error)) => {
+                tracing::debug!(%error, "a session that was dialled from here broke off");
+            }
+            // A target must not take what has come so far for the whole.
+            None => far.io.abort(),
         }
     };
     direct.proxy.tasks.spawn(debug_span!("session"), work);
 }
 
 /// Bytes both ways, half-closes as well; what breaks on one side is reset on the other.
-pub(super) async fn pass<S, F>(mut near: S, mut far: Counted<F>, hold: bool) -> io::Result<()>
+pub(super) async fn pass<S, F>(mut near: S, far: &mut Counted<F>, hold: bool) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Abort + Unpin,
     F: AsyncRead + AsyncWrite + Abort + Unpin,
@@ -225,7 +251,7 @@ where
                 far.shutdown().await?;
             }
         }
-        copy_bidirectional_with_sizes(&mut near, &mut far, CHUNK, CHUNK).await
+        copy_bidirectional_with_sizes(&mut near, far, CHUNK, CHUNK).await
     };
     let done = work.await;
     if done.is_err() {

@@ -1,15 +1,16 @@
 //! Streams that are open, and the check whether their clients may still have them.
 //!
 //! A stream begins with two decisions: who calls (`caller`), and whether they may (`authorize`). Both are made again for
-//! each open stream within a second or so of a change of listeners, policy, trusted roots, tokens or revocations, and for a
-//! stream whose certificate or JWT no longer counts. A stream that would be refused now ends, with the refusal as its
+//! each open stream within a second or so of a change of listeners, policy, trusted roots, tokens, revocations or the labels
+//! and pool of its node, and for a stream whose certificate or JWT no longer counts. A stream that would be refused now ends, with the refusal as its
 //! reason. One that nobody can decide about goes on: an outage of the cluster's API ends no session.
 
 use super::{
     Proxy, Shared,
     access::Record,
     authorize::{Act, Ask, Destination},
-    caller::{self, Validity, bearer},
+    caller::{self, Validity, bearer, jwt::Expired},
+    direct,
     front::Connection,
 };
 use crate::{
@@ -153,18 +154,26 @@ pub async fn run(shared: Arc<Shared>, core: CoreId, tasks: Arc<Tasks>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut waiting = FuturesUnordered::new();
+    let mut labels_seen = 0;
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
             Some(()) = waiting.next() => continue,
         }
         let changes = shared.changes();
-        let due = |record: &Record| record.decided_at(changes) != changes || record.has_lapsed();
+        let (labels, relabelled) = shared.nodes.relabelled_since(labels_seen);
+        labels_seen = labels;
+        let due = |record: &Record| {
+            let seen = record.decided_at(changes) == changes;
+            !seen || record.has_lapsed() || record.leads_to(&relabelled)
+        };
         for (index, record) in shared.streams.select(core, due).into_iter().enumerate() {
             if index % TURN == TURN - 1 {
                 tokio::task::yield_now().await;
             }
             if record.checking(true) {
+                // The decision that is under way may not have seen this change.
+                record.decide_anew();
                 continue;
             }
             let mut checked = Box::pin(check(&shared, core, &tasks, record));
@@ -217,26 +226,37 @@ impl Proxy {
         if let Some(certificate) = &caller.certificate {
             certificate.prove(&self.front)?;
         }
-        let keeps = |validity: &Validity| {
-            let expired = validity.is_over();
-            let may_be = expired && !self.front.disconnect_expired;
-            caller.method != caller::Method::Certificate
-                && (may_be || (!expired && validity.lacks_keys()))
-        };
-        let (caller, undecided) = if caller.validity.as_ref().is_some_and(keeps) {
+        let expired = caller.validity.as_ref().is_some_and(Validity::is_over);
+        // The cluster takes no token that has expired, whatever the front says of that.
+        let may_be = expired && !self.front.disconnect_expired;
+        let (caller, undecided) = if may_be && caller.method == caller::Method::TokenReview {
             (caller, None)
         } else {
             // Nothing that another front has found out counts.
             bearer::forget(&connection.last_token);
-            match self.identify(connection, &fields, port).await {
-                Err(error) if error.reason == Reason::Undecided => (caller, Some(error)),
+            let presented = (
+                &fields,
+                if may_be {
+                    Expired::Taken
+                } else {
+                    Expired::Refused
+                },
+            );
+            match self.identify_by(connection, presented, port).await {
+                Err(error) if error.reason == Reason::Undecided => {
+                    caller.is_in_time(&self.front)?;
+                    (caller, Some(error))
+                }
                 identified => (identified?, None),
             }
         };
         record.caller(&caller);
-        let direct = record.direct().map(Destination::Direct);
+        if let Some(address) = record.direct() {
+            direct::check(&self.front, &self.shared.nodes, address)?;
+        }
+        let dialled = record.direct().map(Destination::Direct);
         // Where neither is known yet, the decision about it is still to come.
-        let Some(destination) = route.as_ref().map(Destination::Node).or(direct) else {
+        let Some(destination) = route.as_ref().map(Destination::Node).or(dialled) else {
             return undecided.map_or(Ok(()), Err);
         };
         let ask = Ask {

@@ -49,6 +49,11 @@ impl RequestBody {
             tasks: discards.then(|| tasks.clone()),
         }
     }
+
+    /// Has the body broken off when it is dropped, and not read to its end.
+    pub(super) fn cut(&mut self) {
+        self.tasks = None;
+    }
 }
 
 impl Body for RequestBody {

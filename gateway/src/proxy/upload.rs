@@ -131,6 +131,11 @@ impl Upload {
         self.waiting = waiting;
     }
 
+    /// From now on it goes on a connection to an app that this ends; with `None` it goes on none any more.
+    pub(super) fn goes_on(&self, line: Option<CancellationToken>) {
+        self.record.uploads_on(line);
+    }
+
     /// What this end may hold at most while this chunk waits: itself, and what the engine has read behind it.
     fn held(&self, chunk: &Bytes) -> usize {
         if self.inner.is_end_stream() {
@@ -207,6 +212,14 @@ impl Body for Upload {
 
     fn is_end_stream(&self) -> bool {
         self.inner.is_end_stream()
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        if self.record.has_ended_answered() {
+            self.inner.cut();
+        }
     }
 }
 

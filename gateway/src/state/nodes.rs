@@ -77,6 +77,9 @@ pub enum Place {
 /// What a node's record has not to say, since the configuration does: that it is not welcome.
 pub(crate) const REVOKED: &str = "tunnel.revoked names it";
 
+/// Changes of labels after which it is not known any more that those of a node which is gone have changed.
+const FORGOTTEN: u64 = 1024;
+
 /// What is said of nodes, each by somebody else.
 #[derive(Clone, Debug, Default)]
 struct Said {
@@ -118,6 +121,10 @@ struct Table {
     by_address: HashMap<IpAddr, Claims>,
     /// Longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
+    /// Number of tables in which a node had other labels or another pool than in the one before.
+    relabelled: u64,
+    /// The last of these tables, by node.
+    relabelled_at: BTreeMap<NodeName, u64>,
 }
 
 /// What an address names.
@@ -174,7 +181,32 @@ impl Table {
             nodes,
             by_address,
             pod_networks,
+            relabelled: 0,
+            relabelled_at: BTreeMap::new(),
         }
+    }
+
+    /// Notes which nodes have other labels or another pool than in the table `before`.
+    fn follow(&mut self, before: &Self) {
+        let all = self.nodes.keys().chain(before.nodes.keys());
+        let changed: BTreeSet<NodeName> = all
+            .filter(|name| self.standing(name) != before.standing(name))
+            .cloned()
+            .collect();
+        let number = before.relabelled + u64::from(!changed.is_empty());
+        let mut numbers = before.relabelled_at.clone();
+        numbers.extend(changed.into_iter().map(|name| (name, number)));
+        // Readers ask each second, so a node that is gone is noted long enough.
+        numbers.retain(|name, at| self.nodes.contains_key(name) || number - *at < FORGOTTEN);
+        (self.relabelled, self.relabelled_at) = (number, numbers);
+    }
+
+    /// The pool and the labels of a node, which has none if it is not known.
+    fn standing(&self, name: &NodeName) -> (Option<&str>, Option<&BTreeMap<String, String>>) {
+        let node = self.nodes.get(name);
+        let pool = node.and_then(|node| node.pool.as_deref());
+        let labels = node.map(|node| &node.labels);
+        (pool, labels.filter(|labels| !labels.is_empty()))
     }
 }
 
@@ -362,6 +394,19 @@ impl Nodes {
         }
     }
 
+    /// Returns the nodes whose labels or pool have changed since this number, with the number to ask by next time.
+    pub fn relabelled_since(&self, number: u64) -> (u64, BTreeSet<NodeName>) {
+        let table = self.0.load();
+        if table.relabelled == number {
+            return (number, BTreeSet::new());
+        }
+        let since = table.relabelled_at.iter().filter(|(_, at)| **at > number);
+        (
+            table.relabelled,
+            since.map(|(name, _)| name.clone()).collect(),
+        )
+    }
+
     /// What is confirmed of a node.
     pub fn get(&self, name: &NodeName) -> Option<Node> {
         self.0.load().nodes.get(name).cloned()
@@ -490,6 +535,49 @@ mod tests {
             pod_networks: pods.iter().map(|text| text.parse().unwrap()).collect(),
             ..Node::default()
         }
+    }
+
+    #[test]
+    fn nodes_with_other_labels_or_another_pool_are_told_once() {
+        let labelled = |pool: &str, label: &str| Node {
+            pool: (!pool.is_empty()).then(|| pool.to_owned()),
+            labels: [("site".to_owned(), label.to_owned())].into(),
+            ..Node::default()
+        };
+        let writer = NodesWriter::default();
+        let nodes = writer.reader();
+        let mut seen = 0;
+        let mut told = || {
+            let (number, names) = nodes.relabelled_since(seen);
+            seen = number;
+            names
+                .into_iter()
+                .map(|name| name.to_string())
+                .collect::<Vec<_>>()
+        };
+        writer.put(name("edge-1"), labelled("", "north"));
+        writer.put(name("edge-2"), labelled("mill", "north"));
+        assert_eq!(told(), ["edge-1", "edge-2"]);
+        let readdressed = Node {
+            addresses: vec!["10.0.0.1".parse().unwrap()],
+            ..labelled("", "north")
+        };
+        writer.put(name("edge-1"), readdressed);
+        writer.put(name("edge-3"), Node::default());
+        assert!(told().is_empty(), "neither pool nor labels");
+        writer.put(name("edge-2"), labelled("quay", "north"));
+        assert_eq!(told(), ["edge-2"]);
+        let member = Member {
+            edge: true,
+            labels: [("site".to_owned(), "south".to_owned())].into(),
+            ..Member::default()
+        };
+        writer.cluster([(name("edge-1"), member)].into());
+        assert_eq!(told(), ["edge-1"]);
+        writer.remove(&name("edge-2"));
+        writer.put(name("edge-3"), labelled("", "north"));
+        assert_eq!(told(), ["edge-2", "edge-3"], "what is gone has none");
+        assert!(told().is_empty());
     }
 
     #[test]

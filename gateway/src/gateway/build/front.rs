@@ -97,6 +97,13 @@ impl Material {
         Ok(())
     }
 
+    /// Whether a client certificate may be one for both fronts.
+    pub(crate) fn shares_ca(&self, other: &Self) -> bool {
+        let own = self.front.callers.own_ca && other.front.callers.own_ca;
+        let has = |root: &_| other.client_roots.contains(root);
+        own || self.client_roots.iter().any(has)
+    }
+
     /// The certificates in the files that the front names.
     pub(crate) fn certificates(&self) -> Vec<CertificateInUse> {
         let front = &self.front;

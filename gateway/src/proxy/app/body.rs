@@ -53,6 +53,7 @@ impl Asked {
         life: &Arc<Life>,
         go: Option<oneshot::Receiver<()>>,
     ) -> Self {
+        upload.goes_on(Some(life.end.clone()));
         Self(Some(Uploading {
             upload,
             life: life.clone(),
@@ -65,6 +66,7 @@ impl Asked {
     pub(super) fn moved(mut self, life: &Arc<Life>) -> Self {
         if let Some(uploading) = &mut self.0 {
             uploading.upload.tells(life.waiting.clone());
+            uploading.upload.goes_on(Some(life.end.clone()));
             uploading.life = life.clone();
         }
         self
@@ -105,6 +107,7 @@ impl Drop for Uploading {
     fn drop(&mut self) {
         // The engine does not ask once more behind the last part.
         self.life.waiting.some(0);
+        self.upload.goes_on(None);
     }
 }
 

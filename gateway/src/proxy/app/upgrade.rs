@@ -154,8 +154,8 @@ fn spawn(way: Way<'_>, near: OnUpgrade, far: OnUpgrade) {
             Err(error) => return tracing::debug!(%error, "a caller left before its session began"),
         };
         let session = Session::new(near, connection, (None, Waiting::default()), busy);
-        let far = Counted::new(far, record.passed.clone());
-        let work = pin!(pass(session, far, false));
+        let mut far = Counted::new(far, record.passed.clone());
+        let work = pin!(pass(session, &mut far, false));
         if let Some(Err(error)) = record.session_unless_ended(work).await {
             if let Some(stream) = find::<StreamError>(&error) {
                 record.failed(&Error::of_stream(route.node.as_str(), stream));

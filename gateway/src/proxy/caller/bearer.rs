@@ -5,7 +5,7 @@
 //! remembered no longer than it counts: not beyond its end, nor beyond the keys that proved it. One that the API knows
 //! is not remembered here.
 
-use super::{Authentication, Caller, Method, Validity, jwt};
+use super::{Authentication, Caller, Method, Validity, jwt, jwt::Expired};
 use crate::{
     error::{Error, Reason},
     proxy::{Shared, front::Connection},
@@ -26,7 +26,7 @@ pub(crate) struct Remembered {
 /// Whom what stands in `Authorization` names.
 pub(super) async fn identify(
     front: &Authentication,
-    presented: &[u8],
+    (presented, expired): (&[u8], Expired),
     connection: &Connection,
     shared: &Shared,
 ) -> Result<Caller, Error> {
@@ -41,7 +41,7 @@ pub(super) async fn identify(
             return Err(Reason::Unauthenticated.says(nothing));
         }
     };
-    let caller = tried(front, token, connection.peer, shared).await?;
+    let caller = tried(front, (token, expired), connection.peer, shared).await?;
     if caller.method == Method::TokenReview {
         return Ok(caller);
     }
@@ -55,18 +55,23 @@ pub(super) async fn identify(
 
 async fn tried(
     front: &Authentication,
-    token: &str,
+    (token, expired): (&str, Expired),
     from: Peer,
     shared: &Shared,
 ) -> Result<Caller, Error> {
     let refuse = |why| Reason::Unauthenticated.says(why).of_token();
+    let unproven = |refused| match refused {
+        jwt::Refused::Wrong(why) => refuse(why),
+        jwt::Refused::Undecided(why) => Reason::Undecided.says(why),
+    };
     let for_jwts = |jwts: &jwt::Jwts| match &front.review {
         Some(_) => jwts.lists(token),
         None => front.tokens.is_none() || jwt::is_one(token),
     };
     if let Some(jwts) = front.jwts.as_ref().filter(|jwts| for_jwts(jwts)) {
         let bound = shared.timeouts.authorize;
-        let named = jwts.identify(token, bound).await.map_err(refuse)?;
+        let named = jwts.identify((token, expired), bound).await;
+        let named = named.map_err(unproven)?;
         let caller = Caller::new(&named.name, named.groups, Method::Jwt, shared);
         return Ok(Caller {
             validity: Some(named.validity),

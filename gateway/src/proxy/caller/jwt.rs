@@ -40,7 +40,28 @@ pub(super) const LARGEST: usize = 16 << 10;
 const LAST: u64 = 253_402_300_799;
 
 /// Why a token does not count, for its holder.
-pub type Refused = Cow<'static, str>;
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The token is not one that is taken here.
+    Wrong(Cow<'static, str>),
+    /// The keys of its issuer are not here, so nobody can say.
+    Undecided(Cow<'static, str>),
+}
+
+impl<T: Into<Cow<'static, str>>> From<T> for Refused {
+    fn from(why: T) -> Self {
+        Self::Wrong(why.into())
+    }
+}
+
+/// Whether a token that has expired counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expired {
+    /// It does not.
+    Refused,
+    /// It does: for a stream that its expiry does not end.
+    Taken,
+}
 
 /// The issuers that a front takes.
 #[derive(Debug)]
@@ -115,16 +136,20 @@ impl Issuer {
 
     async fn identify(
         &self,
-        token: &str,
+        (token, expired): (&str, Expired),
         header: &Header,
         bound: Duration,
     ) -> Result<Named, Refused> {
         let check = self.checks.iter().find(|(known, _)| *known == header.alg);
         let (_, check) = check.ok_or("jwt: its algorithm is not taken here")?;
-        let proven = match self.try_keys(token, header, check) {
+        let mut check = Cow::Borrowed(check);
+        if expired == Expired::Taken {
+            check.to_mut().validate_exp = false;
+        }
+        let proven = match self.try_keys(token, header, &check) {
             Err(Tried::Missing(_)) => {
                 self.keys.anew(bound).await;
-                self.try_keys(token, header, check)
+                self.try_keys(token, header, &check)
             }
             tried => tried,
         };
@@ -197,7 +222,11 @@ impl Jwts {
     ///
     /// # Errors
     /// Why it does not count.
-    pub async fn identify(&self, token: &str, bound: Duration) -> Result<Named, Refused> {
+    pub async fn identify(
+        &self,
+        (token, expired): (&str, Expired),
+        bound: Duration,
+    ) -> Result<Named, Refused> {
         if token.len() > LARGEST {
             return Err(format!("jwt: it is larger than {} KiB", LARGEST >> 10).into());
         }
@@ -214,7 +243,7 @@ impl Jwts {
         let name = claimed.iss.ok_or("jwt: it names no issuer")?;
         let issuer = self.0.iter().find(|issuer| issuer.name == name);
         let issuer = issuer.ok_or("jwt: issuer is not one of this front's")?;
-        issuer.identify(token, &header, bound).await
+        issuer.identify((token, expired), &header, bound).await
     }
 }
 
@@ -231,14 +260,21 @@ fn unreadable(token: &str) -> Refused {
 }
 
 fn unavailable(missing: Missing) -> Refused {
-    match missing {
+    Refused::Undecided(match missing {
         Missing::NotYet => "jwt: the keys of its issuer are not here yet; try again".into(),
         Missing::TooOld(age) => {
             let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
             format!("jwt: the keys of its issuer are {age} old and could not be fetched anew")
                 .into()
         }
-    }
+    })
+}
+
+/// Returns why a token that counted up to this second since 1970 does not any more.
+pub(super) fn expired(until: u64) -> Cow<'static, str> {
+    let at = until.saturating_sub(LEEWAY).min(LAST);
+    let at = humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(at));
+    format!("jwt: expired at {at}").into()
 }
 
 fn prove(

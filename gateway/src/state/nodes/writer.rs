@@ -153,7 +153,9 @@ impl NodesWriter {
     }
 
     fn publish(&self, said: Said) {
-        self.nodes.0.store(Arc::new(Table::of(said)));
+        let mut table = Table::of(said);
+        table.follow(&self.nodes.0.load());
+        self.nodes.0.store(Arc::new(table));
         self.changes.send_replace(());
     }
 }

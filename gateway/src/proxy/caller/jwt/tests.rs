@@ -120,8 +120,15 @@ fn good() -> Value {
     claims(&json!({}))
 }
 
+async fn proven(jwts: &Jwts, token: &str) -> Result<Named, Refused> {
+    jwts.identify((token, Expired::Refused), BOUND).await
+}
+
 async fn refusal(jwts: &Jwts, token: &str) -> String {
-    let refused = jwts.identify(token, BOUND).await.unwrap_err();
+    let refused = match proven(jwts, token).await.unwrap_err() {
+        Refused::Wrong(why) => why,
+        Refused::Undecided(why) => format!("undecided: {why}").into(),
+    };
     for part in token.split('.').filter(|part| part.len() > 3) {
         assert!(!refused.contains(part), "{refused}");
     }
@@ -141,7 +148,7 @@ async fn a_token_counts_whatever_its_issuers_keys_are() {
         (&*ED, Algorithm::EdDSA),
     ] {
         let token = pair.sign_as(algorithm, Some(pair.id), &good());
-        let named = jwts.identify(&token, BOUND).await.unwrap();
+        let named = proven(&jwts, &token).await.unwrap();
         assert_eq!(
             (named.name.as_str(), named.groups),
             ("ann", vec!["ops".to_owned()])
@@ -150,10 +157,10 @@ async fn a_token_counts_whatever_its_issuers_keys_are() {
     }
     // It need not say which key it means where only one can be meant.
     let token = ED.sign_as(Algorithm::EdDSA, None, &good());
-    assert!(jwts.identify(&token, BOUND).await.is_ok());
+    assert!(proven(&jwts, &token).await.is_ok());
     for audience in [json!("other"), json!(["elsewhere", "causeway"])] {
         let token = ED.sign(&claims(&json!({ "aud": audience })));
-        assert!(jwts.identify(&token, BOUND).await.is_ok());
+        assert!(proven(&jwts, &token).await.is_ok());
     }
 }
 
@@ -257,7 +264,7 @@ async fn what_is_wrong_with_a_token_is_said_and_nothing_more() {
 async fn a_minute_more_or_less_is_two_clocks_business() {
     let jwts = all();
     for more in [json!({ "exp": now() - 30 }), json!({ "nbf": now() + 30 })] {
-        assert!(jwts.identify(&ED.sign(&claims(&more)), BOUND).await.is_ok());
+        assert!(proven(&jwts, &ED.sign(&claims(&more))).await.is_ok());
     }
 }
 
@@ -307,11 +314,11 @@ async fn one_issuer_never_speaks_for_another() {
     ]);
     let from = |name: &str| claims(&json!({ "iss": name }));
     let (by_near, by_far) = (from("https://near.test"), from("https://far.test"));
-    assert!(jwts.identify(&near.sign(&by_near), BOUND).await.is_ok());
-    assert!(jwts.identify(&far.sign(&by_far), BOUND).await.is_ok());
+    assert!(proven(&jwts, &near.sign(&by_near)).await.is_ok());
+    assert!(proven(&jwts, &far.sign(&by_far)).await.is_ok());
     let refused = refusal(&jwts, &near.sign(&by_far)).await;
     assert_eq!(refused, "jwt: its signature is not its issuer's");
-    assert!(jwts.identify(&far.sign(&by_near), BOUND).await.is_err());
+    assert!(proven(&jwts, &far.sign(&by_near)).await.is_err());
 }
 
 /// Fetches what is wanted, each time the next of these sets.
@@ -334,20 +341,21 @@ async fn a_key_that_is_not_here_is_asked_for_and_a_token_counts_once_it_is() {
         let refused = refusal(&jwts, &by_old).await;
         assert_eq!(
             refused,
-            "jwt: the keys of its issuer are not here yet; try again"
+            "undecided: jwt: the keys of its issuer are not here yet; try again"
         );
         tokio::time::advance(crate::state::keys::PAUSE).await;
-        let first = jwts.identify(&by_old, BOUND).await.unwrap();
+        let first = proven(&jwts, &by_old).await.unwrap();
         assert!(first.validity.holds());
         // Just asked: not again so soon.
         assert_eq!(refusal(&jwts, &by_new).await, "jwt: no key with this id");
         tokio::time::advance(crate::state::keys::PAUSE).await;
-        assert!(jwts.identify(&by_new, BOUND).await.is_ok());
+        assert!(proven(&jwts, &by_new).await.is_ok());
         assert!(!first.validity.holds(), "the key that proved it is gone");
-        assert!(jwts.identify(&by_old, BOUND).await.is_err());
+        assert!(proven(&jwts, &by_old).await.is_err());
         tokio::time::advance(Duration::from_secs(3700)).await;
         let refused = refusal(&jwts, &by_new).await;
         assert!(refused.contains("1h 1m 43s old"), "{refused}");
+        assert!(refused.starts_with("undecided: "), "{refused}");
     };
     let sets = [None, Some(set([&old])), Some(set([&new]))].into();
     tokio::select! {
@@ -360,13 +368,20 @@ async fn a_key_that_is_not_here_is_asked_for_and_a_token_counts_once_it_is() {
 async fn a_token_that_was_tried_holds_no_longer_than_it_says() {
     let jwts = all();
     let token = ED.sign(&claims(&json!({ "exp": now() - LEEWAY + 1 })));
-    let validity = jwts.identify(&token, BOUND).await.unwrap().validity;
+    let validity = proven(&jwts, &token).await.unwrap().validity;
     let end = now() + 1;
     while now() <= end {
         tokio::task::yield_now().await;
     }
     assert!(!validity.holds());
-    assert!(refusal(&jwts, &token).await.starts_with("jwt: expired at "));
+    let refused = refusal(&jwts, &token).await;
+    assert!(refused.starts_with("jwt: expired at "), "{refused}");
+    assert_eq!(expired(validity.until), refused, "said alike without keys");
+    let taken = jwts.identify((&token, Expired::Taken), BOUND).await;
+    assert!(taken.is_ok(), "for a stream that its expiry does not end");
+    let forged = ed("ed").sign(&good());
+    let taken = jwts.identify((&forged, Expired::Taken), BOUND).await;
+    assert!(taken.is_err());
 }
 
 #[test]

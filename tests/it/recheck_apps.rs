@@ -1,0 +1,116 @@
+//! Streams to apps that the gateway itself asks end when their client may no longer have them.
+
+use crate::{
+    recheck::{app_of, compiled, echoes, is_reset, refused, session},
+    road::{Road, URL},
+    world::{
+        app::{End, Script},
+        caller::{Body, Caller, Connection, assert_problem, whole},
+        until,
+    },
+};
+use causeway_gateway::state::PolicyWriter;
+use futures_util::{StreamExt, stream};
+use http_body_util::{BodyExt, StreamBody};
+use hyper::{
+    Request, Response,
+    body::{Bytes, Frame, Incoming},
+};
+use serde_json::{Value, json};
+use std::task::Poll;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+/// A body that begins and does not end, and what is cancelled once its sender has dropped it.
+pub(crate) fn unending() -> (Body, CancellationToken) {
+    let dropped = CancellationToken::new();
+    let guard = dropped.clone().drop_guard();
+    let rest = stream::poll_fn(move |_| {
+        let _kept = &guard;
+        Poll::Pending
+    });
+    let begun = stream::iter([Ok(Frame::data(Bytes::from_static(b"begun")))]);
+    (BodyExt::boxed(StreamBody::new(begun.chain(rest))), dropped)
+}
+
+pub(crate) async fn open(
+    caller: &Caller,
+    method: &str,
+    path: &str,
+    body: Body,
+) -> (Connection, Response<Incoming>) {
+    let mut connection = caller.connect("edge-1").await.unwrap();
+    let request = Request::builder()
+        .method(method)
+        .uri(format!("{URL}{path}"));
+    let answer = connection.open(request.body(body).unwrap()).await;
+    (connection, answer.unwrap())
+}
+
+/// Whoever is called `tester` may do nothing any more.
+pub(crate) fn but_tester() -> Value {
+    json!([{ "who": { "users": ["tester"] }, "then": "deny" }, { "then": "allow" }])
+}
+
+#[tokio::test]
+async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let build = Road::build().policy(rules.reader());
+    let (app, road) = Road::secured_by(build, |head| match head.path().as_str() {
+        // It has answered, and reads on.
+        "/early" => Script::new()
+            .write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwell")
+            .silence(),
+        _ => app_of(head),
+    })
+    .await;
+    let other = road.caller().certificate(&road.caller_leaf("other"));
+    let mut stays = session(&other, "").await;
+    let mut ended = session(&road.caller(), "").await;
+    let mut uploads = Vec::new();
+    let mut downloads = Vec::new();
+    let mut unread = Vec::new();
+    let mut unanswered = JoinSet::new();
+    for caller in [road.caller(), road.http2()] {
+        let (body, dropped) = unending();
+        let (connection, answer) = open(&caller, "POST", "early", body).await;
+        assert_eq!(
+            answer.into_body().collect().await.unwrap().to_bytes(),
+            "well"
+        );
+        uploads.push((connection, dropped));
+        downloads.push(open(&caller, "GET", "endless", whole("")).await);
+        unread.push(open(&caller, "GET", "endless", whole("")).await);
+        let (body, _) = unending();
+        unanswered.spawn(async move { caller.send(Request::post(URL).body(body).unwrap()).await });
+    }
+    until("all are open", async || {
+        road.metrics().await.sum("open_streams", &[]) == 10
+    })
+    .await;
+    rules.replace(Some(compiled(&but_tester())));
+    is_reset(&mut ended).await;
+    for (_connection, dropped) in &uploads {
+        dropped.cancelled().await;
+    }
+    for (_connection, answer) in downloads {
+        assert!(answer.into_body().collect().await.is_err());
+    }
+    while let Some(refused) = unanswered.join_next().await {
+        assert_problem(&refused.unwrap(), 403, "forbidden", "the policy does not");
+    }
+    until("nothing is open but what may be", async || {
+        road.metrics().await.sum("open_streams", &[]) == 1
+    })
+    .await;
+    refused(&road, "forbidden").await;
+    for _ in 0..9 {
+        assert_eq!(
+            app.end().await,
+            End::Reset,
+            "no part is taken for the whole"
+        );
+    }
+    echoes(&mut stays).await;
+    drop(unread);
+}
