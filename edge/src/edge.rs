@@ -184,6 +184,8 @@ impl Edge {
             metrics.clone(),
             tasks.clone(),
         );
+        let replaced = CancellationToken::new();
+        let way = way.until(replaced.clone());
         Ok(Bound {
             table: state::table(identity.node.as_str(), &instance),
             admin,
@@ -195,7 +197,7 @@ impl Edge {
                 began: config.clone(),
                 now: Arc::new(ArcSwap::from_pointee(way)),
                 ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
-                allowed: Allowed::begin(policy),
+                allowed: Allowed::begin(policy, replaced),
                 own: own_ports(address, reading.as_ref()),
                 metrics,
                 tasks,

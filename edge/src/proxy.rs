@@ -35,7 +35,7 @@ use crate::{
 };
 use app::App;
 use causeway_tunnel::{
-    Receive, Refusal, StreamError,
+    Receive, Refusal, StreamError, Target,
     body::{PumpError, pump},
     copy::Outcome,
     error::Refused,
@@ -48,8 +48,9 @@ use futures_util::future::OptionFuture;
 use http::{Request, Response};
 use interim::Interim;
 use kept::Kept;
-use std::{pin::pin, sync::Arc};
-use tracing::debug;
+use std::{future::pending, pin::pin, sync::Arc};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info};
 
 /// What serves the streams of all tunnels.
 pub(crate) struct Way {
@@ -60,6 +61,8 @@ pub(crate) struct Way {
     most_fields: usize,
     metrics: Arc<Metrics>,
     exhaustion: target::ExhaustionLog,
+    /// The owner has put another configuration into force.
+    replaced: CancellationToken,
     /// Owns what drives HTTP/2 connections to apps.
     tasks: Arc<Tasks>,
 }
@@ -107,24 +110,37 @@ impl Way {
             most_fields,
             metrics,
             exhaustion: target::ExhaustionLog::default(),
+            replaced: CancellationToken::new(),
             tasks,
         }
     }
 
-    /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it.
-    pub(crate) async fn serve(&self, asked: Asked) {
+    /// Has the open streams checked by the newest policy once `replaced` is cancelled.
+    #[must_use]
+    pub(crate) fn until(self, replaced: CancellationToken) -> Self {
+        Self { replaced, ..self }
+    }
+
+    /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it, or the
+    /// policy of the `newest` way refuses it.
+    pub(crate) async fn serve(&self, asked: Asked, newest: impl Fn() -> Arc<Self>) {
         let mut served = Served::new(&self.metrics, &asked.kind);
         let eviction = asked.body.eviction();
         let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::evicted));
         tokio::select! {
             biased;
-            () = self.serve_unless_evicted(asked, &mut served) => return,
+            () = self.serve_unless_evicted(asked, newest, &mut served) => return,
             Some(()) = evicted => {}
         }
         served.end(Ending::Evicted);
     }
 
-    async fn serve_unless_evicted(&self, asked: Asked, served: &mut Served<'_>) {
+    async fn serve_unless_evicted(
+        &self,
+        asked: Asked,
+        newest: impl Fn() -> Arc<Self>,
+        served: &mut Served<'_>,
+    ) {
         let Asked {
             kind,
             target,
@@ -134,8 +150,11 @@ impl Way {
             mut reply,
         } = asked;
         let interim = Interim::default();
+        let withdrawal = reply.withdrawal();
+        let app = self.policy.decide(&target, &kind);
+        let stream = (app.clone().ok(), target.clone(), kind.clone());
+        let mut refused_later = pin!(self.refused_later(stream, newest));
         let answer = {
-            let app = self.policy.decide(&target, &kind);
             let content = (body, target_rest);
             let mut asking = pin!(self.ask(app, kind, (head, content), &interim));
             loop {
@@ -148,6 +167,7 @@ impl Way {
                         None => break Err(endless(&target)),
                     },
                     answer = &mut asking => break answer,
+                    refused = &mut refused_later => break Err(refused.into()),
                 }
             }
         };
@@ -167,9 +187,46 @@ impl Way {
                 let Ok(send) = reply.send(head, end) else {
                     return served.end(Ending::CallerGone);
                 };
-                served.end(self.pass(then, send, end).await);
+                let mut passing = pin!(self.pass(then, send, end));
+                tokio::select! {
+                    biased;
+                    ending = &mut passing => served.end(ending),
+                    refused = &mut refused_later => {
+                        info!(%target, detail = %refused.detail, "a stream ended that the policy does not allow any more");
+                        withdrawal.withdraw();
+                        served.end(Ending::Refused(refused.refusal));
+                    }
+                }
             }
         }
+    }
+
+    /// Waits until the owner puts a policy into force that refuses this stream.
+    async fn refused_later(
+        &self,
+        (app, target, kind): (Option<Arc<App>>, Target, Kind),
+        newest: impl Fn() -> Arc<Self>,
+    ) -> Refused {
+        let Some(app) = app else {
+            return pending().await;
+        };
+        let mut replaced = self.replaced.clone();
+        loop {
+            replaced.cancelled().await;
+            let newest = newest();
+            // Allocated, since it is rare and the future is moved with each stream.
+            let permitted = Box::pin(newest.permits(&app, &target, &kind)).await;
+            if let Err(refused) = permitted {
+                return refused;
+            }
+            replaced = newest.replaced.clone();
+        }
+    }
+
+    /// Whether a stream to this app could begin now.
+    async fn permits(&self, app: &App, target: &Target, kind: &Kind) -> Result<(), Refused> {
+        self.policy.decide(target, kind)?;
+        target::permits(&self.policy, app, target::deadline(self.timeouts.dial)).await
     }
 
     /// Asks the app, as the stream's kind wants it. An upgrade is allocated, since it is rare and needs more room than a

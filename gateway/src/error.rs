@@ -345,6 +345,9 @@ impl Error {
             error if error.is_eviction() => Reason::LimitReached.says(format!(
                 "the stream to {node} was reset, because the bytes that waited in it were not taken"
             )),
+            error if error.is_withdrawn() => Reason::EdgePolicy.says(format!(
+                "the policy of {node} was changed and does not allow the stream any more"
+            )),
             StreamError::Reset { .. } | StreamError::Nonsense(_) | StreamError::Evicted => {
                 Reason::TargetBroken.says(format!("{node} broke the stream off: {error}"))
             }

@@ -677,3 +677,53 @@ async fn a_change_while_a_stream_is_checked_has_it_checked_once_more() {
     is_reset(&mut wire).await;
     refused(&world, "forbidden").await;
 }
+
+#[tokio::test]
+async fn an_edge_whose_owner_allows_less_ends_what_that_was_and_says_so() {
+    let build = World::build().front(front("connect", Kind::Connect));
+    let world = build.start().await;
+    let (app, silent) = (app().await, App::http(|_| answer::silence()).await);
+    let bytes = App::tcp(Script::new().echo()).await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.port(9101, silent.address());
+    let mut edge = edge.port(22, bytes.address()).join().await;
+    let caller = world.caller();
+    let mut upgraded = session(&caller, "").await;
+    let mut http2 = caller.clone().http2().connect("edge-1").await.unwrap();
+    let request = hyper::Request::get("https://edge-1:9100/endless");
+    let request = request.body(crate::world::caller::whole("")).unwrap();
+    let download = http2.open(request).await.unwrap().into_body();
+    let mut through = world
+        .caller_at("connect")
+        .tls_stream("edge-1", &[])
+        .await
+        .unwrap();
+    let connect = "CONNECT edge-1:22 HTTP/1.1\r\nHost: edge-1:22\r\n\r\n";
+    let head = exchange(&mut through, connect).await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    let mut unanswered = tokio::task::JoinSet::new();
+    unanswered.spawn(async move { caller.get("https://edge-1:9101/").await });
+    silent.head().await;
+    // Upgrades alone.
+    edge.reload(|config| config.allow.upgrades = false);
+    is_reset(&mut upgraded).await;
+    assert_eq!(app.end().await, End::Reset);
+    let record = refused(&world, "edge_policy").await;
+    let detail = record["detail"].as_str().unwrap();
+    assert!(
+        detail.contains("the policy of edge-1 was changed"),
+        "{detail}"
+    );
+    echoes(&mut through).await;
+    // One port.
+    edge.reload(|config| drop(config.ports.remove(&22)));
+    is_reset(&mut through).await;
+    assert_eq!(bytes.end().await, End::Reset);
+    // Where the others are.
+    edge.reload(|config| config.allow.hosts = vec!["10.0.0.0/8".parse().unwrap()]);
+    let cut = http_body_util::BodyExt::collect(download).await;
+    assert!(cut.is_err());
+    let answer = unanswered.join_next().await.unwrap().unwrap();
+    assert_problem(&answer, 403, "edge_policy", "does not allow");
+    world.until_idle().await;
+}

@@ -57,6 +57,11 @@ impl StreamError {
         }
     }
 
+    /// The edge's policy does not allow the stream any more.
+    pub fn is_withdrawn(&self) -> bool {
+        matches!(self, Self::Reset { cause } if cause.reason() == Some(crate::wire::WITHDRAWN))
+    }
+
     /// Whether the other end closed the connection in order below a stream that it had not answered.
     pub fn is_closed(&self) -> bool {
         matches!(self, Self::Lost { cause } if is_close_of_engine(cause))

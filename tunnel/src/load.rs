@@ -6,13 +6,14 @@
 use crate::{
     small::{Counted, Small},
     unread::{Entry, Held, Pressure, SenderEntry, Siblings, Unread},
+    wire,
 };
 use futures_util::task::AtomicWaker;
-use h2::FlowControl;
+use h2::{FlowControl, Reason};
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -200,9 +201,15 @@ pub(crate) struct Open(Arc<OpenInner>);
 struct OpenInner {
     load: Arc<Load>,
     generation: usize,
+    withdrawn: AtomicBool,
 }
 
 impl Open {
+    /// Has this end's reset of the stream say that its policy does not allow the stream any more.
+    pub(crate) fn withdraw(&self) {
+        self.0.withdrawn.store(true, Relaxed);
+    }
+
     /// Counts a stream, unless there are `limit` already.
     pub(crate) fn new(load: &Arc<Load>, limit: usize) -> Option<Self> {
         let generation = load.generation.load(Relaxed);
@@ -211,6 +218,7 @@ impl Open {
         let open = Self(Arc::new(OpenInner {
             load: load.clone(),
             generation,
+            withdrawn: AtomicBool::new(false),
         }));
         if load.streams() > limit {
             return None;
@@ -266,6 +274,20 @@ impl Moved {
     /// Streams of the tunnel that are open now.
     pub(crate) fn streams(&self) -> usize {
         self.open.0.load.streams()
+    }
+
+    /// The stream that the bytes are of.
+    pub(crate) fn open(&self) -> &Open {
+        &self.open
+    }
+
+    /// The code by which this end gives the stream up.
+    pub(crate) fn code(&self) -> Reason {
+        if self.open.0.withdrawn.load(Relaxed) {
+            wire::WITHDRAWN
+        } else {
+            Reason::CANCEL
+        }
     }
 
     /// Enters the stream among those whose senders may wait.

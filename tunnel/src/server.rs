@@ -115,6 +115,17 @@ pub struct Reply {
     moved: Moved,
 }
 
+/// Handle by which a stream is withdrawn: the edge's policy does not allow it any more.
+#[derive(Debug)]
+pub struct Withdrawal(Open);
+
+impl Withdrawal {
+    /// Has the reset of the stream, which its holder drops now, tell the gateway why.
+    pub fn withdraw(&self) {
+        self.0.withdraw();
+    }
+}
+
 /// Begins HTTP/2 on a connection whose TLS is done.
 ///
 /// # Errors
@@ -350,6 +361,11 @@ impl Reply {
         }
         // A caller that is gone needs no answer.
         let _ = self.send(head, true);
+    }
+
+    /// Handle by which the stream is withdrawn later on.
+    pub fn withdrawal(&self) -> Withdrawal {
+        Withdrawal(self.moved.open().clone())
     }
 
     /// Waits until the gateway resets the stream: the caller went away.

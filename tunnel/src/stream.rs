@@ -182,10 +182,10 @@ impl Send {
         Ok(self.inner.send_trailers(trailers)?)
     }
 
-    /// Gives the whole stream up, both directions (`RST_STREAM` with CANCEL).
+    /// Gives the whole stream up, both directions (`RST_STREAM` with CANCEL, unless it was withdrawn).
     pub fn abort(&mut self) {
         self.ended = true;
-        self.inner.send_reset(Reason::CANCEL);
+        self.inner.send_reset(self.moved.code());
     }
 
     /// As [`Send::abort`], for a far end that broke off: its last bytes are still good, and go first if the
@@ -213,7 +213,7 @@ impl Send {
 impl Drop for Send {
     fn drop(&mut self) {
         if !self.ended {
-            self.inner.send_reset(Reason::CANCEL);
+            self.inner.send_reset(self.moved.code());
         }
     }
 }

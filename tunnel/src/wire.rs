@@ -38,6 +38,10 @@ pub const FAILURE: HeaderName = HeaderName::from_static("causeway-failure");
 /// Answer: the sentence that goes with [`FAILURE`].
 pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");
 
+/// Code by which an edge resets a stream that its policy does not allow any more. A gateway that does not know it takes the
+/// stream for one that broke off.
+pub(crate) const WITHDRAWN: h2::Reason = h2::Reason::INADEQUATE_SECURITY;
+
 /// Largest HTTP/2 frame that either end accepts, in bytes. Larger ones delay small requests beside bulk.
 pub const MAX_FRAME: u32 = 64 * 1024;
 /// What TLS takes at once, in bytes: a frame with its head. At rustls' own 64 KiB the last nine bytes of a full frame would

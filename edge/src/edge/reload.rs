@@ -1,6 +1,7 @@
 //! Another configuration for an edge that runs: the new way is built whole, then each new stream takes it.
 //!
-//! Streams that are open keep the way that they began on, with its connections to apps. What cannot change while an
+//! Streams that are open keep the way that they began on, with its connections to apps, and end if the policy of another
+//! configuration refuses them. What cannot change while an
 //! edge runs is named, and takes effect at the next start.
 
 use super::{
@@ -33,6 +34,7 @@ use tokio::{
     sync::watch,
     time::{MissedTickBehavior, interval},
 };
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 /// How often kept connections to apps are looked through.
@@ -45,8 +47,8 @@ pub(super) type Now = Arc<ArcSwap<Way>>;
 pub(super) fn serving(now: &Now) -> Serve {
     let now = now.clone();
     Arc::new(move |asked| {
-        let way = now.load_full();
-        Box::pin(async move { way.serve(asked).await })
+        let (way, now) = (now.load_full(), now.clone());
+        Box::pin(async move { way.serve(asked, || now.load_full()).await })
     })
 }
 
@@ -112,15 +114,18 @@ pub(super) struct Allowed {
     listed: Listed,
     /// From where gateways that list were dialled, the last one last.
     from: Vec<IpAddr>,
+    /// Cancelled once the owner has configured another policy.
+    replaced: CancellationToken,
 }
 
 impl Allowed {
     /// Before any gateway has listed anything.
-    pub(super) fn begin(policy: Policy) -> Mutex<Self> {
+    pub(super) fn begin(policy: Policy, replaced: CancellationToken) -> Mutex<Self> {
         Mutex::new(Self {
             policy,
             listed: Listed::default(),
             from: Vec::new(),
+            replaced,
         })
     }
 }
@@ -143,6 +148,7 @@ impl Parts {
             self.metrics.clone(),
             self.tasks.clone(),
         );
+        let way = way.until(allowed.replaced.clone());
         self.now.store(Arc::new(way));
         self.ports.store(Arc::new(ports.clone()));
         ports
@@ -256,7 +262,7 @@ impl Reloader {
 }
 
 impl Prepared<'_> {
-    /// Puts it into force, for each stream that begins from now on.
+    /// Puts it into force, for each stream that begins from now on. Open streams that it refuses end.
     pub fn apply(self) -> Changed {
         let Self {
             parts: edge,
@@ -284,7 +290,12 @@ impl Prepared<'_> {
         for fault in &left {
             warn!(fault, "what a listener shows stays as it was");
         }
-        let ports = edge.allow(|allowed| allowed.policy = policy);
+        let mut replaced = CancellationToken::new();
+        let ports = edge.allow(|allowed| {
+            allowed.policy = policy;
+            std::mem::swap(&mut allowed.replaced, &mut replaced);
+        });
+        replaced.cancel();
         edge.metrics.reloaded(left.is_empty());
         Changed {
             ports,
@@ -391,7 +402,7 @@ mod tests {
             began,
             now: Arc::new(ArcSwap::from_pointee(way)),
             ports: Arc::default(),
-            allowed: Allowed::begin(policy),
+            allowed: Allowed::begin(policy, CancellationToken::new()),
             own: vec![10266],
             metrics,
             tasks,

@@ -65,6 +65,22 @@ pub(super) async fn dial(
     Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
 }
 
+/// Checks that an app, which was dialled before, may be dialled by this policy. A name that cannot be resolved now is not
+/// refused.
+///
+/// # Errors
+/// If none of its addresses may be dialled.
+pub(super) async fn permits(policy: &Policy, app: &App, deadline: Instant) -> Result<(), Refused> {
+    let Ok(addresses) = resolve(app, deadline).await else {
+        return Ok(());
+    };
+    let permitted = |address| policy.check(app, address).is_some();
+    if addresses.into_iter().any(permitted) {
+        return Ok(());
+    }
+    Err(policy.forbidden(&app.target))
+}
+
 async fn connect(policy: &Policy, app: &App, address: SocketAddr) -> io::Result<TcpStream> {
     let ip = address.ip();
     if !policy.only_here(app, ip) {

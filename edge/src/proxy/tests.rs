@@ -63,7 +63,7 @@ impl World {
             while let Ok(Incoming::Stream(asked)) = server.next().await {
                 let way = shared.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
-                    way.serve(*asked).await;
+                    way.serve(*asked, || way.clone()).await;
                 });
             }
         });

@@ -215,7 +215,13 @@ impl Streamed {
                     self.record
                         .failed(&Error::of_stream(self.node.as_str(), error));
                 }
-                Poll::Ready(polled)
+                // That code is the edge's word to this gateway.
+                Poll::Ready(polled.map(|frame| {
+                    frame.map_err(|error| match error {
+                        error if error.is_withdrawn() => StreamError::cancelled(),
+                        error => error,
+                    })
+                }))
             }
             Source::App(body) => match ready!(body.poll_frame(cx)) {
                 Some(Err((why, error))) => {

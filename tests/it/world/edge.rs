@@ -6,7 +6,7 @@
 use super::{LOOK, PATIENCE, World, gateway::loopback, until};
 use causeway_certs::{Confirmed, NodeName, StoreError};
 use causeway_edge::{
-    Config, Error,
+    Config, Error, Reloader,
     config::{Port, Scheme, Secret},
     state::{Reader, Status},
 };
@@ -138,6 +138,7 @@ struct Running {
     stop: CancellationToken,
     task: JoinSet<Result<(), Error>>,
     reader: Reader,
+    reloader: Reloader,
 }
 
 impl Edge {
@@ -169,10 +170,15 @@ impl Edge {
         };
         let bound = timeout(PATIENCE, opening).await;
         let bound = bound.expect("the edge joins or is refused")?;
-        let reader = bound.reader();
+        let (reader, reloader) = (bound.reader(), bound.reloader());
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));
-        self.running = Some(Running { stop, task, reader });
+        self.running = Some(Running {
+            stop,
+            task,
+            reader,
+            reloader,
+        });
         Ok(())
     }
 
@@ -194,6 +200,13 @@ impl Edge {
     /// From now on its configuration names this node.
     pub(crate) fn rename(&mut self, node: &str) {
         self.config.node = Some(node.to_owned());
+    }
+
+    /// Gives it a changed configuration.
+    pub(crate) fn reload(&mut self, change: impl FnOnce(&mut Config)) {
+        change(&mut self.config);
+        let prepared = self.running().reloader.prepare(&self.config);
+        prepared.unwrap().apply();
     }
 
     /// Stops it in order and waits for its end.
