@@ -184,8 +184,7 @@ impl Edge {
             metrics.clone(),
             tasks.clone(),
         );
-        let replaced = CancellationToken::new();
-        let way = way.until(replaced.clone());
+        let allowed = Allowed::begin(policy.clone(), &way);
         Ok(Bound {
             table: state::table(identity.node.as_str(), &instance),
             admin,
@@ -197,7 +196,7 @@ impl Edge {
                 began: config.clone(),
                 now: Arc::new(ArcSwap::from_pointee(way)),
                 ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
-                allowed: Allowed::begin(policy, replaced),
+                allowed,
                 own: own_ports(address, reading.as_ref()),
                 metrics,
                 tasks,

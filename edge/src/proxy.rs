@@ -121,6 +121,11 @@ impl Way {
         Self { replaced, ..self }
     }
 
+    /// What is cancelled once the owner has put another configuration into force.
+    pub(crate) fn replaced(&self) -> &CancellationToken {
+        &self.replaced
+    }
+
     /// From a stream to an app and back, unless the stream is evicted because the app does not take what waits for it, or the
     /// policy of the `newest` way refuses it.
     pub(crate) async fn serve(&self, asked: Asked, newest: impl Fn() -> Arc<Self>) {

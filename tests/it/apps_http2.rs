@@ -521,7 +521,7 @@ async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_hav
     .await;
     rules.replace(Some(compiled(&but_tester())));
     for (_connection, dropped) in &uploads {
-        dropped.cancelled().await;
+        until("the upload has ended", async || dropped.is_cancelled()).await;
     }
     for (_connection, answer) in downloads {
         assert!(answer.into_body().collect().await.is_err());

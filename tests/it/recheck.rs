@@ -11,7 +11,7 @@ use crate::{
         until,
     },
 };
-use causeway_certs::{Ca, Certificate, Leaf, NodeName, StoreError};
+use causeway_certs::{Access, Ca, CaError, Certificate, Leaf, NodeName, Step, Store, StoreError};
 use causeway_gateway::{
     config::{Callers, Config, Front, Jwt, Kind, Serial, policy},
     proxy::authorize::{Ask, Authorize, Verdict},
@@ -337,7 +337,6 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     let mut bob = session(&at(&leaves[1]), "").await;
     let mut cid = session(&at(&leaves[2]), "").await;
     let mut dan = session(&world.caller_at("clients").nobody(), &bearer(&token)).await;
-    let mut eve = session(&at(&world.caller_leaf("eve")), "").await;
     world.reload(without_clients).unwrap();
     echoes(&mut ann).await;
     // Another policy.
@@ -358,25 +357,51 @@ async fn the_sessions_of_a_listener_that_was_removed_end_as_those_of_others() {
     revoked.unwrap();
     is_reset(&mut bob).await;
     // Another root in the file, and no token.
-    for wire in [&mut cid, &mut dan, &mut eve] {
-        echoes(wire).await;
-    }
+    echoes(&mut cid).await;
+    echoes(&mut dan).await;
     let next = Ca::create(&"next.test".parse().unwrap()).unwrap();
     std::fs::write(world.folder().join("clients.pem"), next.root_pem()).unwrap();
     std::fs::write(world.folder().join("callers"), "# none\n").unwrap();
     world.reload(|_| {}).unwrap();
     is_reset(&mut cid).await;
     is_reset(&mut dan).await;
-    echoes(&mut eve).await;
-    // Another root of our own.
+    world.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_root_that_is_retired_ends_the_sessions_of_a_listener_that_was_removed() {
+    let build = World::build().front(front("clients", Kind::Https));
+    let mut world = build.start().await;
+    let app = app().await;
+    let edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let store = world.store();
-    for step in [Ca::prepare, Ca::activate, Ca::retire] {
+    let step = |world: &mut World, step: fn(Ca) -> Result<(Ca, Step), CaError>| {
         let changed = store.change_ca(|ca| Ok::<_, StoreError>(step(ca).unwrap()));
         changed.unwrap();
         world.reload(|_| {}).unwrap();
-    }
+    };
+    let believes = |roots: usize| {
+        let store = Store::open(edge.folder(), Access::Existing).unwrap();
+        store.edge().unwrap().unwrap().roots.len() == roots
+    };
+    let tunnels = async |world: &World| world.node("edge-1").await["details"].clone();
+    step(&mut world, Ca::prepare);
+    until("the edge believes both roots", async || believes(2)).await;
+    let before = tunnels(&world).await[0]["id"].clone();
+    step(&mut world, Ca::activate);
+    until("the edge has come by the new root", async || {
+        let now = tunnels(&world).await;
+        now.as_array().is_some_and(|all| all.len() == 1) && now[0]["id"] != before
+    })
+    .await;
+    let by_old = world.caller_leaf("eve");
+    let mut eve = session(&world.caller_at("clients").certificate(&by_old), "").await;
+    world.reload(without_clients).unwrap();
+    echoes(&mut eve).await;
+    step(&mut world, Ca::retire);
     is_reset(&mut eve).await;
-    world.until_idle().await;
+    let record = refused(&world, "unauthenticated").await;
+    assert_eq!(record["caller"], "eve");
 }
 
 fn bearer(token: &str) -> String {
@@ -482,10 +507,10 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     };
     // Nothing that a rule reads.
     change("edge-3", &|node| {
-        node.addresses.push("10.0.0.1".parse().unwrap())
+        node.addresses.push("10.0.0.1".parse().unwrap());
     });
     change("edge-1", &|node| {
-        drop(node.labels.insert("tier".into(), "tin".into()))
+        node.labels.insert("tier".into(), "tin".into());
     });
     is_reset(&mut sessions[0]).await;
     change("edge-2", &|node| node.pool = Some("south".into()));
@@ -534,6 +559,8 @@ async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_whe
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = first.sign(&claims(&json!({})));
     let mut wire = jwt_session(&world, &token).await;
+    let bob = first.sign(&claims(&json!({ "sub": "bob" })));
+    let mut denied = jwt_session(&world, &bob).await;
     let mut beside = session(&world.caller(), "").await;
     // Its keys are to be had elsewhere now, and are not.
     let mut away = Issuer::silent(&second);
@@ -551,12 +578,13 @@ async fn while_the_keys_of_a_jwt_are_away_its_sessions_go_on_and_are_checked_whe
         "undecided",
         "jwt: the keys of its issuer are not here yet",
     );
-    // Whoever is checked in the same round ends.
+    // Whoever is checked in the same round ends, and so does who was known before and may not any more.
     rules.replace(Some(compiled(&json!([
-        { "who": { "users": ["tester"] }, "then": "deny" },
+        { "who": { "users": ["tester", "bob"] }, "then": "deny" },
         { "then": "allow" },
     ]))));
     is_reset(&mut beside).await;
+    is_reset(&mut denied).await;
     echoes(&mut wire).await;
     away.answer();
     is_reset(&mut wire).await;

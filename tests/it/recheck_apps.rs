@@ -17,7 +17,7 @@ use hyper::{
     body::{Bytes, Frame, Incoming},
 };
 use serde_json::{Value, json};
-use std::task::Poll;
+use std::{task::Poll, time::Duration};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -55,7 +55,10 @@ pub(crate) fn but_tester() -> Value {
 #[tokio::test]
 async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
     let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
-    let build = Road::build().policy(rules.reader());
+    // Nothing else ends a connection that has answered.
+    let idle = Duration::from_hours(1);
+    let build = Road::build().config(|config| config.timeouts.idle_keepalive = idle);
+    let build = build.policy(rules.reader());
     let (app, road) = Road::secured_by(build, |head| match head.path().as_str() {
         // It has answered, and reads on.
         "/early" => Script::new()
@@ -91,7 +94,7 @@ async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
     rules.replace(Some(compiled(&but_tester())));
     is_reset(&mut ended).await;
     for (_connection, dropped) in &uploads {
-        dropped.cancelled().await;
+        until("the upload has ended", async || dropped.is_cancelled()).await;
     }
     for (_connection, answer) in downloads {
         assert!(answer.into_body().collect().await.is_err());

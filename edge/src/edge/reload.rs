@@ -120,12 +120,12 @@ pub(super) struct Allowed {
 
 impl Allowed {
     /// Before any gateway has listed anything.
-    pub(super) fn begin(policy: Policy, replaced: CancellationToken) -> Mutex<Self> {
+    pub(super) fn begin(policy: Policy, way: &Way) -> Mutex<Self> {
         Mutex::new(Self {
             policy,
             listed: Listed::default(),
             from: Vec::new(),
-            replaced,
+            replaced: way.replaced().clone(),
         })
     }
 }
@@ -396,13 +396,14 @@ mod tests {
             Arc::clone(&metrics),
             Arc::clone(&tasks),
         );
+        let allowed = Allowed::begin(policy, &way);
         let edge = Reloader::new(Parts {
             node: "edge-1".into(),
             trust_domain: TrustDomain::parse("causeway.local").unwrap(),
             began,
             now: Arc::new(ArcSwap::from_pointee(way)),
             ports: Arc::default(),
-            allowed: Allowed::begin(policy, CancellationToken::new()),
+            allowed,
             own: vec![10266],
             metrics,
             tasks,

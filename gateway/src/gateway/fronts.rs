@@ -76,15 +76,17 @@ impl Standing {
         removed.filter_map(|removed| Some((&removed.material, removed.front.upgrade()?)))
     }
 
-    /// Has the streams of a removed front checked by what is known of it now.
-    fn replace_removed(&mut self, rebuilt: Rebuilt) {
-        let before = Arc::downgrade(&rebuilt.before);
-        let mut removed = self.removed.iter_mut();
-        if let Some(removed) = removed.find(|removed| removed.front.ptr_eq(&before)) {
-            removed.front = Arc::downgrade(&rebuilt.front);
-            removed.material = rebuilt.material;
-            // Each front is replaced once.
-            let _ = rebuilt.before.successor.set(rebuilt.front);
+    /// Has the streams of removed fronts checked by what is known of these now.
+    fn replace_removed(&mut self, all: Vec<Rebuilt>) {
+        for rebuilt in all {
+            let before = Arc::downgrade(&rebuilt.before);
+            let mut removed = self.removed.iter_mut();
+            if let Some(removed) = removed.find(|removed| removed.front.ptr_eq(&before)) {
+                removed.front = Arc::downgrade(&rebuilt.front);
+                removed.material = rebuilt.material;
+                // Each front is replaced once.
+                let _ = rebuilt.before.successor.set(rebuilt.front);
+            }
         }
     }
 
@@ -488,9 +490,7 @@ impl Plan<'_> {
                 });
             }
         }
-        for rebuilt in self.removed {
-            self.standing.replace_removed(rebuilt);
-        }
+        self.standing.replace_removed(self.removed);
         done
     }
 }

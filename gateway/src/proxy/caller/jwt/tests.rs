@@ -377,11 +377,14 @@ async fn a_token_that_was_tried_holds_no_longer_than_it_says() {
     let refused = refusal(&jwts, &token).await;
     assert!(refused.starts_with("jwt: expired at "), "{refused}");
     assert_eq!(expired(validity.until), refused, "said alike without keys");
-    let taken = jwts.identify((&token, Expired::Taken), BOUND).await;
-    assert!(taken.is_ok(), "for a stream that its expiry does not end");
+    let proven_again = jwts.identify((&token, Expired::Taken), BOUND).await;
+    assert!(
+        proven_again.is_ok(),
+        "for a stream that its expiry does not end"
+    );
     let forged = ed("ed").sign(&good());
-    let taken = jwts.identify((&forged, Expired::Taken), BOUND).await;
-    assert!(taken.is_err());
+    let proven_again = jwts.identify((&forged, Expired::Taken), BOUND).await;
+    assert!(proven_again.is_err());
 }
 
 #[test]
