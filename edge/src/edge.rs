@@ -160,16 +160,10 @@ impl Edge {
         let (admin, reading) = reading::bind_all(&self.config).await?;
         let address = admin.local_addr().unwrap_or(self.config.admin.listen);
         let faces = Faces::read(&self.config, &Leaves::new());
-        for fault in &faces.faults {
-            warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
-        }
         let instance = format!("{:032x}", rand::random::<u128>());
         let done = CancellationToken::new();
         let (metrics, tasks) = (Arc::new(Metrics::default()), Arc::new(Tasks::new(&done)));
-        metrics.listeners_end(&faces.leaves);
-        if !faces.faults.is_empty() {
-            metrics.begins_with_faults();
-        }
+        faces.report(&metrics);
         let Self {
             config,
             store,

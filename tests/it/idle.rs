@@ -72,7 +72,7 @@ async fn read_to_end(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
 
 #[tokio::test]
 async fn an_http2_caller_without_a_request_is_sent_away_in_order() {
-    let (_app, road) = road(&Gate::new()).await;
+    let (_app, road) = Box::pin(road(&Gate::new())).await;
     for answers in [true, false] {
         let mut wire = asked(&road, "/").await;
         let frames = read_to_end(&mut *wire, answers).await;
@@ -86,7 +86,7 @@ async fn an_http2_caller_without_a_request_is_sent_away_in_order() {
 #[tokio::test]
 async fn an_http2_caller_whose_answer_is_not_over_is_kept() {
     let gate = Gate::new();
-    let (_app, road) = road(&gate).await;
+    let (_app, road) = Box::pin(road(&gate)).await;
     let mut kept = road.http2().connect("edge-1").await.unwrap();
     let request = Request::get(format!("{URL}held")).body(whole("")).unwrap();
     let answer = kept.open(request).await.unwrap();
@@ -103,7 +103,7 @@ async fn an_http2_caller_whose_answer_is_not_over_is_kept() {
 
 #[tokio::test]
 async fn an_http2_head_that_does_not_end_ends_its_connection() {
-    let (_app, road) = road(&Gate::new()).await;
+    let (_app, road) = Box::pin(road(&Gate::new())).await;
     let mut wire = asked(&road, "/held").await;
     while next(&mut *wire).await.unwrap().kind != HEADERS {}
     let (first, rest) = (get("/"), fields(&[("x-trickles", "x")]));

@@ -503,7 +503,7 @@ mod tests {
         let proxy = async {
             let (mut tcp, _) = listener.accept().await.unwrap();
             for answer in answers {
-                tcp.read(&mut [0; 1024]).await.unwrap();
+                assert!(tcp.read(&mut [0; 1024]).await.unwrap() > 0);
                 tcp.write_all(answer).await.unwrap();
             }
             // Until the dialler closes.

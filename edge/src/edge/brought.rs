@@ -2,7 +2,7 @@
 //! reload. Whoever renews them causes one.
 
 use super::Error;
-use crate::config;
+use crate::{config, metrics::Metrics};
 use causeway_certs::{
     EdgeIdentity, Leaf, Role, Store, given,
     verify::{Hubs, Shown, tunnel_client},
@@ -67,6 +67,17 @@ impl Faces {
         let hubs = reader.hubs.as_ref().map(|files| hubs(files, of("hubs")));
         faces.hubs = faces.noted("hubs", hubs);
         faces
+    }
+
+    /// Says what is wrong as an edge begins, and when the certificates end.
+    pub(super) fn report(&self, metrics: &Metrics) {
+        for fault in &self.faults {
+            warn!(error = %fault, "nobody is let in there until this is mended; the files are watched");
+        }
+        metrics.listeners_end(&self.leaves);
+        if !self.faults.is_empty() {
+            metrics.begins_with_faults();
+        }
     }
 
     fn noted<T>(
