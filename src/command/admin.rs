@@ -67,6 +67,14 @@ pub(super) fn address(given: Option<String>, data_dir: &Path) -> anyhow::Result<
     }
 }
 
+/// Forgets where a process is asked that ends.
+pub(super) fn forget(store: &Store) -> Result<(), StoreError> {
+    store.remove_runtime(NAME)?;
+    // A socket that stays answers nobody, and the next process replaces it.
+    let _ = std::fs::remove_file(store.admin_socket());
+    Ok(())
+}
+
 /// The admin address of the process that lives on a data directory, if there are such a directory and process.
 pub(super) fn noted(data_dir: &Path) -> anyhow::Result<Option<Place>> {
     let asked = Store::open(data_dir, Access::Existing).and_then(|store| {

@@ -92,7 +92,7 @@ async fn live(args: cli::Demo, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let (outcome, served) = tokio::join!(running, serving);
     tasks.drain(DRAIN).await;
-    files.store.remove_runtime(admin::NAME)?;
+    admin::forget(&files.store)?;
     outcome.and(served)
 }
 

@@ -60,7 +60,7 @@ pub(crate) async fn run(config: Config, sources: Sources, rejoin: bool) -> anyho
         let ended = Box::pin(reload::beside(live, reasons, again)).await;
         // A process that followed this one has noted its own address.
         if let Ok(_claim) = store.claim()
-            && let Err(error) = store.remove_runtime(admin::NAME)
+            && let Err(error) = admin::forget(&store)
         {
             tracing::debug!(%error, "the admin address stays noted");
         }

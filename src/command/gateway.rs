@@ -75,7 +75,7 @@ pub(crate) async fn run(config: Config, sources: Sources) -> anyhow::Result<()> 
     let live = Box::pin(reload::beside(live, reasons, again));
     let live = Box::pin(cluster::beside(live, cluster));
     let ended = signals.run(live).await;
-    store.remove_runtime(admin::NAME)?;
+    admin::forget(&store)?;
     if ended.is_none() {
         bail!("ended at once by a second signal; what was open is cut");
     }

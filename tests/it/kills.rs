@@ -93,6 +93,10 @@ fn copy(from: &Path, to: &Path) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
+        // A process that was killed leaves its socket.
+        if !entry.file_type().unwrap().is_file() {
+            continue;
+        }
         fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
 }

@@ -494,7 +494,20 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     let port = |node| world.edge(node).port(9100, app.address());
     let _by_label = port("edge-1").label("tier", "gold").join().await;
     let _by_pool = port("edge-2").pool("north").join().await;
-    let _stays = port("edge-3").label("tier", "gold").join().await;
+    let _stays = port("edge-3").join().await;
+    let cluster = |labels: &[(&str, &str)]| {
+        let labels = labels.iter();
+        let member = Member {
+            edge: true,
+            labels: labels
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect(),
+            ..Member::default()
+        };
+        let name = NodeName::parse("edge-3").unwrap();
+        world.nodes().cluster([(name, member)].into());
+    };
+    cluster(&[("tier", "gold")]);
     let mut sessions = Vec::new();
     for node in ["edge-1", "edge-2", "edge-3"] {
         sessions.push(session_at(&world.caller(), node, "").await);
@@ -506,7 +519,7 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
         world.nodes().put(name, known);
     };
     // Nothing that a rule reads.
-    change("edge-3", &|node| {
+    change("edge-2", &|node| {
         node.addresses.push("10.0.0.1".parse().unwrap());
     });
     change("edge-1", &|node| {
@@ -517,13 +530,7 @@ async fn a_node_with_other_labels_or_another_pool_loses_the_streams_that_need_th
     is_reset(&mut sessions[1]).await;
     // As the cluster says it.
     echoes(&mut sessions[2]).await;
-    let member = Member {
-        edge: true,
-        ..Member::default()
-    };
-    world
-        .nodes()
-        .cluster([(NodeName::parse("edge-3").unwrap(), member)].into());
+    cluster(&[]);
     is_reset(&mut sessions[2]).await;
     refused(&world, "forbidden").await;
     world.until_idle().await;

@@ -4,7 +4,7 @@
 //! to read or to write.
 
 use axum::{
-    body::Body,
+    body::{Body, Bytes},
     extract::{ConnectInfo, Request, connect_info::Connected},
     http::{HeaderValue, StatusCode, header::HOST, uri::Authority},
     middleware::Next,
@@ -13,11 +13,11 @@ use axum::{
 };
 use causeway_certs::verify::Shown;
 use causeway_tunnel::{
-    connection_limit::{ConnectionLimit, Slot},
+    connection_limit::{Busy, ConnectionLimit, Slot},
     target,
 };
 use futures_util::future::BoxFuture;
-use http_body_util::BodyExt;
+use http_body::{Frame, SizeHint};
 use socket2::{SockRef, TcpKeepalive};
 use std::{
     io,
@@ -222,12 +222,34 @@ where
 pub(super) async fn keep_place(request: Request, next: Next) -> Response {
     let place = request.extensions().get::<ConnectInfo<ConnectionPlace>>();
     let busy = place.map(|ConnectInfo(ConnectionPlace(slot))| slot.busy());
-    next.run(request).await.map(|body| {
-        Body::new(body.map_frame(move |frame| {
-            let _until_written = &busy;
-            frame
-        }))
-    })
+    let answer = next.run(request).await;
+    answer.map(|body| Body::new(PlacedBody { body, _busy: busy }))
+}
+
+/// An answer's body, which keeps the place of its connection until it is written.
+struct PlacedBody {
+    body: Body,
+    _busy: Option<Busy>,
+}
+
+impl http_body::Body for PlacedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 /// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its

@@ -569,7 +569,7 @@ mod tests {
         assert_eq!(told(), ["edge-2"]);
         let member = Member {
             edge: true,
-            labels: [("site".to_owned(), "south".to_owned())].into(),
+            labels: [("line".to_owned(), "south".to_owned())].into(),
             ..Member::default()
         };
         writer.cluster([(name("edge-1"), member)].into());

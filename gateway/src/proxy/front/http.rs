@@ -269,8 +269,9 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         .half_close(false)
         .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
         .max_headers(proxy.shared.max_headers * 2)
-        // Twice the limit: what lies between is refused by us, with a reason; what is beyond, by hyper.
-        .max_buf_size(ENGINE_TARGET + (bytes * 2).max(16 * 1024));
+        // A target and fields at their limits. Fields beyond theirs are refused by us as far as they fit, and else by hyper.
+        // A body that waits takes as much.
+        .max_buf_size((ENGINE_TARGET + bytes).max(bytes * 2));
     builder
         .http2()
         .timer(TokioTimer::new())
