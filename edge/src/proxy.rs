@@ -121,7 +121,7 @@ impl Way {
         Self { replaced, ..self }
     }
 
-    /// What is cancelled once the owner has put another configuration into force.
+    /// Returns the token that is cancelled once the owner has put another configuration into force.
     pub(crate) fn replaced(&self) -> &CancellationToken {
         &self.replaced
     }

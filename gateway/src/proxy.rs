@@ -330,7 +330,7 @@ pub struct Way<'a> {
     pub connection: &'a Arc<Connection>,
     /// Who calls.
     pub caller: &'a Caller,
-    /// Where to.
+    /// The node and port that it goes to.
     pub route: &'a Route,
     /// The tunnel that was picked.
     pub tunnel: &'a causeway_tunnel::Tunnel,

@@ -61,7 +61,7 @@ pub struct Ports {
     pub metrics: Arc<Metrics>,
     /// Who this gateway is, in events.
     pub gateway: String,
-    /// Where the ports that are served are kept.
+    /// The data directory, in which the ports that are served are kept.
     pub store: Store,
 }
 

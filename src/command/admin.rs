@@ -27,7 +27,7 @@ pub(super) const NAME: &str = "admin";
 /// A process on the same machine that does not answer within this is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Where a running process is asked.
+/// The address and socket at which a running process is asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// The address of its admin listener, `HOST:PORT`.

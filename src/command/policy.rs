@@ -120,7 +120,7 @@ struct Written {
     act: Act,
 }
 
-/// Where it goes.
+/// The destination of the request.
 #[derive(Debug)]
 enum To {
     Node(NodeName),

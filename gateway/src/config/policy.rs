@@ -69,7 +69,7 @@ pub struct Who {
     pub networks: Given<Networks>,
 }
 
-/// Which nodes a rule is about: those that every given key holds for. With `direct` it is about no node.
+/// The nodes that a rule is about: those that every given key holds for. With `direct` it is about no node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Where {

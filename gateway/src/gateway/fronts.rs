@@ -173,7 +173,7 @@ impl Step {
         matches!(self, Self::Keep(kept) | Self::Replace(kept, ..) if *kept == place)
     }
 
-    /// What the front is made of.
+    /// The configuration and file contents that the front is made of.
     fn material<'a>(&'a self, standing: &'a Standing) -> &'a Material {
         match self {
             Self::Keep(place) => &standing.fronts[*place].material,

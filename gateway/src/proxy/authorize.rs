@@ -35,7 +35,7 @@ pub struct Ask<'a> {
     pub caller: &'a Caller,
     /// From where.
     pub from: Peer,
-    /// Where to.
+    /// The node or address that the stream goes to.
     pub destination: Destination<'a>,
     /// What kind of stream.
     pub act: Act,
@@ -45,7 +45,7 @@ pub struct Ask<'a> {
     pub path: &'a str,
 }
 
-/// Where a stream goes.
+/// The destination of a stream.
 #[derive(Clone, Copy, Debug)]
 pub enum Destination<'a> {
     /// To a node at the edge, through its tunnel.

@@ -228,7 +228,7 @@ impl Said {
         member.edge || record.is_some_and(|record| !record.follows_cluster)
     }
 
-    /// What right a node at the edge has to an address of its own.
+    /// Returns the right that a node at the edge has to an address of its own.
     fn right(&self, name: &NodeName, address: IpAddr) -> Right {
         let record = self.records.get(name);
         let mut confirmed = record.into_iter().flat_map(|record| &record.addresses);

@@ -1,6 +1,6 @@
 //! As much of a list of ports as can be served, where one entry keeps the gateway from serving the whole.
 //!
-//! Which entry that is, only the attempt shows: its port may be taken by another program. The list is halved until the
+//! Only an attempt shows the entry, for its port may be taken by another program. The list is halved until the
 //! entries that are refused stand alone.
 
 use causeway_gateway::config::NodePorts;

@@ -185,7 +185,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     assert_eq!((status, reason.as_str()), (403, "token_not_new"));
 }
 
-/// Whoever holds a token for any node takes the traffic of none that the cluster has elsewhere.
+/// A token for any node must not bring the traffic of a node that the cluster has elsewhere.
 #[tokio::test]
 async fn a_pattern_makes_no_edge_of_a_clusters_node_elsewhere_and_keeps_its_token() {
     let counter = Counter::open();

@@ -1,4 +1,4 @@
-//! Which addresses the networks of a front mean that dials itself (`direct`).
+//! The addresses that are meant by the networks of a front that dials itself (`direct`).
 //!
 //! A network is written for machines elsewhere, and often a wide one. What lies in it beside those, this host for one and
 //! the metadata of a cloud, is meant only by a network that holds nothing else.

@@ -60,7 +60,7 @@ pub struct Condition {
     body: AtomicBool,
     /// Bytes were read behind the request while its answer was on its way: the next read may begin within a head.
     ahead: AtomicBool,
-    /// What the engine has not seen of the target of the request.
+    /// The part of the request's target that the engine has not seen.
     beyond: Mutex<Option<Beyond>>,
     /// Reason that was answered for a head which the engine cannot parse.
     unparsed: Mutex<Option<Reason>>,

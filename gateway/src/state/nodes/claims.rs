@@ -25,7 +25,7 @@ pub(super) enum Right {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Claims(BTreeSet<(Right, NodeName)>);
 
-/// Who is reached by an address.
+/// The node that is reached by an address.
 pub(super) enum Holder<'a> {
     Edge(&'a NodeName),
     Elsewhere(&'a NodeName),
@@ -54,7 +54,7 @@ impl Claims {
         self.0.iter().map(|(_, name)| name)
     }
 
-    /// Who is reached by the address, if there is any claim.
+    /// Returns the node that is reached by the address, if there is any claim.
     pub(super) fn holder(&self) -> Option<Holder<'_>> {
         let (right, first) = self.0.first()?;
         let alike = self.0.iter().take_while(|(other, _)| other == right);
