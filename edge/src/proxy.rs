@@ -157,11 +157,11 @@ impl Way {
         let interim = Interim::default();
         let withdrawal = reply.withdrawal();
         let app = self.policy.decide(&target, &kind);
-        let stream = (app.clone().ok(), target.clone(), kind.clone());
+        let stream = (app.clone().ok(), &target, &kind);
         let mut refused_later = pin!(self.refused_later(stream, newest));
         let answer = {
             let content = (body, target_rest);
-            let mut asking = pin!(self.ask(app, kind, (head, content), &interim));
+            let mut asking = pin!(self.ask(app, &kind, (head, content), &interim));
             loop {
                 tokio::select! {
                     biased;
@@ -209,22 +209,22 @@ impl Way {
     /// Waits until the owner puts a policy into force that refuses this stream.
     async fn refused_later(
         &self,
-        (app, target, kind): (Option<Arc<App>>, Target, Kind),
+        (app, target, kind): (Option<Arc<App>>, &Target, &Kind),
         newest: impl Fn() -> Arc<Self>,
     ) -> Refused {
         let Some(app) = app else {
             return pending().await;
         };
-        let mut replaced = self.replaced.clone();
+        let mut checked: Option<Arc<Self>> = None;
         loop {
-            replaced.cancelled().await;
+            // Borrowed: a token that is cloned for each stream takes a lock that all cores share.
+            checked.as_deref().unwrap_or(self).replaced.cancelled().await;
             let newest = newest();
             // Allocated, since it is rare and the future is moved with each stream.
-            let permitted = Box::pin(newest.permits(&app, &target, &kind)).await;
-            if let Err(refused) = permitted {
+            if let Err(refused) = Box::pin(newest.permits(&app, target, kind)).await {
                 return refused;
             }
-            replaced = newest.replaced.clone();
+            checked = Some(newest);
         }
     }
 
@@ -239,7 +239,7 @@ impl Way {
     async fn ask(
         &self,
         app: Result<Arc<App>, Refused>,
-        kind: Kind,
+        kind: &Kind,
         (mut head, (mut body, rest)): (Request<()>, (Receive, usize)),
         interim: &Interim,
     ) -> Result<Answer, Failed> {
@@ -252,7 +252,7 @@ impl Way {
             Kind::Request => forward::ask(self, &app, (head, body), interim).await,
             Kind::Upgrade(token) => {
                 let asked = (head, body);
-                Box::pin(upgrade::ask(self, &app, &token, asked, interim)).await
+                Box::pin(upgrade::ask(self, &app, token, asked, interim)).await
             }
             Kind::Tcp => relay::ask(self, &app, body).await,
         }

@@ -212,6 +212,11 @@ pub fn set_host(headers: &mut HeaderMap, host: HeaderValue) {
     // The last field takes the place of one that is removed, and the last is Host.
     let Some(first) = first else { return };
     if let Entry::Occupied(first) = headers.entry(first) {
+        if first.iter().nth(1).is_none() {
+            let (name, value) = first.remove_entry();
+            headers.append(name, value);
+            return;
+        }
         let (name, values) = first.remove_entry_mult();
         let values: Vec<_> = values.collect();
         for value in values {

@@ -81,6 +81,12 @@ impl RequestLine {
 
     /// Takes the next bytes, and leaves those for the engine at their beginning. Returns how many these are.
     pub(super) fn pass(&mut self, bytes: &mut [u8]) -> usize {
+        if self.at == At::Method(0) && is_plain(bytes) {
+            self.at = At::Behind;
+        }
+        if self.at == At::Behind {
+            return bytes.len();
+        }
         let (mut read, mut kept) = (0, 0);
         while self.at != At::Behind && read < bytes.len() {
             let rest = bytes.get_mut(read..).unwrap_or_default();
@@ -111,8 +117,10 @@ impl RequestLine {
         if let Some(reason) = self.refused.take() {
             return Some(Beyond::Refused(reason));
         }
-        let rest = std::mem::take(&mut self.rest);
-        (!rest.is_empty()).then(|| Beyond::Rest(rest.finish()))
+        if self.rest.is_empty() {
+            return None;
+        }
+        Some(Beyond::Rest(std::mem::take(&mut self.rest).finish()))
     }
 
     fn method(&mut self, bytes: &[u8]) -> usize {
@@ -205,6 +213,14 @@ impl RequestLine {
         self.at = At::Version(at);
         passed
     }
+}
+
+/// Whether bytes begin with a whole line of HTTP/1.1 that the engine takes as it is. Almost all heads do.
+fn is_plain(bytes: &[u8]) -> bool {
+    let most = bytes.get(..ENGINE_TARGET).unwrap_or(bytes);
+    let end = memchr::memchr(b'\n', most);
+    let line = end.and_then(|end| most.get(..end));
+    line.is_some_and(|line| line.ends_with(b" HTTP/1.1\r"))
 }
 
 /// Whether a byte may stand in a query, as the engine judges that (`http::uri`).
