@@ -218,7 +218,12 @@ impl Way {
         let mut checked: Option<Arc<Self>> = None;
         loop {
             // Borrowed: a token that is cloned for each stream takes a lock that all cores share.
-            checked.as_deref().unwrap_or(self).replaced.cancelled().await;
+            checked
+                .as_deref()
+                .unwrap_or(self)
+                .replaced
+                .cancelled()
+                .await;
             let newest = newest();
             // Allocated, since it is rare and the future is moved with each stream.
             if let Err(refused) = Box::pin(newest.permits(&app, target, kind)).await {

@@ -2,7 +2,6 @@
 
 use crate::{
     accept::{Form, Format, Shape},
-    delta::Delta,
     failure::Failure,
     object::Object,
     protobuf, table,
@@ -177,16 +176,6 @@ impl Encoding {
             value["columnDefinitions"] = Value::Null;
         }
         self.framed(word, &value)
-    }
-
-    /// A change of an object, for who takes that in place of it.
-    pub(crate) fn change(&self, before: Option<&Object>, object: &Object) -> Bytes {
-        let delta = before.filter(|_| self.is_plain());
-        let delta = delta.and_then(|before| Delta::between(before, object));
-        match delta.and_then(|delta| serde_json::to_string(&delta).ok()) {
-            Some(delta) => format!("{{\"type\":\"{MODIFIED}\",\"delta\":{delta}}}\n").into(),
-            None => self.event(MODIFIED, object, true),
-        }
     }
 
     fn framed(&self, word: &'static str, value: &Value) -> Bytes {

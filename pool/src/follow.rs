@@ -7,7 +7,6 @@
 mod said;
 
 use crate::{
-    delta::Delta,
     object::{Named, Object},
     store::Store,
 };
@@ -245,11 +244,7 @@ async fn watch(store: &Store, source: &dyn Source) -> Result<Watched, Ended> {
         return Ok(Watched::Expired);
     }
     let (path, version) = (store.resource().path(), store.version());
-    let fresh = if source.is_pool() {
-        "&fresh=true&delta=lz4"
-    } else {
-        ""
-    };
+    let fresh = if source.is_pool() { "&fresh=true" } else { "" };
     // Watches that began together do not end together.
     let seconds = rand::random_range(240..480);
     let asked = source.get(format!(
@@ -303,11 +298,8 @@ async fn events(store: &Store, answer: &mut Answer) -> Result<Watched, Ended> {
 #[derive(Deserialize)]
 struct Happened<'a> {
     r#type: String,
-    #[serde(borrow, default)]
-    object: Option<&'a RawValue>,
-    /// In place of the object.
-    #[serde(borrow, default)]
-    delta: Option<Delta<'a>>,
+    #[serde(borrow)]
+    object: &'a RawValue,
 }
 
 #[derive(Deserialize)]
@@ -326,19 +318,7 @@ fn event(store: &Store, line: &[u8]) -> Result<Option<Watched>, Ended> {
         };
         Object::read(raw, named).map_err(|error| malformed(&error))
     };
-    if let Some(delta) = &happened.delta {
-        let before = store.get(&delta.key());
-        // A change of what is not here as it is there: only a list helps.
-        let Some(json) = before.and_then(|before| delta.onto(&before)) else {
-            return Ok(Some(Watched::Expired));
-        };
-        let raw: &RawValue = serde_json::from_slice(&json).map_err(|error| malformed(&error))?;
-        store.apply(read(raw)?, false);
-        return Ok(None);
-    }
-    let object = happened
-        .object
-        .ok_or_else(|| malformed(&"it is of nothing"))?;
+    let object = happened.object;
     match &*happened.r#type {
         kind @ ("ADDED" | "MODIFIED" | "DELETED") => store.apply(read(object)?, kind == "DELETED"),
         "BOOKMARK" => {

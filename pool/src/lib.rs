@@ -9,7 +9,6 @@
 
 mod accept;
 mod cache;
-mod delta;
 mod discovery;
 mod encode;
 mod failure;

@@ -107,8 +107,6 @@ pub(crate) struct Options {
     pub(crate) include: String,
     /// The reader does without a watch whose own source is away: it is a follower with a choice.
     pub(crate) fresh: bool,
-    /// The reader takes changes in place of objects.
-    pub(crate) delta: bool,
 }
 
 impl Options {
@@ -137,7 +135,6 @@ impl Options {
             "allowWatchBookmarks" => self.bookmarks = truth()?,
             "sendInitialEvents" => self.initial_events = Some(truth()?),
             "fresh" => self.fresh = truth()?,
-            "delta" => self.delta = value == "lz4",
             "resourceVersion" => value.clone_into(&mut self.resource_version),
             "resourceVersionMatch" => value.clone_into(&mut self.version_match),
             "continue" => value.clone_into(&mut self.from),

@@ -281,9 +281,6 @@ impl Watch {
             (true, true) => MODIFIED,
             (true, false) => DELETED,
         };
-        if self.options.delta && word == MODIFIED {
-            return Some(self.change(event));
-        }
         // What is no longer selected is told as it was when it was, as kube-apiserver does.
         let left = event
             .before
@@ -306,17 +303,6 @@ impl Watch {
         let bytes = self.frame(word, object);
         self.cache.put(&asked, &bytes);
         Some(bytes)
-    }
-
-    /// What changed, in place of the object.
-    fn change(&mut self, event: &Event) -> Bytes {
-        let asked = format!("{}#{}delta", self.store.resource(), event.number);
-        if let Some(bytes) = self.cache.get(&asked) {
-            return bytes;
-        }
-        let bytes = self.encoding.change(event.before.as_deref(), &event.object);
-        self.cache.put(&asked, &bytes);
-        bytes
     }
 
     /// A bookmark, if the reader wants them and has been told all.
