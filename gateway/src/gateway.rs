@@ -296,6 +296,11 @@ impl Bound {
         self.readiness.hold(why)
     }
 
+    /// By which to say what `/readyz` says.
+    pub fn readiness(&self) -> Readiness {
+        self.readiness.clone()
+    }
+
     /// By which to tell whether the gateway lives, at any time from now on.
     pub fn pulse(&self) -> Pulse {
         Pulse {

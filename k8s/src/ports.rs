@@ -7,6 +7,9 @@
 //! 3. The Service gets a port for each by a server-side apply of these ports alone: what others have put there stays,
 //!    and what somebody takes away comes back.
 //!
+//! The gateway is not ready before it has a list, from the API or from the disk. An entry that is left out keeps no clients
+//! away: `/readyz` and `causeway status` name it.
+//!
 //! Never ends the process.
 
 mod list;
@@ -21,6 +24,7 @@ use crate::{
 use causeway_certs::Store;
 use causeway_gateway::{
     config::{self, NodePorts, Reloads},
+    control::drain::{Hold, Readiness},
     metrics::Metrics,
 };
 use causeway_tunnel::backoff::Backoff;
@@ -59,6 +63,8 @@ pub struct Ports {
     pub reloads: Reloads,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// Where it is reported that there is no list yet, and which entries are left out.
+    pub readiness: Readiness,
     /// Who this gateway is, in events.
     pub gateway: String,
     /// The data directory, in which the ports that are served are kept.
@@ -66,6 +72,14 @@ pub struct Ports {
 }
 
 impl Ports {
+    /// The list, as it is named in messages.
+    fn list(&self) -> String {
+        let config::Ports {
+            namespace, name, ..
+        } = &self.rules;
+        format!("the list of ports {namespace}/{name} (kubernetes.ports)")
+    }
+
     /// Never ends.
     pub async fn run(self) -> Infallible {
         let (client, namespace) = (self.client.clone(), &self.rules.namespace);
@@ -111,6 +125,10 @@ struct Keeper<'a> {
     /// What was told last on the list, and by whom: who tells the same again counts it, whatever its note says.
     told: Option<(String, Recorder)>,
     map: Option<ConfigMap>,
+    /// Holds clients off as long as there is no list.
+    hold: Option<Hold>,
+    /// Reports what is left out of the list.
+    fault: Option<Hold>,
     /// The list has not been taken up, or the Service not been written, as far as is known.
     list: bool,
     service: bool,
@@ -123,10 +141,13 @@ struct Keeper<'a> {
 
 impl<'a> Keeper<'a> {
     fn new(ports: &'a Ports) -> Self {
+        let hold = format!("{} is not known yet", ports.list());
         Self {
             ports,
             told: None,
             map: None,
+            hold: Some(ports.readiness.hold(hold)),
+            fault: None,
             list: false,
             service: false,
             right: None,
@@ -144,7 +165,12 @@ impl<'a> Keeper<'a> {
                 self.map = map;
                 self.list = true;
             }
-            Err(why) => self.watching.say(&why),
+            Err(why) => {
+                if let Some(hold) = &self.hold {
+                    hold.says(format!("{} is not known yet: {why}", self.ports.list()));
+                }
+                self.watching.say(&why);
+            }
         }
     }
 
@@ -176,7 +202,8 @@ impl<'a> Keeper<'a> {
                 }
                 Err(why) => vec![why],
             };
-            self.ports.metrics.ports_refused(!faults.is_empty());
+            self.hold = None;
+            self.report(&faults);
             if faults.is_empty() {
                 self.refused.over();
             } else {
@@ -198,8 +225,16 @@ impl<'a> Keeper<'a> {
         !self.list && !self.service
     }
 
+    /// Counts what is left out of the list, and has `/readyz` name it.
+    fn report(&mut self, faults: &[String]) {
+        self.ports.metrics.ports_refused(!faults.is_empty());
+        let list = self.ports.list();
+        let text = || format!("{list}: not served: {}", faults.join("; "));
+        self.fault = (!faults.is_empty()).then(|| self.ports.readiness.fault(text()));
+    }
+
     /// Serves what was served before a restart, until the cluster's API says what is listed.
-    async fn serve_last(&self) {
+    async fn serve_last(&mut self) {
         let last = self.ports.store.read_runtime(LAST);
         let last = last.unwrap_or_else(|error| {
             tracing::warn!(%error, "the ports that were served last cannot be read");
@@ -209,11 +244,14 @@ impl<'a> Keeper<'a> {
             return;
         };
         match self.apply(&last).await {
-            Ok((_, refused)) if refused.is_empty() => {}
-            Ok((_, refused)) => tracing::warn!(
-                why = refused.join("; "),
-                "not all ports of before are served"
-            ),
+            Ok((_, refused)) => {
+                self.hold = None;
+                self.report(&refused);
+                if !refused.is_empty() {
+                    let why = refused.join("; ");
+                    tracing::warn!(why, "not all ports of before are served");
+                }
+            }
             Err(why) => tracing::warn!(why, "the ports of before are not served"),
         }
     }
@@ -347,25 +385,65 @@ mod tests {
     use super::*;
     use causeway_certs::Access;
 
-    /// The API does not answer: there is none.
+    /// Ports of a cluster whose API does not answer: there is none.
+    fn ports(store: &Store, reloads: Reloads) -> Ports {
+        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+        Ports {
+            client: Client::try_from(config).unwrap(),
+            rules: config::Ports::default(),
+            listed: watch::Sender::new(None),
+            reloads,
+            metrics: Metrics::new(),
+            readiness: Readiness::default(),
+            gateway: "gw".into(),
+            store: store.clone(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_gateway_is_ready_once_it_has_a_list_and_what_is_left_out_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path(), Access::Create).unwrap();
+        let (reloads, mut asked) = causeway_config::reloads();
+        let ports = ports(&store, reloads);
+        let mut keeper = Keeper::new(&ports);
+        keeper.serve_last().await;
+        let held = || ports.readiness.held().unwrap_or_default();
+        assert!(held().contains("kube-system/causeway-ports"), "{}", held());
+        keeper.heard(Err("forbidden".into()));
+        assert!(held().ends_with("not known yet: forbidden"), "{}", held());
+
+        for (listed, fault) in [("9051, ninety", "\"ninety\" is no port"), ("9052", "")] {
+            let data = [("http-proxy-ports".to_owned(), listed.to_owned())];
+            keeper.heard(Ok(Some(ConfigMap {
+                data: Some(data.into()),
+                ..ConfigMap::default()
+            })));
+            tokio::join!(keeper.settle(), async {
+                asked.next().await.answer(Ok("done".into()));
+            });
+            assert_eq!(held(), "");
+            let faults = ports.readiness.faults().join("");
+            assert!(faults.contains(fault), "{faults}");
+            assert_eq!(faults.is_empty(), fault.is_empty(), "{faults}");
+        }
+
+        let again = self::ports(&store, ports.reloads.clone());
+        let mut keeper = Keeper::new(&again);
+        tokio::join!(keeper.serve_last(), async {
+            asked.next().await.answer(Ok("done".into()));
+        });
+        assert_eq!(again.readiness.held(), None, "the list is on the disk");
+    }
+
     #[tokio::test]
     async fn a_gateway_that_starts_serves_the_ports_of_before_until_the_api_answers() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path(), Access::Create).unwrap();
         let (reloads, mut asked) = causeway_config::reloads();
-        let ports = |refused| Ports {
-            client: Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap()))
-                .unwrap(),
-            rules: config::Ports::default(),
-            listed: watch::Sender::new(None),
-            reloads: if refused {
-                Reloads::default()
-            } else {
-                reloads.clone()
-            },
-            metrics: Metrics::new(),
-            gateway: "gw".into(),
-            store: store.clone(),
+        let ports = |refused: bool| {
+            let reloads = (!refused).then(|| reloads.clone());
+            ports(&store, reloads.unwrap_or_default())
         };
         let served = NodePorts {
             http: [9051, 9100].into(),
@@ -376,7 +454,7 @@ mod tests {
         Keeper::new(&first).keep();
 
         let second = ports(false);
-        let keeper = Keeper::new(&second);
+        let mut keeper = Keeper::new(&second);
         tokio::join!(keeper.serve_last(), async {
             asked.next().await.answer(Ok("done".into()));
         });

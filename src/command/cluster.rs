@@ -178,9 +178,11 @@ impl Cluster {
 #[cfg(feature = "k8s")]
 impl Parts {
     fn listed(&self, bound: &Bound, listing: Listing) -> Option<causeway_k8s::Ports> {
+        let rules = self.rules.ports.clone()?;
         Some(causeway_k8s::Ports {
             client: self.client.clone(),
-            rules: self.rules.ports.clone()?,
+            readiness: bound.readiness(),
+            rules,
             listed: listing.ports,
             reloads: listing.reloads,
             metrics: bound.metrics(),

@@ -40,6 +40,9 @@ pub(crate) async fn run(status: Status) -> anyhow::Result<()> {
         "{}",
         render(&edges, status.output == Output::Wide, SystemTime::now())
     )?;
+    for remark in readiness(&address).await {
+        outln!("\n{remark}")?;
+    }
     for remark in conflicts(&edges) {
         outln!("\n{remark}")?;
     }
@@ -133,6 +136,21 @@ fn time(millis: &Value) -> Value {
         let time = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
         humantime::format_rfc3339_seconds(time).to_string().into()
     })
+}
+
+/// Returns why the gateway is not ready, and its faults that keep no clients away: a line for each.
+async fn readiness(address: &Place) -> Vec<String> {
+    let Ok((code, body)) = admin::get(address, "/readyz").await else {
+        return Vec::new();
+    };
+    let text = String::from_utf8_lossy(&body);
+    let lines = text.lines().enumerate();
+    let line = |(at, line): (usize, &str)| match at {
+        0 if code.is_success() => None,
+        0 => Some(format!("not ready: {line}")),
+        _ => Some(line.to_owned()),
+    };
+    lines.filter_map(line).collect()
 }
 
 /// Returns a line for each address that several nodes have.

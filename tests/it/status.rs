@@ -2,10 +2,12 @@
 
 use crate::world::{
     app::App,
+    cluster::Cluster,
     process::{Causeway, Ended, Site, address_after, causeway},
     tool::need,
 };
 use serde_json::Value;
+use std::net::Ipv4Addr;
 
 #[tokio::test]
 async fn each_certificate_in_use_has_a_row() {
@@ -84,6 +86,19 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
         (&json[1]["state"], &json[1]["pool"]),
         (&"away".into(), &"north".into())
     );
+}
+
+/// The API of its cluster lists nodes and nothing else.
+#[tokio::test]
+async fn a_gateway_that_is_not_ready_says_why() {
+    let cluster = Cluster::at(Ipv4Addr::LOCALHOST).await;
+    let site = Site::with(&format!(
+        "kubernetes: {{ kubeconfig: {}, ports: {{ name: listed }} }}",
+        cluster.kubeconfig().display()
+    ));
+    let site = site.await;
+    let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) is not known yet";
+    crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }
 
 #[tokio::test]

@@ -150,10 +150,14 @@ fn is_ours(host: &str, address: IpAddr) -> bool {
 
 async fn readyz(State(app): State<App>) -> (StatusCode, String) {
     let why = app.readiness.why_not().map(str::to_owned);
-    match why.or_else(|| app.readiness.held()) {
+    let (code, mut text) = match why.or_else(|| app.readiness.held()) {
         None => (StatusCode::OK, "ready\n".to_owned()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+    };
+    for fault in app.readiness.faults() {
+        text.push_str(&format!("fault: {fault}\n"));
     }
+    (code, text)
 }
 
 async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {

@@ -44,10 +44,15 @@ const DRAINING: u8 = 2;
 #[derive(Clone, Debug, Default)]
 pub struct Readiness {
     stage: Arc<AtomicU8>,
-    holds: Arc<Mutex<Vec<Weak<Mutex<String>>>>>,
+    holds: Reasons,
+    faults: Reasons,
 }
 
-/// Something that a gateway needs before callers should be sent to it. Dropping it says that it is there.
+/// Reasons that somebody still holds, oldest first.
+type Reasons = Arc<Mutex<Vec<Weak<Mutex<String>>>>>;
+
+/// Something that a gateway needs before callers should be sent to it, or a fault that does not keep callers away. Dropping
+/// it says that it is there, or that the fault is over.
 #[derive(Debug)]
 pub struct Hold(Arc<Mutex<String>>);
 
@@ -78,19 +83,22 @@ impl Readiness {
 
     /// Holds callers off until what is returned is dropped.
     pub fn hold(&self, why: impl Into<String>) -> Hold {
-        let hold = Arc::new(Mutex::new(why.into()));
-        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
-        holds.push(Arc::downgrade(&hold));
-        Hold(hold)
+        enter(&self.holds, why)
+    }
+
+    /// Reports a fault that keeps no callers away, until what is returned is dropped.
+    pub fn fault(&self, what: impl Into<String>) -> Hold {
+        enter(&self.faults, what)
     }
 
     /// What callers are held off for, if for anything.
     pub fn held(&self) -> Option<String> {
-        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
-        holds.retain(|hold| hold.strong_count() > 0);
-        let hold = holds.first()?.upgrade()?;
-        let why = hold.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(why.clone())
+        list(&self.holds).into_iter().next()
+    }
+
+    /// Faults that keep no callers away.
+    pub fn faults(&self) -> Vec<String> {
+        list(&self.faults)
     }
 
     /// Why callers should not be sent here, if they should not and it is this gateway's own doing.
@@ -101,6 +109,24 @@ impl Readiness {
             _ => Some("the gateway is starting: not all listeners are bound"),
         }
     }
+}
+
+fn enter(reasons: &Reasons, why: impl Into<String>) -> Hold {
+    let reason = Arc::new(Mutex::new(why.into()));
+    let mut reasons = reasons.lock().unwrap_or_else(PoisonError::into_inner);
+    reasons.push(Arc::downgrade(&reason));
+    Hold(reason)
+}
+
+fn list(reasons: &Reasons) -> Vec<String> {
+    let mut reasons = reasons.lock().unwrap_or_else(PoisonError::into_inner);
+    reasons.retain(|reason| reason.strong_count() > 0);
+    let reasons = reasons.iter().filter_map(Weak::upgrade);
+    let text = |reason: Arc<Mutex<String>>| {
+        let text = reason.lock().unwrap_or_else(PoisonError::into_inner);
+        text.clone()
+    };
+    reasons.map(text).collect()
 }
 
 /// The fronts, as far as a drain has to know them.

@@ -60,6 +60,21 @@ async fn ready_is_between_bound_and_draining_and_healthy_is_always() {
 }
 
 #[tokio::test]
+async fn a_fault_is_named_and_leaves_the_gateway_ready() {
+    let world = World::start();
+    world.readiness.ready();
+    let fault = world.readiness.fault("9052 is taken");
+    let (status, _, text) = get(&world, "/readyz", "localhost").await;
+    assert_eq!(
+        (status, text.as_str()),
+        (200, "ready\nfault: 9052 is taken\n")
+    );
+    drop(fault);
+    let (status, _, text) = get(&world, "/readyz", "localhost").await;
+    assert_eq!((status, text.as_str()), (200, "ready\n"));
+}
+
+#[tokio::test]
 async fn only_this_machines_own_names_are_answered() {
     let world = World::start();
     for host in [
