@@ -8,6 +8,7 @@ use crate::world::{
     process::{Causeway, OPEN, PATIENCE, Process, Site, binary, causeway, program},
     tool::need,
 };
+use futures_util::future::join_all;
 use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
@@ -186,8 +187,8 @@ async fn an_edge_whose_address_changes_comes_back_from_the_new_one() {
     serves(&site).await;
 }
 
-/// An HTTP proxy that refuses until it is told not to.
-async fn proxy(open: Arc<AtomicBool>) -> (SocketAddr, JoinSet<()>) {
+/// An HTTP proxy that refuses until it is told not to, and cuts each connection after `lasts`.
+async fn proxy(open: Arc<AtomicBool>, lasts: Duration) -> (SocketAddr, JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let mut serving = JoinSet::new();
@@ -207,7 +208,7 @@ async fn proxy(open: Arc<AtomicBool>) -> (SocketAddr, JoinSet<()>) {
                 let target = head.split(' ').nth(1).unwrap();
                 let mut far = TcpStream::connect(target).await.unwrap();
                 near.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
-                let _ = copy_bidirectional(&mut near, &mut far).await;
+                let _ = timeout(lasts, copy_bidirectional(&mut near, &mut far)).await;
             });
         }
     });
@@ -220,7 +221,7 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
     let site = Site::open_to_all("127.0.0.1:0").await;
     site.join("edge-1", app.port()).await.stop().await.ok();
     let open = Arc::new(AtomicBool::new(false));
-    let (proxy, _serving) = proxy(open.clone()).await;
+    let (proxy, _serving) = proxy(open.clone(), Duration::MAX).await;
     let edge = site.edge("edge-1", app.port());
     let mut edge = edge.flag("--proxy", format!("http://{proxy}")).start();
     edge.said("the proxy refused").await;
@@ -228,6 +229,32 @@ async fn a_proxy_that_refuses_is_named_and_used_when_it_does_not() {
     open.store(true, Relaxed);
     stands(&edge, 1).await;
     serves(&site).await;
+}
+
+/// As proxies of companies do. Whoever asks meanwhile waits for the next tunnel.
+#[tokio::test]
+async fn a_proxy_that_cuts_each_connection_costs_no_request_that_comes_meanwhile() {
+    let app = App::saying("here").await;
+    let site = Site::open_to_all("127.0.0.1:0").await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let open = Arc::new(AtomicBool::new(true));
+    let (proxy, _serving) = proxy(open, Duration::from_secs(1)).await;
+    for gateways in ["one", "every"] {
+        let edge = site.edge("edge-1", app.port());
+        let edge = edge.flag("--proxy", format!("http://{proxy}"));
+        let edge = edge.flag("--tunnels-gateways", gateways).start();
+        stands(&edge, 1).await;
+        let asked = (0..16).map(|_| async {
+            while edge.written().count("tunnel ended") < 5 {
+                let answer = site.nobody().get("http://edge-1:9100/").await;
+                // A request that is on the tunnel when that is cut is lost.
+                let expected = [200, 502].contains(&answer.status);
+                assert!(expected, "{gateways}: {}", answer.text());
+            }
+        });
+        join_all(asked).await;
+        edge.stop().await.ok();
+    }
 }
 
 #[tokio::test]

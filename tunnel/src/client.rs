@@ -355,6 +355,11 @@ impl Tunnel {
         &self.shared.leaving
     }
 
+    /// Whether the tunnel has been closed, or has ended by itself.
+    pub fn is_closed(&self) -> bool {
+        self.shared.close.is_cancelled()
+    }
+
     /// Closes the tunnel at once, with all its streams.
     pub fn close(&self) {
         self.shared.close.cancel();

@@ -497,14 +497,20 @@ impl Held {
     }
 
     fn away(&self) -> Away {
-        let newest = self.tunnels.last();
-        match (newest, self.last) {
-            (Some(edge), _) if edge.admitted.tunnel.is_draining() => Away::Draining,
-            (Some(edge), _) => Away::Suspect {
-                from: edge.admitted.from,
-            },
-            (None, Some((seen, from))) => Away::Last { seen, from },
-            (None, None) => Away::Never,
+        let mut newest_first = self.tunnels.iter().rev().map(|edge| &edge.admitted);
+        if let Some(newest) = newest_first.find(|admitted| !admitted.tunnel.is_closed()) {
+            return if newest.tunnel.is_draining() {
+                Away::Draining
+            } else {
+                Away::Suspect { from: newest.from }
+            };
+        }
+        // A tunnel that has just ended is registered until its conversation has noticed that.
+        let ended = self.tunnels.last();
+        let ended = ended.map(|edge| (SystemTime::now(), edge.admitted.from));
+        match ended.or(self.last) {
+            Some((seen, from)) => Away::Last { seen, from },
+            None => Away::Never,
         }
     }
 }

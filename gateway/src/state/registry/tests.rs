@@ -278,6 +278,20 @@ async fn a_node_that_may_be_back_soon_is_waited_for() {
     assert!(matches!(away, Err(Away::Last { .. })));
 }
 
+/// Its conversation takes a moment to notice that it has ended.
+#[tokio::test]
+async fn a_node_whose_tunnel_has_ended_is_waited_for_before_that_is_unregistered() {
+    let (world, name, long) = (World::new(), node(), Duration::from_hours(1));
+    let (old, _) = world.register("a", 0).await.unwrap();
+    world.registry.pick(&name).unwrap().tunnel.close();
+    let mut waits = pin!(world.registry.pick_within(&name, long));
+    assert!((&mut waits).now_or_never().is_none());
+    world.registry.unregister(&name, old);
+    assert!((&mut waits).now_or_never().is_none());
+    let (next, _) = world.register("a", 0).await.unwrap();
+    assert_eq!(waits.await.unwrap().id, next);
+}
+
 #[tokio::test]
 async fn a_crowd_that_waits_is_bounded() {
     let world = World::new();
