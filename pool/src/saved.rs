@@ -3,6 +3,9 @@
 //! A file begins with a line that names the format and the SHA-256 of what follows, which is gzip: a line of JSON that says what
 //! it is, then an object a line. It is written beside, synced and renamed, so there is always the old one or the new one. A file
 //! that is not what it should be is set aside and told, and costs its own resource only.
+//!
+//! A state that does not change is not written again. Until when each was known to be the newest is in a small file of its own,
+//! which is written more often.
 
 use crate::{
     object::{Named, Object},
@@ -15,17 +18,24 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
 use std::{
+    collections::BTreeMap,
     fs,
     io::{self, BufRead, BufReader, Read, Write},
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 /// The first word of a file.
 const MAGIC: &str = "causeway-pool/1";
 /// How much larger than its file a state may be.
 const INFLATES: u64 = 64;
+
+/// Name of the file that says until when each state was known to be the newest.
+const TIMES: &str = "times.json";
+
+/// By resource: the version, and until when it was known to be the newest, in milliseconds of the Unix epoch.
+type Times = BTreeMap<String, (u64, u64)>;
 
 /// The directory of saved states.
 #[derive(Clone, Debug)]
@@ -60,10 +70,20 @@ impl Saved {
     /// Fills what is empty with what was kept; what could not be used, in words.
     pub fn load(&self, pool: &Pool) -> Vec<String> {
         let mut faults = Vec::new();
+        // Without them states are as old as their files say.
+        let times = fs::read(self.dir.join(TIMES)).ok();
+        let times = times.and_then(|text| serde_json::from_slice::<Times>(&text).ok());
+        let times = times.unwrap_or_default();
         for store in pool.stores() {
             let file = self.file(store);
             let why = match self.read(&file, store) {
-                Ok(Some(snapshot)) => {
+                Ok(Some(mut snapshot)) => {
+                    if let Some((version, at)) = times.get(&store.resource().to_string())
+                        && *version == snapshot.version
+                    {
+                        let at = UNIX_EPOCH + Duration::from_millis(*at);
+                        snapshot.at = snapshot.at.max(at);
+                    }
                     store.restore(snapshot);
                     continue;
                 }
@@ -156,15 +176,43 @@ impl Saved {
             );
             return Err(io::Error::other(said));
         }
+        self.put(&self.file(store), &[head.as_bytes(), &packed])
+    }
+
+    /// Notes until when the states of a pool were known to be the newest. Blocks.
+    ///
+    /// # Errors
+    /// If the disk does not take it.
+    pub fn write_times(&self, pool: &Pool) -> io::Result<()> {
+        let millis = |at: SystemTime| {
+            let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        };
+        let filled = pool.stores().iter().map(|store| store.status());
+        let filled = filled.filter(|status| status.synced);
+        let times = filled.map(|status| {
+            let at = status.lost.unwrap_or_else(|| millis(SystemTime::now()));
+            (status.resource, (status.version, at))
+        });
+        let times: Times = times.collect();
+        if times.is_empty() {
+            return Ok(());
+        }
+        let text = serde_json::to_vec(&times).map_err(io::Error::other)?;
+        self.put(&self.dir.join(TIMES), &[&text])
+    }
+
+    /// Puts these bytes into a file in place of what it had.
+    fn put(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::Builder::new()
             .prefix(".pool-")
             .tempfile_in(&self.dir)?;
-        file.write_all(head.as_bytes())?;
-        file.write_all(&packed)?;
+        for part in parts {
+            file.write_all(part)?;
+        }
         file.as_file().sync_all()?;
-        file.persist(self.file(store))
-            .map_err(|error| error.error)?;
+        file.persist(path).map_err(|error| error.error)?;
         fs::File::open(&self.dir)?.sync_all()
     }
 }
@@ -237,6 +285,42 @@ mod tests {
         after.stores()[0].replace(9, Vec::new());
         saved.load(&after);
         assert_eq!(after.stores()[0].status().version, 9);
+    }
+
+    #[test]
+    fn a_state_that_did_not_change_is_as_old_as_what_was_heard_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = Saved::new(folder.path().join("pool"), 1 << 20);
+        let age = |pool: &Pool| {
+            let status = pool.stores()[0].status();
+            let at = UNIX_EPOCH + Duration::from_millis(status.lost.unwrap());
+            at.elapsed().unwrap()
+        };
+        let (day, hour) = (Duration::from_hours(24), Duration::from_hours(1));
+        let before = filled();
+        let store = &before.stores()[0];
+        store.found(Some(day));
+        saved.write(store).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(age(&kept) >= day, "{:?}", age(&kept));
+
+        store.found(Some(hour));
+        saved.write_times(&before).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(
+            age(&kept) >= hour && age(&kept) < hour * 2,
+            "{:?}",
+            age(&kept)
+        );
+
+        // Of another version than that of the file they say nothing.
+        store.replace(9, Vec::new());
+        saved.write_times(&before).unwrap();
+        let kept = pool();
+        saved.load(&kept);
+        assert!(age(&kept) >= day, "{:?}", age(&kept));
     }
 
     #[test]

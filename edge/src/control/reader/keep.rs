@@ -1,7 +1,7 @@
 //! What is read, on the disk: there before the endpoint listens, and written when it has changed.
 //!
 //! One file for each resource, written by a thread that may block, at most once in `save_every`. What stops in order has all
-//! of it there; what is killed has what it had `save_every` before.
+//! of it there; what is killed has what it had `save_every` before. Once a minute it is noted until when this was the newest.
 
 use super::{any, told::Told};
 use causeway_certs::Store as DataDir;
@@ -13,10 +13,12 @@ use std::{
 };
 use tokio::{
     task::spawn_blocking,
-    time::{sleep, timeout},
+    time::{interval, sleep, timeout},
 };
 use tracing::{debug, warn};
 
+/// How often it is noted until when the states were the newest: a small file, and a disk that wears out.
+const NOTE: Duration = Duration::from_mins(1);
 /// A disk that hangs does not keep an edge from stopping.
 const LAST: Duration = Duration::from_secs(5);
 
@@ -77,6 +79,7 @@ impl Keep {
             .map(|store| store.changed())
             .collect();
         let mut told = self.0.told.changes();
+        let mut note = interval(NOTE);
         loop {
             tokio::select! {
                 () = any(&mut changes) => {
@@ -84,6 +87,12 @@ impl Keep {
                     sleep(every).await;
                     changes.iter_mut().for_each(tokio::sync::watch::Receiver::mark_unchanged);
                     self.write().await;
+                }
+                _ = note.tick() => {
+                    let stores = self.0.pool.stores();
+                    if stores.iter().any(|store| store.status().lost.is_none()) {
+                        self.note().await;
+                    }
                 }
                 heard = told.changed() => {
                     if heard.is_err() {
@@ -122,9 +131,26 @@ impl Keep {
         }
     }
 
+    /// Notes until when what is on the disk was the newest.
+    async fn note(&self) {
+        let keep = self.clone();
+        let noting = spawn_blocking(move || {
+            if let Err(error) = keep.0.saved.write_times(&keep.0.pool) {
+                warn!(%error, "how old what was read is could not be stored; it is tried again");
+            }
+        });
+        if let Err(error) = noting.await {
+            debug!(%error, "how old what was read is is not stored: this edge ends");
+        }
+    }
+
     /// Writes what is not on the disk, before the end.
     pub(super) async fn end(&self) {
-        if timeout(LAST, self.write()).await.is_err() {
+        let last = async {
+            self.write().await;
+            self.note().await;
+        };
+        if timeout(LAST, last).await.is_err() {
             warn!("the disk takes too long: what was read last is not stored");
         }
     }
