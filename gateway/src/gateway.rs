@@ -412,8 +412,8 @@ async fn serve_admin(
     tokio::join!(serve("admin_connections", listener), socket);
 }
 
-/// Starts the tasks that renew the tunnel port's certificate, and that report addresses of several nodes and certificates
-/// that expire.
+/// Starts the tasks that renew the tunnel port's certificate, that end tunnels of nodes that are not at the edge any more, and
+/// that report addresses of several nodes and certificates that expire.
 fn watch(
     (tasks, runtime): (&Tasks, &Handle),
     parts: &Parts,
@@ -422,6 +422,8 @@ fn watch(
 ) {
     let renewal = parts.identity.clone().renew();
     tasks.spawn_on(runtime, info_span!("identity"), renewal);
+    let roll = parts.authority.roll.clone();
+    tasks.spawn_on(runtime, info_span!("expel"), roll.follow_cluster());
     let nodes = parts.authority.roll.nodes.clone();
     let conflicts = address_conflicts::run(nodes, metrics.clone());
     tasks.spawn_on(runtime, info_span!("address_conflicts"), conflicts);

@@ -25,6 +25,8 @@ pub(super) const AWAY: Duration = Duration::from_secs(40);
 const SOON: Duration = Duration::from_secs(10);
 /// What such an edge is told.
 const EARLY: &str = "this gateway does not know yet which nodes the cluster has, for the cluster's API has not answered it; come again";
+/// How long further changes of nodes are waited for once there is one.
+const GATHER: Duration = Duration::from_millis(500);
 /// What an edge gets to read why it is sent away. One that does not is hung up on.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
@@ -118,24 +120,32 @@ impl Roll {
         // To follow a chain takes two signatures each, where a root is gone.
         let roll = self.clone();
         let leaving = spawn_blocking(move || roll.leaving(&removed)).await?;
-        if leaving.is_empty() {
-            return Ok(Vec::new());
+        Ok(send_away(leaving).await)
+    }
+
+    /// Ends, for as long as it is polled, the tunnels of nodes that the cluster has come to say are not at the edge. A Node that
+    /// is gone ends none: its kubelet may write it anew.
+    pub async fn follow_cluster(self) {
+        let (nodes, mut changes) = (self.nodes.reader(), self.nodes.changes());
+        while changes.changed().await.is_ok() {
+            // Changes of many nodes are one look at the tunnels.
+            sleep(GATHER).await;
+            changes.mark_unchanged();
+            let moved = |node: &NodeName| nodes.is_clusters_edge(node) == Some(false);
+            let judged = self.registry.all().into_iter();
+            let judged = judged.filter(|(node, _)| moved(node));
+            let leaving = judged.filter_map(|(node, edge)| {
+                let why = unwelcome(&nodes, &node, &edge.admitted.certificate)?;
+                Some((node, edge, why))
+            });
+            let leaving: Vec<_> = leaving.collect();
+            if !leaving.is_empty()
+                && let Some(reading) = &self.reading
+            {
+                reading.judge(|_, _| None);
+            }
+            send_away(leaving).await;
         }
-        for (node, edge, why) in &leaving {
-            tracing::warn!(%node, why, "ending a tunnel of {node}");
-            edge.admitted.tunnel.drain();
-            let line = dismissal(Dismissal::Unwelcome, why.clone());
-            // One that takes no lines hears nothing.
-            let _ = edge.admitted.control.try_send(Box::new(line));
-        }
-        sleep(LAST_WORDS).await;
-        let mut gone = Vec::new();
-        for (node, edge, _) in leaving {
-            edge.admitted.tunnel.close();
-            gone.push(node);
-        }
-        gone.dedup();
-        Ok(gone)
     }
 
     /// Returns the tunnels of those who are not welcome, and why; connections by which they read are ended. A tunnel whose
@@ -180,6 +190,28 @@ impl Roll {
         };
         judged.into_iter().filter_map(unwelcome).collect()
     }
+}
+
+/// Ends these tunnels, each for its reason. Returns their nodes.
+async fn send_away(leaving: Vec<(NodeName, Edge, String)>) -> Vec<NodeName> {
+    if leaving.is_empty() {
+        return Vec::new();
+    }
+    for (node, edge, why) in &leaving {
+        tracing::warn!(%node, why, "ending a tunnel of {node}");
+        edge.admitted.tunnel.drain();
+        let line = dismissal(Dismissal::Unwelcome, why.clone());
+        // One that takes no lines hears nothing.
+        let _ = edge.admitted.control.try_send(Box::new(line));
+    }
+    sleep(LAST_WORDS).await;
+    let mut gone = Vec::new();
+    for (node, edge, _) in leaving {
+        edge.admitted.tunnel.close();
+        gone.push(node);
+    }
+    gone.dedup();
+    gone
 }
 
 /// The line that has an edge come again soon, for nobody can tell yet whether it is welcome.

@@ -466,6 +466,40 @@ async fn removing_a_node_ends_its_tunnel_though_a_cluster_has_the_node() {
     assert_eq!(roll.refresh().await.unwrap(), []);
 }
 
+#[tokio::test]
+async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with_the_reason() {
+    let world = World::start();
+    let [moves, stays, deleted] = ["edge-1", "edge-2", "edge-3"].map(name);
+    let member = |edge| Member {
+        edge,
+        ..Member::default()
+    };
+    let cluster = |nodes: &[(&causeway_certs::NodeName, bool)]| {
+        let members = nodes
+            .iter()
+            .map(|(node, edge)| ((*node).clone(), member(*edge)));
+        world.nodes.cluster(members.collect());
+    };
+    cluster(&[(&moves, true), (&stays, true), (&deleted, true)]);
+    let vouched = |node: &causeway_certs::NodeName| identity(&world.live.get(), node.as_str());
+    let mut edge = world.joined(&vouched(&moves), "a", 0).await;
+    let _stays = world.joined(&vouched(&stays), "b", 0).await;
+    let _deleted = world.joined(&vouched(&deleted), "c", 0).await;
+    let following = tokio::spawn(world.roll().follow_cluster());
+    tokio::task::yield_now().await;
+    cluster(&[(&moves, false), (&stays, true)]);
+    let heard = edge.hear().await;
+    let (why, detail) = dismissal(&heard).unwrap();
+    assert_eq!(why, Dismissal::Unwelcome, "{detail}");
+    assert!(
+        detail.contains("Node edge-1 is not at the edge"),
+        "{detail}"
+    );
+    world.until(|world| !world.registry.holds(&moves)).await;
+    assert!(world.registry.holds(&stays) && world.registry.holds(&deleted));
+    following.abort();
+}
+
 /// Another root signs from then on, and both are believed.
 fn turn(world: &World, step: fn(Ca) -> Result<(Ca, Step), CaError>) {
     let next = world
