@@ -242,7 +242,7 @@ pub(crate) struct PolicyCheck {
     /// Address that the caller comes from
     #[arg(long, value_name = "IP")]
     pub(crate) from: Option<IpAddr>,
-    /// Pool of the node; read from the data directory without it
+    /// Pool of the node, empty for none; read from the data directory without it
     #[arg(long)]
     pub(crate) pool: Option<String>,
     /// Label of the node; may be given several times; read from the data directory without it

@@ -202,7 +202,7 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
     let file = &ask.file.policy;
     let rules = read(file)?;
     let mut written = Written::of(&ask.method, &ask.url, ask.upgrade)?;
-    let node = confirmed(ask, &mut written.to)?;
+    let (node, is_known) = confirmed(ask, &mut written.to)?;
     let caller = Who {
         user: ask.user.as_deref(),
         groups: &ask.groups,
@@ -210,11 +210,10 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         from: ask.from,
     };
     let decision = written.decide(&rules, &ask.method, &caller, &node);
-    if ask.labels.is_empty()
-        && let Some(label) = hinge(&rules, &node, |node| {
-            written.decide(&rules, &ask.method, &caller, node).allow != decision.allow
-        })
-    {
+    let is_otherwise =
+        |node: &Node| written.decide(&rules, &ask.method, &caller, node).allow != decision.allow;
+    let label = hinge(&rules, &node, is_otherwise).filter(|_| ask.labels.is_empty());
+    if let Some(label) = label {
         if config::is_restricted(label) {
             bail!(
                 "it depends on the label {label} of the Node object, and the cluster is not asked; give all labels that count by --label"
@@ -222,6 +221,22 @@ fn check(ask: &PolicyCheck) -> anyhow::Result<()> {
         }
         errln!(
             "note: it depends on the label {label}, which no token gave; where kubernetes.policy_labels lists it, give what the Node object says by --label"
+        );
+    }
+    // An address at no edge has no pool, and no rule by pools is about one.
+    if let To::Node(name) = &written.to
+        && ask.pool.is_none()
+        && node.pool.is_none()
+        && depends_on_pool(&rules, &node, ask.labels.is_empty(), is_otherwise)
+    {
+        if !is_known {
+            let data = ask.data.data_dir.display();
+            bail!(
+                "it depends on the pool of {name}, which {data} does not know, and the cluster is not asked; give the pool by --pool, or --pool \"\" for none"
+            );
+        }
+        errln!(
+            "note: it depends on the pool of {name}, to which no token gave one; where kubernetes.pool_label counts, give what the Node object says by --pool"
         );
     }
     outln!("{}", said(&decision, file))?;
@@ -247,8 +262,25 @@ fn hinge<'a>(
     })
 }
 
-/// What is confirmed of the node: as given, else as its gateway knows it. An address that a token confirmed is the node's.
-fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<Node> {
+/// Whether it would be decided otherwise for a node that has a pool; with labels too if those are not given.
+fn depends_on_pool(
+    rules: &Rules,
+    node: &Node,
+    lacks_labels: bool,
+    is_otherwise: impl Fn(&Node) -> bool,
+) -> bool {
+    rules.pools().any(|pool| {
+        let mut other = node.clone();
+        other.pool = Some(pool);
+        is_otherwise(&other)
+            || lacks_labels
+                && hinge(rules, node, &is_otherwise).is_none()
+                && hinge(rules, &other, &is_otherwise).is_some()
+    })
+}
+
+/// What is confirmed of the node, and whether the data directory knows the node: as given, else as its gateway knows it. An address that a token confirmed is the node's.
+fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     let nodes = match Store::open(&ask.data.data_dir, Access::Existing) {
         // Rules are judged on other machines too.
         Err(StoreError::Missing { .. }) => Vec::new(),
@@ -267,7 +299,7 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<Node> {
             errln!(
                 "note: {data} knows no node of the address {address}, so it is taken for one at no edge (direct); of a node at the edge, give the name"
             );
-            return Ok(Node::default());
+            return Ok((Node::default(), false));
         }
         To::Node(node) if found.is_none() && (ask.pool.is_none() || ask.labels.is_empty()) => {
             errln!(
@@ -279,16 +311,18 @@ fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<Node> {
     if ask.from.is_none() {
         errln!("note: without --from the caller comes from no network, as through a unix socket");
     }
+    let is_known = found.is_some();
     let (pool, labels) = found.map_or_else(Default::default, |record| (record.pool, record.labels));
-    Ok(Node {
-        pool: ask.pool.clone().or(pool),
+    let node = Node {
+        pool: ask.pool.clone().or(pool).filter(|pool| !pool.is_empty()),
         labels: if ask.labels.is_empty() {
             labels
         } else {
             ask.labels.iter().cloned().collect()
         },
         ..Node::default()
-    })
+    };
+    Ok((node, is_known))
 }
 
 /// A decision, with the line that made it.

@@ -148,6 +148,12 @@ impl Policy {
         labelled.map(|rule| (&rule.matched, &*rule.labels))
     }
 
+    /// Returns a pool for each pattern of pools that a rule names.
+    pub fn pools(&self) -> impl Iterator<Item = String> {
+        let patterns = self.rules.iter().flat_map(|rule| &rule.pools);
+        patterns.map(|pattern| pattern.replace('*', "x"))
+    }
+
     /// Decides.
     pub fn decide(&self, asked: &Question<'_>) -> Decision {
         let mut left = index::Left::all(self.rules.len());

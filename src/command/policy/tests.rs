@@ -75,7 +75,7 @@ fn decided(ask: &PolicyCheck) -> String {
         uris: &ask.uris,
         from: ask.from,
     };
-    let node = confirmed(ask, &mut written.to).unwrap();
+    let (node, _) = confirmed(ask, &mut written.to).unwrap();
     let decision = written.decide(&rules, &ask.method, &caller, &node);
     said(&decision, Path::new("policy.yaml"))
 }
@@ -169,6 +169,42 @@ fn a_label_that_only_the_cluster_knows_is_not_guessed() {
         labels: [(key.to_owned(), "tin".to_owned())].into(),
         ..NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0)
     };
+    store.nodes().put(record).unwrap();
+    assert!(check(&ask).is_ok());
+}
+
+#[test]
+fn a_pool_that_only_the_cluster_knows_is_not_guessed() {
+    let files = Files::new();
+    let mut ask = files.ask("edge-1");
+    let by_pool = "where: { pools: [\"north*\"], labels: { tier: gold } }";
+    for rules in [
+        RULES.replace("labels: { tier: gold }", "pools: [\"north*\"]"),
+        RULES.replace("where: { labels: { tier: gold } }", by_pool),
+    ] {
+        ask.file.policy = files.write("pools.yaml", &rules);
+        let error = check(&ask).unwrap_err();
+        assert!(!error.is::<No>(), "{error}");
+        let error = error.to_string();
+        assert!(
+            error.contains("pool of edge-1") && error.contains("--pool"),
+            "{error}"
+        );
+    }
+    // It makes no difference to this one.
+    let url = std::mem::replace(&mut ask.url, "https://edge-1:10250/metrics".to_owned());
+    assert!(check(&ask).is_ok());
+    ask.url = url;
+    for (pool, may) in [("south", true), ("", true), ("north-1", true)] {
+        ask.pool = Some(pool.to_owned());
+        assert_eq!(check(&ask).is_ok(), may, "{pool}: a label is lacking");
+    }
+    ask.labels = vec![("tier".into(), "gold".into())];
+    assert!(check(&ask).unwrap_err().is::<No>());
+    // A gateway that knows the node knows that no token gave it a pool.
+    ask.pool = None;
+    let store = Store::open(&ask.data.data_dir, Access::Create).unwrap();
+    let record = NodeRecord::arrived(&NodeName::parse("edge-1").unwrap(), 0);
     store.nodes().put(record).unwrap();
     assert!(check(&ask).is_ok());
 }

@@ -17,6 +17,8 @@ pub(super) struct Compiled {
     pub(super) then: Then,
     pub(super) matched: Matched,
     pub(super) labels: Vec<(String, String)>,
+    /// Patterns of pools.
+    pub(super) pools: Vec<String>,
 }
 
 /// One thing that rules speak of: those that do not, and an index of the others.
@@ -145,6 +147,7 @@ fn folded(rules: &[policy::Rule]) -> Paths {
 
 fn compiled(rule: &policy::Rule, index: usize) -> Compiled {
     let labels = nodes(rule).and_then(|nodes| nodes.labels.0.clone());
+    let pools = nodes(rule).and_then(|nodes| nodes.pools.0.clone());
     Compiled {
         then: rule.then,
         matched: Matched {
@@ -152,6 +155,7 @@ fn compiled(rule: &policy::Rule, index: usize) -> Compiled {
             line: rule.line,
         },
         labels: labels.into_iter().flatten().collect(),
+        pools: pools.unwrap_or_default(),
     }
 }
 
