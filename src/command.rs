@@ -224,20 +224,28 @@ fn configure<C: Settings + Send + Sync + 'static>(
         flags: run.keys.given,
         fallbacks,
     };
-    let loaded = settings::load::<C>(&sources);
     let warnings = unknown_variables::<C>(&sources);
     if run.check_config {
         for warning in warnings {
             errln!("warning: {warning}");
         }
         // People read this one.
+        let loaded = settings::load_with_files::<C>(&sources);
         let config = loaded.map_err(|refused| Refused::from(refused.faults))?;
         telemetry::wanted(config.as_ref())?;
-        check(&config)?;
+        check(&config).map_err(refused)?;
         outln!("the configuration is sound")?;
         return Ok(None);
     }
-    Ok(Some((loaded?, sources, warnings)))
+    let config = settings::load::<C>(&sources)?;
+    Ok(Some((config, sources, warnings)))
+}
+
+/// What is in a file that a configuration names is a fault of that configuration.
+fn refused(error: anyhow::Error) -> Refused {
+    error
+        .downcast()
+        .unwrap_or_else(|error| Refused::from(vec![explain(&error)]))
 }
 
 fn environment() -> Vec<(String, String)> {

@@ -81,6 +81,22 @@ impl fmt::Display for Refused {
 
 /// Reads and judges the configuration.
 pub(crate) fn load<C: Settings>(sources: &Sources) -> Result<C, Refused> {
+    load_judged(sources, judge)
+}
+
+/// As [`load`], and judges all files that the configuration names as well.
+pub(crate) fn load_with_files<C: Settings>(sources: &Sources) -> Result<C, Refused> {
+    load_judged(sources, |config: &C| {
+        let mut faults = judge(config);
+        faults.extend(config.validate_files());
+        faults
+    })
+}
+
+fn load_judged<C: Settings>(
+    sources: &Sources,
+    judge: impl FnOnce(&C) -> Vec<Fault>,
+) -> Result<C, Refused> {
     let mut draft = Draft::default();
     draft.read_file(sources.file.as_deref());
     draft.lay_over::<C>(sources);

@@ -30,6 +30,12 @@ impl fmt::Display for Fault {
 pub trait Validate {
     /// All faults at once; none means that the configuration can be used.
     fn validate(&self) -> Vec<Fault>;
+
+    /// Faults of files that it names and that [`Self::validate`] leaves to the process, which may begin without them or wait for them.
+    /// `--check-config` reports them as well.
+    fn validate_files(&self) -> Vec<Fault> {
+        Vec::new()
+    }
 }
 
 /// Collects faults under paths.
@@ -71,6 +77,14 @@ impl Faults {
             }
             Ok(_) => {}
             Err(error) => self.add(path, format!("cannot read {}: {error}", file.display())),
+        }
+    }
+
+    /// A directory that must be there and readable.
+    pub fn directory(&mut self, path: impl Into<String>, directory: &Path) {
+        if let Err(error) = std::fs::read_dir(directory) {
+            let message = format!("cannot read {}: {error}", directory.display());
+            self.add(path, message);
         }
     }
 

@@ -20,7 +20,7 @@ fn fixtures(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// What is wrong with a file, a line each; the side is the first word of its name.
+/// What is wrong with a file and with those that it names, a line each; the side is the first word of its name.
 fn verdict(file: &FilePath) -> String {
     let sources = Sources {
         file: Some(file.to_owned()),
@@ -28,9 +28,9 @@ fn verdict(file: &FilePath) -> String {
     };
     let name = file.file_name().unwrap().to_str().unwrap();
     let outcome = match name.split_once('-').unwrap().0 {
-        "gateway" => load::<Gateway>(&sources).map(drop),
-        "edge" => load::<Edge>(&sources).map(drop),
-        "redirect" => load::<Redirect>(&sources).map(drop),
+        "gateway" => load_with_files::<Gateway>(&sources).map(drop),
+        "edge" => load_with_files::<Edge>(&sources).map(drop),
+        "redirect" => load_with_files::<Redirect>(&sources).map(drop),
         other => panic!("{other} is no side"),
     };
     let text = outcome

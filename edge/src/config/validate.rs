@@ -69,6 +69,33 @@ impl Validate for Config {
         }
         faults.into_vec()
     }
+
+    fn validate_files(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        if let Some(files) = &self.identity {
+            faults.file("identity.chain", &files.chain);
+            faults.file("identity.key", &files.key);
+            faults.file("identity.ca", &files.ca);
+        }
+        if let Some(cluster) = &self.kubernetes
+            && let Some(file) = &cluster.kubeconfig
+        {
+            faults.file("kubernetes.kubeconfig", file);
+        }
+        let Some(reader) = &self.reader else {
+            return faults.into_vec();
+        };
+        if let Some(shown) = &reader.tls {
+            faults.file("reader.tls.certificate", &shown.certificate);
+            faults.file("reader.tls.key", &shown.key);
+        }
+        if let Some(hubs) = &reader.hubs {
+            faults.file("reader.hubs.certificate", &hubs.certificate);
+            faults.file("reader.hubs.key", &hubs.key);
+            faults.file("reader.hubs.ca", &hubs.ca);
+        }
+        faults.into_vec()
+    }
 }
 
 impl Config {

@@ -57,6 +57,42 @@ impl Validate for Config {
         }
         faults.into_vec()
     }
+
+    fn validate_files(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        if let Some(file) = &self.policy.0 {
+            faults.file("policy", file);
+        }
+        if let Some(identity) = &self.tunnel.identity {
+            for (key, file) in [("chain", &identity.chain), ("key", &identity.key)] {
+                if let Some(file) = file {
+                    faults.file(format!("tunnel.identity.{key}"), file);
+                }
+            }
+            for (index, file) in identity.client_ca.iter().enumerate() {
+                faults.file(format!("tunnel.identity.client_ca[{index}]"), file);
+            }
+        }
+        if let Some(cluster) = &self.kubernetes
+            && let Some(file) = &cluster.kubeconfig
+        {
+            faults.file("kubernetes.kubeconfig", file);
+        }
+        for (index, file) in self
+            .signer()
+            .into_iter()
+            .flat_map(|rules| &rules.client_ca)
+            .enumerate()
+        {
+            faults.file(format!("kubernetes.certificates.client_ca[{index}]"), file);
+        }
+        if let Some(readers) = &self.readers
+            && let Some(directory) = &readers.manifests
+        {
+            faults.directory("readers.manifests", directory);
+        }
+        faults.into_vec()
+    }
 }
 
 impl Config {

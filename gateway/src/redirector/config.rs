@@ -215,6 +215,14 @@ impl Validate for Config {
         );
         faults.into_vec()
     }
+
+    fn validate_files(&self) -> Vec<Fault> {
+        let mut faults = Faults::default();
+        if let Some(file) = &self.kubernetes.kubeconfig {
+            faults.file("kubernetes.kubeconfig", file);
+        }
+        faults.into_vec()
+    }
 }
 
 fn check_gateways(path: &str, gateways: &[String], faults: &mut Faults) {
