@@ -235,12 +235,16 @@ pub struct Admin {
     /// Address of health, metrics and status; it authenticates nobody, so keep it on loopback.
     #[serde(with = "HumanAddress")]
     pub listen: SocketAddr,
+    /// Further address, of `/metrics` alone, for scrapers elsewhere: `IP:PORT` or `unix:/path`. It authenticates nobody either.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metrics_listen: Option<Listen>,
 }
 
 impl Default for Admin {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 10265)),
+            metrics_listen: None,
         }
     }
 }

@@ -178,6 +178,8 @@ pub struct Bound {
     admin: listener::Bound,
     /// For commands, which need no place among the connections of the admin listener.
     admin_socket: Option<listener::Bound>,
+    /// For scrapers elsewhere, who see nothing but metrics.
+    metrics: Option<listener::Bound>,
     admin_app: admin::App,
     dns: Option<dns::Bound>,
     reloader: Reloader,
@@ -352,6 +354,15 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
+        if let Some(bound) = self.metrics {
+            let limit = self
+                .shared
+                .metrics
+                .connection_limit("metrics_connections", http::CONNECTIONS);
+            let pages = admin::metrics_router(self.admin_app.clone());
+            let serving = http::run(bound, pages, limit, closing.clone());
+            control.spawn_on(runtime, info_span!("metrics"), serving);
+        }
         let router = admin::router(self.admin_app);
         let admin = (self.admin, self.admin_socket);
         let admin = serve_admin(admin, router, self.shared.metrics.clone(), closing.clone());

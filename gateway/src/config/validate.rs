@@ -177,6 +177,10 @@ impl Config {
         let mut listeners = Listeners::default();
         listeners.add("tunnel.listen", "tunnel.listen", self.tunnel.listen, faults);
         listeners.add("admin.listen", "admin.listen", self.admin.listen, faults);
+        if let Some(listen) = &self.admin.metrics_listen {
+            let path = "admin.metrics_listen";
+            listeners.add(path, path, listen.clone(), faults);
+        }
         if let Some(dns) = &self.dns.0 {
             listeners.add("dns.listen", "dns.listen", dns.listen, faults);
         }

@@ -95,23 +95,37 @@ pub fn router(app: App) -> Router {
         .route("/api/v1/reload", post(reload))
         .route("/api/v1/refresh", post(refresh))
         .route("/api/v1/ca", get(rotation).post(take_up))
-        .fallback(|| async {
-            Problem::new(
-                StatusCode::NOT_FOUND,
-                "path_unknown",
-                "there is nothing at this path",
-            )
-        })
+        .fallback(path_unknown)
         .with_state(app);
     kept(router, address)
 }
 
+/// The pages of `admin.metrics_listen`: `/metrics` alone. A scraper may ask by any name.
+pub fn metrics_router(app: App) -> Router {
+    let router = Router::new()
+        .route("/metrics", get(scrape))
+        .fallback(path_unknown)
+        .with_state(app);
+    bounded(router)
+}
+
+async fn path_unknown() -> Problem {
+    Problem::new(
+        StatusCode::NOT_FOUND,
+        "path_unknown",
+        "there is nothing at this path",
+    )
+}
+
 /// What holds for every admin listener, at this address: who may ask, how long an answer takes, what is logged.
 pub(crate) fn kept(router: Router, address: IpAddr) -> Router {
+    bounded(router.layer(middleware::from_fn(move |request, next| {
+        guard(address, request, next)
+    })))
+}
+
+fn bounded(router: Router) -> Router {
     router
-        .layer(middleware::from_fn(move |request, next| {
-            guard(address, request, next)
-        }))
         .layer(CompressionLayer::new())
         .layer(TimeoutLayer::with_status_code(
             StatusCode::GATEWAY_TIMEOUT,

@@ -131,6 +131,9 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let (cores, threads) = started(cores, &config)?;
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
     let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
+    let metrics = config.admin.metrics_listen.as_ref();
+    let metrics = metrics.map(|listen| bind("admin.metrics_listen", listen));
+    let metrics = metrics.transpose()?;
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config, base.given.clone());
@@ -172,6 +175,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         admission,
         tunnel,
         admin,
+        metrics,
         admin_app,
         dns,
         reloader,

@@ -22,11 +22,15 @@ fn app(world: &World) -> App {
 }
 
 async fn get(world: &World, path: &str, host: &str) -> (u16, String, String) {
+    get_from(router(app(world)), path, host).await
+}
+
+async fn get_from(mut router: Router, path: &str, host: &str) -> (u16, String, String) {
     let request = http::Request::get(path)
         .header("host", host)
         .body(Body::empty())
         .unwrap();
-    let response = router(app(world)).call(request).await.unwrap();
+    let response = router.call(request).await.unwrap();
     let status = response.status().as_u16();
     let kind = response
         .headers()
@@ -72,6 +76,24 @@ async fn a_fault_is_named_and_leaves_the_gateway_ready() {
     drop(fault);
     let (status, _, text) = get(&world, "/readyz", "localhost").await;
     assert_eq!((status, text.as_str()), (200, "ready\n"));
+}
+
+#[tokio::test]
+async fn a_scraper_elsewhere_reads_metrics_by_any_name_and_nothing_else() {
+    let world = World::start();
+    let get = |path| {
+        get_from(
+            metrics_router(app(&world)),
+            path,
+            "gateways.causeway.svc:10271",
+        )
+    };
+    let (status, _, text) = get("/metrics").await;
+    assert_eq!(status, 200);
+    assert!(text.contains("causeway_gateway_tunnels"), "{text}");
+    for path in ["/api/v1/edges", "/api/v1/ca", "/readyz", "/healthz"] {
+        assert_eq!(get(path).await.0, 404, "{path}");
+    }
 }
 
 #[tokio::test]
