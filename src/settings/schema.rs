@@ -273,6 +273,54 @@ mod tests {
         }
     }
 
+    /// Returns the schema without texts for people, which the README has.
+    fn without_texts(schema: &mut serde_json::Value) {
+        if let Some(object) = schema.as_object_mut() {
+            // A key of a configuration may have one of these names, and is an object itself.
+            object.retain(|key, value| {
+                let text = ["$schema", "title", "description"].contains(&key.as_str());
+                !(text && value.is_string()) && (key != "default" || value.get("type").is_some())
+            });
+            object.values_mut().for_each(without_texts);
+        } else if let Some(list) = schema.as_array_mut() {
+            list.iter_mut().for_each(without_texts);
+        }
+    }
+
+    /// With `CAUSEWAY_TEST_BLESS` set the chart's schema is written instead of compared.
+    #[test]
+    fn the_chart_refuses_the_keys_that_the_configurations_do_not_have() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/deploy/chart/values.schema.json"
+        );
+        let text = std::fs::read_to_string(path).unwrap();
+        let mut values: serde_json::Value = serde_json::from_str(&text).unwrap();
+        for (place, schema) in [
+            (
+                "/properties/gateway/properties/config",
+                json_schema::<causeway_gateway::config::Config>(),
+            ),
+            (
+                "/properties/edge/properties/config",
+                json_schema::<causeway_edge::config::Config>(),
+            ),
+        ] {
+            let mut schema = serde_json::from_str(&schema).unwrap();
+            without_texts(&mut schema);
+            *values.pointer_mut(place).unwrap() = schema;
+        }
+        let expected = format!("{values:#}\n");
+        if std::env::var_os("CAUSEWAY_TEST_BLESS").is_some() {
+            std::fs::write(path, expected).unwrap();
+            return;
+        }
+        assert!(
+            text == expected,
+            "deploy/chart/values.schema.json is not what the code says; run CAUSEWAY_TEST_BLESS=1 cargo test -p causeway chart"
+        );
+    }
+
     #[test]
     fn json_schema_is_the_same_each_time() {
         let schema = json_schema::<causeway_gateway::config::Config>;

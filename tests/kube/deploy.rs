@@ -2,6 +2,8 @@
 //!
 //! Its rights are those of the examples, by which all other tests live: nothing here grants more.
 
+mod chart;
+mod commands;
 mod pods;
 mod ports;
 mod replicas;
@@ -64,8 +66,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         ),
     ];
     let run = pods::trials().into_iter().chain(replicas::trials());
-    let run = run.chain(ports::trials());
-    judged.into_iter().chain(run).collect()
+    let run = run.chain(ports::trials()).chain(commands::trials());
+    let judged = judged.into_iter().chain(chart::trials());
+    judged.chain(run).collect()
 }
 
 /// By which rights edges join, whatever the way.
@@ -114,20 +117,27 @@ fn kustomized(world: &World, way: &str) -> String {
     made.run().ok().text()
 }
 
-/// What helm makes of it with these values, where there is helm.
-fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
+/// The place that the manifests have for where gateways are.
+const ADDRESS: &str = "address=gw.example.com:10262";
+
+/// helm, where there is one.
+fn helm(world: &World) -> Option<Program> {
     let helm = world.cluster.assets.join("helm");
     if !helm.exists() {
         crate::missing("helm (tests/kube/assets/build)");
         return None;
     }
-    let made = Program::new(helm)
+    Some(Program::new(helm).env("HOME", &world.folder))
+}
+
+/// What helm makes of it with these values, where there is helm.
+fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
+    let made = helm(world)?
         // Without the flag some builds take the cluster for an old one.
         .words("template causeway --namespace causeway --kube-version 1.36.0 --set")
-        .args([format!("way={way}")])
+        .args([format!("way={way}"), "--set".into(), ADDRESS.into()])
         .args(values)
-        .args([file("deploy/chart")])
-        .env("HOME", &world.folder);
+        .args([file("deploy/chart")]);
     Some(made.run().ok().text())
 }
 
@@ -354,16 +364,26 @@ fn edges_may_join_by_tokens_all_the_same() {
     sound(&world, "tokens", &all);
 }
 
-/// In an order of their own, and without the namespace that helm makes itself.
+/// In an order of their own, without namespaces, and without what only a release says of its objects.
 fn sorted(objects: Vec<Value>) -> BTreeMap<String, Value> {
-    let named = objects.into_iter().map(|object| {
+    let of_release =
+        ["instance", "version", "managed-by"].map(|it| format!("app.kubernetes.io/{it}"));
+    let named = objects.into_iter().map(|mut object| {
+        for at in ["/metadata/labels", "/spec/template/metadata/labels"] {
+            if let Some(Value::Object(labels)) = object.pointer_mut(at) {
+                labels.retain(|label, _| label != "helm.sh/chart" && !of_release.contains(label));
+            }
+        }
+        if let Some(Value::Object(of)) = object.pointer_mut("/metadata/annotations") {
+            of.retain(|name, _| !name.starts_with("helm.sh/"));
+        }
+        let at = object["metadata"].as_object_mut().unwrap();
+        at.retain(|key, value| key != "annotations" || *value != json!({}));
         let at = &object["metadata"];
         let name = format!("{} {} {}", object["kind"], at["namespace"], at["name"]);
         (name, object)
     });
-    named
-        .filter(|(_, it)| it["kind"] != "Namespace" || it["metadata"]["name"] != "causeway")
-        .collect()
+    named.filter(|(_, it)| it["kind"] != "Namespace").collect()
 }
 
 fn the_chart_is_made_of_the_overlays() {
@@ -386,7 +406,7 @@ fn the_chart_is_made_of_the_overlays() {
 fn helm_makes_what_kustomize_makes() {
     let world = world();
     for (way, _) in WAYS {
-        let Some(helm) = templated(&world, way, &[]) else {
+        let Some(helm) = templated(&world, way, &["--no-hooks"]) else {
             return;
         };
         let helm = sorted(objects(&world, &helm));
@@ -407,6 +427,7 @@ fn values_are_laid_over_what_helm_makes() {
         patch,
         "--set",
         "image.repository=registry.example/causeway,edge.namespace=edges,gateway.resources.limits.memory=2Gi",
+        "--no-hooks",
     ];
     let Some(made) = templated(&world, "dns", &values) else {
         return;
@@ -449,7 +470,13 @@ fn values_are_laid_over_what_helm_makes() {
 fn the_list_of_ports_is_in_the_releases_namespace() {
     let world = world();
     let config = r#"gateway.config={"tunnel":{"advertise":["gw.example.org:10262"]}}"#;
-    let values = ["--namespace", "gateways", "--set-json", config];
+    let values = [
+        "--namespace",
+        "gateways",
+        "--no-hooks",
+        "--set-json",
+        config,
+    ];
     let Some(made) = templated(&world, "ports", &values) else {
         return;
     };

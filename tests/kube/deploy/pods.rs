@@ -96,6 +96,11 @@ impl<'a> Made<'a> {
         at.as_str().unwrap().to_owned()
     }
 
+    /// Where it was made.
+    pub(super) fn world(&self) -> &'a World {
+        self.world
+    }
+
     /// A pod of this workload on the first node, by this name and changed by `change`.
     pub(super) fn begin(&self, kind: &str, of: &str, name: &str, change: impl FnOnce(&mut Value)) {
         let mut pod = pod(named(&self.all, kind, of));
@@ -159,12 +164,12 @@ impl Drop for Made<'_> {
     }
 }
 
-fn own(name: &Value) -> Value {
+pub(super) fn own(name: &Value) -> Value {
     json!(format!("deploy-{}", name.as_str().unwrap()))
 }
 
 /// Gives the first node's runtime the image, once.
-fn import(world: &World) {
+pub(super) fn import(world: &World) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let archive = image::ours(&world.folder, BINARY);

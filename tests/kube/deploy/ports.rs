@@ -29,7 +29,7 @@ pub(super) fn trials() -> [Trial; 1] {
 }
 
 /// Where the edge's pod keeps who it is, which is another's with another CA.
-const KEPT: &str = "-rf /var/lib/causeway-edge";
+pub(super) const KEPT: &str = "-rf /var/lib/causeway-edge";
 
 /// The gateway's pod, as seen from its node.
 struct Gateway<'a> {

@@ -1,0 +1,274 @@
+//! What the chart makes of its values, and what it refuses.
+
+use std::fs;
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use super::{ADDRESS, WAYS, file, helm, kustomized, named, objects, templated};
+use crate::{
+    trial,
+    world::{process::Program, world},
+};
+
+pub(super) fn trials() -> [Trial; 6] {
+    [
+        trial(
+            "deploy::what_render_writes_is_current",
+            what_render_writes_is_current,
+        ),
+        trial(
+            "deploy::a_drained_node_keeps_no_gateway_from_the_other",
+            a_drained_node_keeps_no_gateway_from_the_other,
+        ),
+        trial(
+            "deploy::helm_refuses_values_that_would_not_do_what_they_say",
+            helm_refuses_values_that_would_not_do_what_they_say,
+        ),
+        trial(
+            "deploy::each_object_of_a_release_has_its_labels_and_none_is_a_namespace",
+            each_object_of_a_release_has_its_labels_and_none_is_a_namespace,
+        ),
+        trial(
+            "deploy::each_value_changes_what_it_names",
+            each_value_changes_what_it_names,
+        ),
+        trial(
+            "deploy::metrics_are_served_apart_from_the_admin_listener",
+            metrics_are_served_apart_from_the_admin_listener,
+        ),
+    ]
+}
+
+/// The manifests and the table of values.
+fn what_render_writes_is_current() {
+    let world = world();
+    let copy = world.path("deploy-render");
+    fs::create_dir_all(&copy).unwrap();
+    let copied = Program::new("cp").args(["-r".into(), file("deploy/."), copy.clone()]);
+    copied.run().ok();
+    let render = Program::new("sh").args([copy.join("render")]);
+    let kubectl = world.cluster.assets.join("kubectl");
+    render.env("KUBECTL", kubectl).run().ok();
+    let diff = Program::new("diff").args(["-r".into(), file("deploy"), copy.clone()]);
+    let diff = diff.run();
+    assert_eq!(diff.text(), "", "run deploy/render");
+    let readme = fs::read_to_string(copy.join("chart/README.md")).unwrap();
+    for row in [
+        "| `gateway.service.type` | `\"\"` | Type of the Service",
+        "| `gateway.metrics.podMonitor.interval` | `30s` | How often",
+        "| `patches` | `[]` | For everything else",
+    ] {
+        assert!(readme.contains(row), "{readme}");
+    }
+}
+
+/// What a scheduler is told: pods are spread over the nodes that may have one.
+fn a_drained_node_keeps_no_gateway_from_the_other() {
+    let world = world();
+    for (way, _) in WAYS {
+        let helm = templated(&world, way, &["--no-hooks"]);
+        for text in [Some(kustomized(&world, way)), helm].into_iter().flatten() {
+            let all = objects(&world, &text);
+            let gateway = &named(&all, "Deployment", "causeway-gateway")["spec"]["template"];
+            let spread = &gateway["spec"]["topologySpreadConstraints"];
+            assert_eq!(spread.as_array().unwrap().len(), 1, "{way}");
+            assert_eq!(spread[0]["nodeTaintsPolicy"], "Honor", "{way}");
+            assert_eq!(spread[0]["topologyKey"], "kubernetes.io/hostname");
+            let apart = &gateway["spec"]["affinity"]["podAntiAffinity"];
+            assert!(apart.is_null(), "{way}: {apart}");
+        }
+    }
+}
+
+fn helm_refuses_values_that_would_not_do_what_they_say() {
+    let world = world();
+    let chart = file("deploy/chart");
+    for (values, says) in [
+        ("way=callers", "address is required: HOST:PORT"),
+        ("address=gw.example.org", "/address"),
+        ("way=calls", "/way"),
+        ("gateway.replica=2", "'replica' not allowed"),
+        (
+            "gateway.config.tunnels.advertise=x",
+            "'tunnels' not allowed",
+        ),
+        ("gateway.config.limits.streams=many", "/limits/streams"),
+        ("edge.config.gateway=x", "'gateway' not allowed"),
+        ("image.digest=abc", "/image/digest"),
+        (
+            "patches[0].kind=Service,patches[0].name=tunnels,patches[0].patch.x=y",
+            "way callers has no Service of the name tunnels",
+        ),
+        (
+            "way=egress,gateway.service.type=NodePort",
+            "way egress has no Service",
+        ),
+        (
+            "gateway.metrics.podMonitor.enabled=true",
+            "nothing to read without gateway.metrics.enabled",
+        ),
+    ] {
+        let Some(helm) = helm(&world) else {
+            return;
+        };
+        let mut made = helm.words("template causeway --kube-version 1.36.0");
+        if !says.contains("address is required") {
+            made = made.args(["--set", ADDRESS]);
+        }
+        let said = made.args(["--set", values]).args([&chart]).run().failed();
+        assert!(said.contains(says), "{values}: {said}");
+    }
+}
+
+fn each_object_of_a_release_has_its_labels_and_none_is_a_namespace() {
+    let world = world();
+    for (way, _) in WAYS {
+        let Some(made) = templated(&world, way, &[]) else {
+            return;
+        };
+        let all = objects(&world, &made);
+        for object in &all {
+            let labels = &object["metadata"]["labels"];
+            for (label, is) in [
+                ("app.kubernetes.io/name", "causeway"),
+                ("app.kubernetes.io/instance", "causeway"),
+                ("app.kubernetes.io/version", env!("CARGO_PKG_VERSION")),
+                ("app.kubernetes.io/part-of", "causeway"),
+                ("app.kubernetes.io/managed-by", "Helm"),
+                (
+                    "helm.sh/chart",
+                    concat!("causeway-", env!("CARGO_PKG_VERSION")),
+                ),
+            ] {
+                assert_eq!(labels[label], is, "{way}: {}", object["metadata"]);
+            }
+        }
+        // That of edges is made where it is not there, and stays.
+        let spaces: Vec<_> = all.iter().filter(|it| it["kind"] == "Namespace").collect();
+        assert_eq!(spaces.len(), 1, "{way}");
+        for kept in [spaces[0], named(&all, "Secret", "causeway-state")] {
+            let policy = &kept["metadata"]["annotations"]["helm.sh/resource-policy"];
+            assert_eq!(policy, "keep", "{way}");
+        }
+        let own = ["--set", "edge.createNamespace=false"];
+        let made = templated(&world, way, &own).unwrap();
+        assert!(!made.contains("kind: Namespace"), "{way}");
+        for (kind, name) in [
+            ("Deployment", "causeway-gateway"),
+            ("DaemonSet", "causeway-edge"),
+        ] {
+            // Neither is part of what selects pods, which cannot be changed.
+            let spec = &named(&all, kind, name)["spec"];
+            assert_eq!(
+                spec["selector"]["matchLabels"].as_object().unwrap().len(),
+                2
+            );
+            let labels = &spec["template"]["metadata"]["labels"];
+            assert_eq!(labels["app.kubernetes.io/instance"], "causeway");
+        }
+    }
+}
+
+const VALUES: &str = r#"
+image: { repository: r.example/causeway, pullSecrets: [registry], digest: "sha256:1111111111111111111111111111111111111111111111111111111111111111" }
+gateway:
+  replicas: 3
+  caSecret: our-ca
+  secrets: [own-tls]
+  extraArgs: [--log-format, json]
+  nodeSelector: { disk: ssd }
+  tolerations: [{ key: cloud, operator: Exists }]
+  affinity: { podAntiAffinity: {} }
+  service: { type: NodePort, nodePort: 30262, annotations: { a: b } }
+edge:
+  secrets: [app-ca]
+  extraArgs: [--log-format=json]
+  nodeSelector: { site: north }
+"#;
+
+fn each_value_changes_what_it_names() {
+    let world = world();
+    let values = world.path("values.yaml");
+    fs::write(&values, VALUES).unwrap();
+    let values = values.display().to_string();
+    let values = ["--values", &values, "--namespace", "gateways", "--no-hooks"];
+    let Some(made) = templated(&world, "callers", &values) else {
+        return;
+    };
+    let all = objects(&world, &made);
+    let gateway = &named(&all, "Deployment", "causeway-gateway")["spec"];
+    let edge = &named(&all, "DaemonSet", "causeway-edge")["spec"];
+    let image = format!("r.example/causeway@sha256:{}", "1".repeat(64));
+    for workload in [gateway, edge] {
+        let pod = &workload["template"]["spec"];
+        assert_eq!(pod["containers"][0]["image"], image);
+        assert_eq!(pod["imagePullSecrets"], json!([{ "name": "registry" }]));
+    }
+    assert_eq!(gateway["replicas"], 3);
+    let (cloud, node) = (&gateway["template"]["spec"], &edge["template"]["spec"]);
+    assert_eq!(cloud["initContainers"][0]["image"], image);
+    assert_eq!(cloud["nodeSelector"], json!({ "disk": "ssd" }));
+    assert_eq!(cloud["tolerations"][0]["key"], "cloud");
+    assert_eq!(cloud["affinity"], json!({ "podAntiAffinity": {} }));
+    assert_eq!(node["nodeSelector"], json!({ "site": "north" }));
+    let text = cloud.to_string();
+    for part in [
+        r#""secretName":"our-ca""#,
+        r#""mountPath":"/etc/causeway-secrets/own-tls""#,
+        r#""--log-format","json""#,
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let text = node.to_string();
+    assert!(text.contains("/etc/causeway-secrets/app-ca"), "{text}");
+    let service = named(&all, "Service", "causeway-tunnels");
+    assert_eq!(service["metadata"]["annotations"]["a"], "b");
+    assert_eq!(service["spec"]["type"], "NodePort");
+    assert_eq!(service["spec"]["ports"][0]["nodePort"], 30262);
+    // The namespace of the release is in what gateways are told.
+    let config = &named(&all, "ConfigMap", "causeway-gateway")["data"]["gateway.yaml"];
+    let config = config.as_str().unwrap();
+    for part in ["gateways/causeway-state", "gateways/causeway-tunnels"] {
+        assert!(config.contains(part), "{config}");
+    }
+}
+
+fn rule(policy: &Value, port: u64) -> Option<&Value> {
+    let rules = policy["spec"]["ingress"].as_array().unwrap().iter();
+    rules
+        .into_iter()
+        .find(|rule| rule["ports"][0]["port"] == port)
+}
+
+fn metrics_are_served_apart_from_the_admin_listener() {
+    let world = world();
+    let on = "gateway.metrics.enabled=true,gateway.metrics.podMonitor.enabled=true,gateway.metrics.podMonitor.labels.release=p";
+    let Some(made) = templated(&world, "callers", &["--no-hooks", "--set", on]) else {
+        return;
+    };
+    // kubectl knows no PodMonitor.
+    let (monitor, rest): (Vec<_>, Vec<_>) = made
+        .split("\n---\n")
+        .partition(|text| text.contains("kind: PodMonitor"));
+    let monitor = monitor.concat();
+    for part in ["port: metrics", "release: p", "namespace: causeway"] {
+        assert!(monitor.contains(part), "{monitor}");
+    }
+    let all = objects(&world, &rest.join("\n---\n"));
+    super::sound(&world, "metrics", &all);
+    let config = &named(&all, "ConfigMap", "causeway-gateway")["data"]["gateway.yaml"];
+    let config = config.as_str().unwrap();
+    assert!(config.contains("metrics_listen: 0.0.0.0:10271"), "{config}");
+    let gateway = &named(&all, "Deployment", "causeway-gateway")["spec"]["template"]["spec"];
+    let ports = &gateway["containers"][0]["ports"];
+    assert_eq!(
+        ports[1],
+        json!({ "name": "metrics", "containerPort": 10271 })
+    );
+    let policy = named(&all, "NetworkPolicy", "causeway-gateway");
+    assert!(rule(policy, 10271).is_some(), "{policy:#}");
+    assert!(rule(policy, 10265).is_none(), "{policy:#}");
+    let without = templated(&world, "callers", &["--no-hooks"]).unwrap();
+    assert!(!without.contains("10271") && !without.contains("PodMonitor"));
+}

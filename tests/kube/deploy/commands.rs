@@ -1,0 +1,453 @@
+//! The commands of `deploy/README.md`, as they stand there: at pods, and by helm.
+//!
+//! Programs that are called as the README has them are small scripts in a folder of the path. `kubectl` finds the cluster, and a
+//! pod where a Deployment is named; what Deployments do is done by hand, as in `pods`.
+
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use libtest_mimic::Trial;
+use serde_json::{Value, json};
+
+use super::{
+    file, helm, objects,
+    pods::{Made, gateway, import, own, status},
+    ports::KEPT,
+    replicas::{GATEWAYS, edge, names},
+};
+use crate::{
+    trial,
+    world::{
+        World,
+        causeway::BINARY,
+        process::{PATIENCE, Process, Program, Ran, until, within},
+        world,
+    },
+};
+
+pub(super) fn trials() -> [Trial; 4] {
+    [
+        trial(
+            "deploy::each_block_of_commands_is_known",
+            each_block_of_commands_is_known,
+        ),
+        trial(
+            "deploy::an_edge_follows_its_gateways_to_another_ca",
+            an_edge_follows_its_gateways_to_another_ca,
+        ),
+        trial(
+            "deploy::commands_of_the_readme_make_and_rotate_the_ca",
+            commands_of_the_readme_make_and_rotate_the_ca,
+        ),
+        trial(
+            "deploy::helm_judges_a_configuration_first_and_leaves_what_is_the_users",
+            helm_judges_a_configuration_first_and_leaves_what_is_the_users,
+        ),
+    ]
+}
+
+/// The blocks of the README in a language, each with its number.
+fn blocks(language: &str) -> Vec<String> {
+    let text = fs::read_to_string(file("deploy/README.md")).unwrap();
+    let start = format!("```{language}\n");
+    let parts = text.split(&start).skip(1);
+    let blocks = parts.map(|part| part.split("```").next().unwrap().to_owned());
+    blocks.collect()
+}
+
+/// The block that has this in it.
+fn block(part: &str) -> String {
+    let mut found = blocks("sh").into_iter().filter(|it| it.contains(part));
+    let one = found.next().unwrap_or_else(|| panic!("no block: {part}"));
+    assert!(found.next().is_none(), "two blocks: {part}");
+    one
+}
+
+/// What each block has in it, and which tests run it.
+const BLOCKS: [(&str, &str); 10] = [
+    ("apply -k overlays/callers", "commands"),
+    ("openssl req", "commands"),
+    ("docker run", "commands"),
+    // By its effect: the folders are made so, and the gateway serves.
+    ("systemd-tmpfiles", "pods"),
+    ("ca rotate", "commands"),
+    // The same patch, and a caller in the pods' network.
+    ("patch configmap causeway-ports", "ports"),
+    ("token create", "commands"),
+    ("helm install", "commands"),
+    ("create namespace causeway-edge", "commands"),
+    ("helm uninstall", "commands"),
+];
+
+fn each_block_of_commands_is_known() {
+    let all = blocks("sh");
+    assert_eq!(all.len(), BLOCKS.len(), "{all:#?}");
+    for ((part, _), text) in BLOCKS.iter().zip(&all) {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+/// A folder in which the README's commands are run, as somebody has it who has copied `deploy`.
+struct Shell<'a> {
+    world: &'a World,
+    folder: PathBuf,
+}
+
+/// Finds the cluster. The newest gateway's pod stands for its Deployment; to wait for that is to wait for its pods.
+const KUBECTL: &str = r#"#!/bin/sh
+gateway() { "$REAL" "$CONFIG" -n causeway "$@" -l app.kubernetes.io/component=gateway; }
+case " $* " in
+*" rollout status "*) gateway wait pod --for=condition=Ready --timeout=110s; exit ;;
+*" rollout restart "*) exit ;;
+*" apply -k "*) set -- "$@" --dry-run=server ;;
+*" deploy/causeway-gateway "*)
+  newest=$(gateway get pod --sort-by=.metadata.creationTimestamp -o name | tail -n 1)
+  for word; do
+    shift
+    [ "$word" != deploy/causeway-gateway ] || word=$newest
+    set -- "$@" "$word"
+  done
+  ;;
+esac
+exec "$REAL" "$CONFIG" "$@"
+"#;
+
+/// Runs the program itself in place of its image, whose name is the argument after --log-driver none.
+const DOCKER: &str = r#"#!/bin/sh
+[ "$1 $2 $3 $4 $5" = "run --rm -i --log-driver none" ] || exit 9
+shift 6
+exec causeway "$@"
+"#;
+
+impl<'a> Shell<'a> {
+    fn new(world: &'a World, name: &str) -> Self {
+        let folder = world.path(name);
+        fs::create_dir_all(folder.join("bin")).unwrap();
+        let copied = Program::new("cp").args(["-r".into(), file("deploy/."), folder.clone()]);
+        copied.run().ok();
+        let shell = Self { world, folder };
+        shell.script("kubectl", KUBECTL);
+        shell.script("docker", DOCKER);
+        let helm = world.cluster.assets.join("helm").display().to_string();
+        shell.script(
+            "helm",
+            &format!("#!/bin/sh\nexec {helm} \"$CONFIG\" \"$@\" $HELM_MORE\n"),
+        );
+        shell.script("causeway", &format!("#!/bin/sh\nexec {BINARY} \"$@\"\n"));
+        shell
+    }
+
+    fn script(&self, name: &str, text: &str) {
+        let path = self.folder.join("bin").join(name);
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn program(&self, text: &str) -> Program {
+        let config = self.world.cluster.pki.path("admin.kubeconfig");
+        let path = std::env::var("PATH").unwrap();
+        let kubectl = self.world.cluster.assets.join("kubectl");
+        Program::new("sh")
+            .args([
+                "-c",
+                &format!("set -e\ncd {}\n{text}", self.folder.display()),
+            ])
+            .env("PATH", format!("{}/bin:{path}", self.folder.display()))
+            .env("REAL", kubectl)
+            .env("CONFIG", format!("--kubeconfig={config}"))
+            .env("HOME", &self.world.folder)
+            .within(4 * PATIENCE)
+    }
+
+    fn run(&self, text: &str) -> Ran {
+        self.program(text).run()
+    }
+}
+
+/// Asks the gateway of this pod whether the node is connected.
+fn connects(world: &World, pod: &str) {
+    let line = format!("exec -n causeway {pod} -c gateway -- /causeway status");
+    until("the edge is connected", || {
+        let said = world.cluster.kubectl(&line).run().text();
+        said.lines()
+            .any(|row| row.contains("edge-1") && row.contains("connected"))
+    });
+}
+
+/// As where all was installed anew and nobody has kept the Secret.
+fn an_edge_follows_its_gateways_to_another_ca() {
+    let world = world();
+    let node = &world.nodes[0];
+    node.at("rm").words(KEPT).run().ok();
+    let made = Made::new(&world, "callers", GATEWAYS);
+    let _names = names(&world);
+    let another_ca = || {
+        let secret = Program::new(BINARY).words("k8s ca-secret").run().ok();
+        let apply = world.cluster.kubectl("apply -f -");
+        apply.input(secret.stdout).run().ok();
+    };
+    another_ca();
+    made.begin("Deployment", "causeway-gateway", "first", gateway);
+    made.begin("DaemonSet", "causeway-edge", "edge", edge);
+    made.ready("causeway", "first");
+    made.ready("causeway-edge", "edge");
+    connects(&world, "first");
+    made.end("causeway", "first");
+    another_ca();
+    made.begin("Deployment", "causeway-gateway", "second", gateway);
+    made.ready("causeway", "second");
+    connects(&world, "second");
+    let logs = world
+        .cluster
+        .kubectl("logs -n causeway-edge edge")
+        .run()
+        .text();
+    assert!(logs.contains("this node's identity is replaced"), "{logs}");
+    let kept = node.at("ls").args(["/var/lib/causeway-edge"]).run().ok();
+    let kept = kept.text();
+    assert!(kept.contains("edge-replaced-"), "{kept}");
+    let is = status(&world, "causeway-edge", "edge");
+    assert_eq!(is["containerStatuses"][0]["restartCount"], 0, "{is:#}");
+    drop(made);
+    node.at("rm").words(KEPT).run().ok();
+}
+
+/// Makes a step of the rotation, once the one before is through, and has another pod take the gateway's place.
+fn step(made: &Made<'_>, shell: &Shell<'_>, (old, new): (&str, &str), line: &str) {
+    let text = block("ca rotate");
+    let (function, _) = text.split_once("\n}\n").unwrap();
+    let text = format!("{function}\n}}\n{line}");
+    let mut said = String::new();
+    let through = within(2 * PATIENCE, || {
+        let ran = shell.run(&text);
+        said = format!("{}{}", ran.text(), ran.stderr);
+        ran.code == Some(0)
+    });
+    assert!(through, "{line}: {said}");
+    made.begin("Deployment", "causeway-gateway", new, gateway);
+    made.ready("causeway", new);
+    connects(made.world(), new);
+    made.end("causeway", old);
+}
+
+fn commands_of_the_readme_make_and_rotate_the_ca() {
+    let world = world();
+    let node = &world.nodes[0];
+    node.at("rm").words(KEPT).run().ok();
+    let shell = Shell::new(&world, "deploy-commands");
+    let made = Made::new(&world, "callers", GATEWAYS);
+    let _names = names(&world);
+    shell.run(&block("apply -k overlays/callers")).ok();
+
+    let making = block("openssl req");
+    let (openssl, _) = making.split_once('\n').unwrap();
+    shell
+        .run(&format!("{openssl}\n{}", block("docker run")))
+        .ok();
+    let delete = world
+        .cluster
+        .kubectl("delete -n causeway secret causeway-ca");
+    delete.run().ok();
+    world
+        .cluster
+        .kubectl("label node edge-1 causeway.io/edge-")
+        .run()
+        .ok();
+    // It waits until somebody has made the Secret.
+    made.begin("Deployment", "causeway-gateway", "first", gateway);
+    shell.run(&making).ok();
+    // The node has the label now.
+    made.begin("DaemonSet", "causeway-edge", "edge", edge);
+    made.ready("causeway-edge", "edge");
+    connects(&world, "first");
+
+    let tokens = shell.run(&block("token create"));
+    tokens.ok();
+    let delete = "delete -n causeway-edge secret causeway-join";
+    world.cluster.kubectl(delete).run().ok();
+
+    let rotation = block("ca rotate");
+    let (_, steps) = rotation.split_once("\n}\n").unwrap();
+    let steps: Vec<&str> = steps.lines().collect();
+    assert_eq!(steps.len(), 3, "{steps:?}");
+    let pods = ["first", "second", "third", "fourth"];
+    for (line, pair) in steps.iter().zip(pods.windows(2)) {
+        step(&made, &shell, (pair[0], pair[1]), line);
+    }
+    let map = world
+        .cluster
+        .get("-n kube-system configmap causeway-ca")
+        .unwrap();
+    let roots = map["data"]["ca.crt"].as_str().unwrap();
+    assert_eq!(roots.matches("BEGIN CERTIFICATE").count(), 1, "{roots}");
+    // Without the CA of the operator's the next step is refused, and says what is missing.
+    let said = shell.run(&format!(
+        "{}\n}}\nstep prepare </dev/null && step activate",
+        {
+            let text = block("ca rotate");
+            text.split_once("\n}\n").unwrap().0.to_owned()
+        }
+    ));
+    assert!(said.failed().contains("--from-certificate"));
+    drop(made);
+    node.at("rm").words(KEPT).run().ok();
+}
+
+/// The chart, with names of its own for what has no namespace: the tests' gateway has those.
+fn own_names(world: &World, chart: &Path) {
+    let manifest = chart.join("manifests/callers.yaml");
+    let mut all = objects(world, &fs::read_to_string(&manifest).unwrap());
+    for object in &mut all {
+        if object["kind"].as_str().unwrap().starts_with("ClusterRole") {
+            object["metadata"]["name"] = own(&object["metadata"]["name"]);
+        }
+        let role = &mut object["roleRef"];
+        if role["kind"] == "ClusterRole" && !role["name"].to_string().contains("system:") {
+            role["name"] = own(&role["name"]);
+        }
+    }
+    let texts: Vec<_> = all.iter().map(Value::to_string).collect();
+    fs::write(manifest, texts.join("\n---\n")).unwrap();
+}
+
+/// The controller of Jobs, which the tests' cluster has not.
+fn jobs(world: &World) -> Process {
+    let config = world.cluster.pki.path("admin.kubeconfig");
+    Program::new(world.cluster.assets.join("kube-controller-manager"))
+        .args([format!("--kubeconfig={config}")])
+        .words("--controllers=job-controller --leader-elect=false --secure-port=0")
+        .start(&world.path("jobs.log"))
+}
+
+/// Puts pods of Jobs on the first node, as a scheduler would.
+fn bind(world: &World) {
+    let waiting = "pods -n causeway -l app.kubernetes.io/component=check-config --field-selector=spec.nodeName=";
+    let waiting = world.cluster.get(waiting).unwrap_or_default();
+    for pod in waiting["items"].as_array().into_iter().flatten() {
+        let name = &pod["metadata"]["name"];
+        let binding = json!({
+            "apiVersion": "v1", "kind": "Binding", "metadata": { "name": name },
+            "target": { "apiVersion": "v1", "kind": "Node", "name": world.nodes[0].name },
+        });
+        let name = name.as_str().unwrap();
+        let create = format!("create --raw /api/v1/namespaces/causeway/pods/{name}/binding -f -");
+        let create = world.cluster.kubectl(&create);
+        create.input(binding.to_string()).run();
+    }
+}
+
+/// Runs commands while somebody schedules their Jobs.
+fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
+    let program = shell.program(text);
+    thread::scope(|scope| {
+        let ran = scope.spawn(|| program.run());
+        within(5 * PATIENCE, || {
+            bind(shell.world);
+            thread::sleep(Duration::from_millis(200));
+            ran.is_finished()
+        });
+        ran.join().unwrap()
+    })
+}
+
+fn helm_judges_a_configuration_first_and_leaves_what_is_the_users() {
+    let world = world();
+    if helm(&world).is_none() {
+        return;
+    }
+    import(&world);
+    let _jobs = jobs(&world);
+    let shell = Shell::new(&world, "deploy-helm");
+    own_names(&world, &shell.folder.join("chart"));
+    let values = blocks("yaml").concat();
+    let values = values.replace("registry.example/causeway", "causeway");
+    // The only node says to be at the edge.
+    let values = values.replace(
+        "gateway:\n",
+        "gateway:\n  affinity: { podAntiAffinity: {} }\n",
+    );
+    fs::write(shell.folder.join("values.yaml"), values).unwrap();
+    let cluster = &world.cluster;
+    let gone = "delete namespace causeway-edge --ignore-not-found --timeout=50s";
+    cluster.kubectl(gone).run().ok();
+    shell.run(&block("create namespace causeway-edge")).ok();
+
+    let install = block("helm install");
+    let more = "export HELM_MORE='--take-ownership --timeout 3m'";
+    let bad = format!(
+        "{more}\nHELM_MORE=\"$HELM_MORE --set-json gateway.policy={{\\\"rules\\\":[{{\\\"then\\\":\\\"allow\\\",\\\"who\\\":{{}}}}]}}\"\n"
+    );
+    scheduled(&shell, &format!("{bad}{install}")).failed();
+    assert!(
+        cluster
+            .get("deployment -n causeway causeway-gateway")
+            .is_none()
+    );
+    let logs = cluster.kubectl("logs -n causeway job/causeway-check-config");
+    let logs = logs.run().text();
+    assert!(
+        logs.contains("policy.yaml:") && logs.contains("names nobody"),
+        "{logs}"
+    );
+    shell
+        .run("helm uninstall causeway --namespace causeway")
+        .ok();
+
+    scheduled(&shell, &format!("{more}\n{install}")).ok();
+    let installed = || {
+        cluster
+            .get("configmap -n causeway causeway-gateway")
+            .map(|it| it["data"].clone())
+    };
+    let before = installed().unwrap();
+    assert!(
+        cluster
+            .get("job -n causeway causeway-check-config")
+            .is_none()
+    );
+    let upgrade = install
+        .lines()
+        .next()
+        .unwrap()
+        .replace("install", "upgrade");
+    let upgrade = upgrade.replace("--create-namespace", "");
+    scheduled(&shell, &format!("{bad}{upgrade}")).failed();
+    assert_eq!(installed().unwrap(), before);
+
+    let secret = "create secret generic -n causeway-edge mine --from-literal=a=b";
+    cluster.kubectl(secret).run().ok();
+    let ca = Program::new(BINARY).words("k8s ca-secret").run().ok();
+    cluster.kubectl("apply -f -").input(ca.stdout).run().ok();
+    let published = "apply -f -";
+    let map = json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": { "name": "causeway-ca", "namespace": "kube-system" },
+    });
+    cluster.kubectl(published).input(map.to_string()).run().ok();
+    let removal = block("helm uninstall");
+    let (uninstall, rest) = removal.split_once('\n').unwrap();
+    shell.run(uninstall).ok();
+    assert!(installed().is_none());
+    for kept in [
+        "secret -n causeway-edge mine",
+        "secret -n causeway causeway-state",
+        "secret -n causeway causeway-ca",
+    ] {
+        assert!(cluster.get(kept).is_some(), "{kept}");
+    }
+    shell.run(rest).ok();
+    for gone in [
+        "namespace causeway-edge",
+        "configmap -n kube-system causeway-ca",
+        "secret -n causeway causeway-state",
+    ] {
+        assert!(cluster.get(gone).is_none(), "{gone}");
+    }
+    let left = "delete -n causeway job,configmap causeway-check-config --ignore-not-found";
+    cluster.kubectl(left).run().ok();
+}
