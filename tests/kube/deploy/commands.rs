@@ -21,12 +21,11 @@ use super::{
     replicas::{GATEWAYS, edge, names},
 };
 use crate::{
-    trial,
+    steps, trial,
     world::{
-        World,
+        Way, World,
         causeway::BINARY,
         process::{PATIENCE, Process, Program, Ran, until, within},
-        world,
     },
 };
 
@@ -36,16 +35,19 @@ pub(super) fn trials() -> [Trial; 4] {
             "deploy::each_block_of_commands_is_known",
             each_block_of_commands_is_known,
         ),
-        trial(
-            "deploy::an_edge_follows_its_gateways_to_another_ca",
+        steps::by(
+            "deploy::an_edge_follows_its_gateways_to_another_ca".to_owned(),
+            Way::Address,
             an_edge_follows_its_gateways_to_another_ca,
         ),
-        trial(
-            "deploy::commands_of_the_readme_make_and_rotate_the_ca",
+        steps::by(
+            "deploy::commands_of_the_readme_make_and_rotate_the_ca".to_owned(),
+            Way::Address,
             commands_of_the_readme_make_and_rotate_the_ca,
         ),
-        trial(
-            "deploy::helm_judges_a_configuration_first_and_leaves_what_is_the_users",
+        steps::by(
+            "deploy::helm_judges_a_configuration_first_and_leaves_what_is_the_users".to_owned(),
+            Way::Address,
             helm_judges_a_configuration_first_and_leaves_what_is_the_users,
         ),
     ]
@@ -180,12 +182,12 @@ fn connects(world: &World, pod: &str) {
 }
 
 /// As where all was installed anew and nobody has kept the Secret.
-fn an_edge_follows_its_gateways_to_another_ca() {
-    let world = world();
+fn an_edge_follows_its_gateways_to_another_ca(world: &mut World) {
+    let world = &*world;
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
-    let made = Made::new(&world, "callers", GATEWAYS);
-    let _names = names(&world);
+    let made = Made::new(world, "callers", GATEWAYS);
+    let _names = names(world);
     let another_ca = || {
         let secret = Program::new(BINARY).words("k8s ca-secret").run().ok();
         let apply = world.cluster.kubectl("apply -f -");
@@ -196,12 +198,12 @@ fn an_edge_follows_its_gateways_to_another_ca() {
     made.begin("DaemonSet", "causeway-edge", "edge", edge);
     made.ready("causeway", "first");
     made.ready("causeway-edge", "edge");
-    connects(&world, "first");
+    connects(world, "first");
     made.end("causeway", "first");
     another_ca();
     made.begin("Deployment", "causeway-gateway", "second", gateway);
     made.ready("causeway", "second");
-    connects(&world, "second");
+    connects(world, "second");
     let logs = world
         .cluster
         .kubectl("logs -n causeway-edge edge")
@@ -211,7 +213,7 @@ fn an_edge_follows_its_gateways_to_another_ca() {
     let kept = node.at("ls").args(["/var/lib/causeway-edge"]).run().ok();
     let kept = kept.text();
     assert!(kept.contains("edge-replaced-"), "{kept}");
-    let is = status(&world, "causeway-edge", "edge");
+    let is = status(world, "causeway-edge", "edge");
     assert_eq!(is["containerStatuses"][0]["restartCount"], 0, "{is:#}");
     drop(made);
     node.at("rm").words(KEPT).run().ok();
@@ -235,13 +237,13 @@ fn step(made: &Made<'_>, shell: &Shell<'_>, (old, new): (&str, &str), line: &str
     made.end("causeway", old);
 }
 
-fn commands_of_the_readme_make_and_rotate_the_ca() {
-    let world = world();
+fn commands_of_the_readme_make_and_rotate_the_ca(world: &mut World) {
+    let world = &*world;
     let node = &world.nodes[0];
     node.at("rm").words(KEPT).run().ok();
-    let shell = Shell::new(&world, "deploy-commands");
-    let made = Made::new(&world, "callers", GATEWAYS);
-    let _names = names(&world);
+    let shell = Shell::new(world, "deploy-commands");
+    let made = Made::new(world, "callers", GATEWAYS);
+    let _names = names(world);
     shell.run(&block("apply -k overlays/callers")).ok();
 
     let making = block("openssl req");
@@ -264,7 +266,7 @@ fn commands_of_the_readme_make_and_rotate_the_ca() {
     // The node has the label now.
     made.begin("DaemonSet", "causeway-edge", "edge", edge);
     made.ready("causeway-edge", "edge");
-    connects(&world, "first");
+    connects(world, "first");
 
     let tokens = shell.run(&block("token create"));
     tokens.ok();
@@ -355,15 +357,15 @@ fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
     })
 }
 
-fn helm_judges_a_configuration_first_and_leaves_what_is_the_users() {
-    let world = world();
-    if helm(&world).is_none() {
+fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut World) {
+    let world = &*world;
+    if helm(world).is_none() {
         return;
     }
-    import(&world);
-    let _jobs = jobs(&world);
-    let shell = Shell::new(&world, "deploy-helm");
-    own_names(&world, &shell.folder.join("chart"));
+    import(world);
+    let _jobs = jobs(world);
+    let shell = Shell::new(world, "deploy-helm");
+    own_names(world, &shell.folder.join("chart"));
     let values = blocks("yaml").concat();
     let values = values.replace("registry.example/causeway", "causeway");
     // The only node says to be at the edge.
@@ -382,7 +384,8 @@ fn helm_judges_a_configuration_first_and_leaves_what_is_the_users() {
     let bad = format!(
         "{more}\nHELM_MORE=\"$HELM_MORE --set-json gateway.policy={{\\\"rules\\\":[{{\\\"then\\\":\\\"allow\\\",\\\"who\\\":{{}}}}]}}\"\n"
     );
-    scheduled(&shell, &format!("{bad}{install}")).failed();
+    let said = scheduled(&shell, &format!("{bad}{install}")).failed();
+    assert!(said.contains("pre-install"), "{said}");
     assert!(
         cluster
             .get("deployment -n causeway causeway-gateway")
