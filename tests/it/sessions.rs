@@ -13,8 +13,15 @@ use crate::{
 };
 use causeway_edge::config::Scheme;
 use futures_util::future::join_all;
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 use tokio::{io::AsyncWriteExt, task::JoinSet};
+use tokio_util::sync::CancellationToken;
 
 const GET: &str = "GET /bulk HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const UPGRADE: &str = "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
@@ -223,6 +230,57 @@ async fn requests_wait_for_a_node_whose_edge_restarts_and_for_no_other() {
     started.unwrap();
     for answer in answers {
         assert_eq!(answer.text(), "here");
+    }
+}
+
+/// As a `DaemonSet` updates them: one is stopped in order and begins anew, and the next follows once that one is ready.
+#[tokio::test]
+async fn edges_that_are_updated_one_by_one_cost_no_request() {
+    let app = app().await;
+    let mut road = lasting(&app).await;
+    let join = |node| World::edge(&road, node).port(9100, app.address()).join();
+    let (mut second, mut third) = tokio::join!(join("edge-2"), join("edge-3"));
+    let (stop, answered) = (
+        CancellationToken::new(),
+        Arc::new([const { AtomicUsize::new(0) }; 3]),
+    );
+    let mut asking = JoinSet::new();
+    for number in 0..3 {
+        let caller = road.caller_at("plain");
+        let (stop, answered) = (stop.clone(), answered.clone());
+        asking.spawn(async move {
+            let url = format!("http://edge-{}:9100/", number + 1);
+            while !stop.is_cancelled() {
+                let answer = caller.get(&url).await;
+                assert_eq!((answer.status, answer.text().as_str()), (200, "here"));
+                answered[number].fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+    let counts = || {
+        answered
+            .each_ref()
+            .map(|count| count.load(Ordering::Relaxed))
+    };
+    for number in 0..3 {
+        let edge = [&mut road.edge, &mut second, &mut third]
+            .into_iter()
+            .nth(number)
+            .unwrap();
+        edge.stop().await;
+        edge.start().await.unwrap();
+        let before = counts();
+        until("requests of each node are answered again", async || {
+            counts()
+                .iter()
+                .zip(&before)
+                .all(|(now, before)| now > before)
+        })
+        .await;
+    }
+    stop.cancel();
+    while let Some(ended) = asking.join_next().await {
+        ended.unwrap();
     }
 }
 
