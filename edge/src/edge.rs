@@ -381,7 +381,8 @@ fn attend(
     let (tasks, metrics) = (&parts.tasks, &parts.metrics);
     let (limits, pressure) = (links.config.limits.clone(), &links.pressure);
     let shown = (reader, (metrics.clone(), pressure.clone()), reloads);
-    tasks.spawn(info_span!("admin"), admin::run(admin, shown, done.clone()));
+    let ends = (links.stop.clone(), done.clone());
+    tasks.spawn(info_span!("admin"), admin::run(admin, shown, ends));
     tasks.spawn(info_span!("sweep"), sweep(parts.now.clone()));
     let evicting = evict::run(limits, pressure.clone(), metrics.clone());
     tasks.spawn(info_span!("evict"), evicting);

@@ -365,7 +365,11 @@ impl Bound {
         }
         let router = admin::router(self.admin_app);
         let admin = (self.admin, self.admin_socket);
-        let admin = serve_admin(admin, router, self.shared.metrics.clone(), closing.clone());
+        let ends = http::Stop {
+            announced: leaving.clone(),
+            end: closing.clone(),
+        };
+        let admin = serve_admin(admin, router, self.shared.metrics.clone(), ends);
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
             let names = self.reloader.parts().names.clone();
@@ -412,7 +416,7 @@ async fn serve_admin(
     (listener, socket): (listener::Bound, Option<listener::Bound>),
     router: Router,
     metrics: Arc<Metrics>,
-    stop: CancellationToken,
+    stop: http::Stop,
 ) {
     let serve = |name, bound| {
         let limit = metrics.connection_limit(name, http::CONNECTIONS);

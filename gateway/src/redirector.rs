@@ -215,7 +215,11 @@ impl Redirector {
             .passing
             .metrics
             .connection_limit("admin_connections", http::CONNECTIONS);
-        let admin = http::run(self.admin, pages, limit, closing.clone());
+        let ends = http::Stop {
+            announced: stop.clone(),
+            end: closing.clone(),
+        };
+        let admin = http::run(self.admin, pages, limit, ends);
         control.spawn(info_span!("admin"), admin);
         let door = Door {
             passing: self.passing,

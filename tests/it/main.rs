@@ -15,6 +15,8 @@ mod sites;
 
 mod dns;
 
+mod drains;
+
 mod errors;
 mod forwarding_headers;
 mod grpc_errors;

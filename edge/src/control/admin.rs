@@ -5,7 +5,7 @@
 //! while a tunnel stands or gateways are dialled in the ordinary way, and not while they refuse it; it is
 //! ready while a tunnel stands.
 
-use super::listen::{ConnectionPlace, LimitedListener, Own, guard, keep_place};
+use super::listen::{ConnectionPlace, LimitedListener, Own, announcing_close, guard, keep_place};
 use crate::{
     config::Reloads,
     metrics::Metrics,
@@ -47,11 +47,11 @@ struct Tables {
     reloads: Reloads,
 }
 
-/// Serves until `stop`.
+/// Serves until `stop`; connections end with their next response once the edge is `stopping`.
 pub(crate) async fn run(
     (listener, socket): Listeners,
     (reader, (metrics, pressure), reloads): (Reader, (Arc<Metrics>, Arc<Pressure>), Reloads),
-    stop: CancellationToken,
+    (stopping, stop): (CancellationToken, CancellationToken),
 ) {
     let limited = metrics.clone();
     let own = Arc::new(Own {
@@ -78,6 +78,7 @@ pub(crate) async fn run(
             pressure,
             reloads,
         });
+    let router = announcing_close(router, stopping);
     let limit = limited.connection_limit("admin_connections", CONNECTIONS);
     let listener = LimitedListener::new(limit, listener, stop.clone());
     let places = router.clone().layer(middleware::from_fn(keep_place));

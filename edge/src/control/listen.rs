@@ -4,10 +4,15 @@
 //! to read or to write.
 
 use axum::{
+    Router,
     body::{Body, Bytes},
     extract::{ConnectInfo, Request, connect_info::Connected},
-    http::{HeaderValue, StatusCode, header::HOST, uri::Authority},
-    middleware::Next,
+    http::{
+        HeaderValue, StatusCode, Version,
+        header::{CONNECTION, HOST},
+        uri::Authority,
+    },
+    middleware::{Next, from_fn},
     response::{IntoResponse, Response},
     serve::{IncomingStream, Listener},
 };
@@ -252,6 +257,23 @@ impl http_body::Body for PlacedBody {
     }
 }
 
+/// Announces with each response of HTTP/1.1 that its connection ends, once the edge stops: closed without that, it would lose a
+/// request that is on its way (RFC 9112, section 9.6). The engine then closes it.
+pub(super) fn announcing_close(router: Router, stop: CancellationToken) -> Router {
+    router.layer(from_fn(move |request: Request, next: Next| {
+        let stop = stop.clone();
+        async move {
+            let is_http2 = request.version() == Version::HTTP_2;
+            let mut response = next.run(request).await;
+            if !is_http2 && stop.is_cancelled() {
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(CONNECTION, close);
+            }
+            response
+        }
+    }))
+}
+
 /// Refuses requests for somebody else's name: a page in a browser on this machine does not read a listener under a name of its
 /// own (DNS rebinding).
 pub(super) async fn guard(own: Arc<Own>, request: Request, next: Next) -> Response {
@@ -308,7 +330,7 @@ impl Own {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::{Router, middleware::from_fn, routing::get};
+    use axum::routing::get;
     use causeway_certs::Leaf;
     use futures_util::{StreamExt, stream};
     use std::convert::Infallible;

@@ -24,7 +24,7 @@ mod site;
 mod source;
 mod told;
 
-use super::{held::Held, link::Links};
+use super::{held::Held, link::Links, listen};
 use crate::{config, metrics::Metrics, state};
 use causeway_certs::verify::{Hubs, Shown};
 use causeway_pool::{Limits, Pool, Resource};
@@ -180,9 +180,10 @@ impl Reading {
         parts.push(Box::pin(report.run()));
         let heard = (chosen.clone(), state.standing());
         let spawn = (tasks.clone(), links.node.clone(), heard);
+        let ends = (links.stop.clone(), done);
         tasks.spawn(
             info_span!("reader"),
-            Box::pin(self.run(parts, spawn, metrics, done)) as BoxFuture<'static, ()>,
+            Box::pin(self.run(parts, spawn, metrics, ends)) as BoxFuture<'static, ()>,
         );
         last
     }
@@ -192,7 +193,7 @@ impl Reading {
         parts: Vec<BoxFuture<'static, ()>>,
         (tasks, node, (at, standing)): (Arc<Tasks>, String, Heard),
         metrics: Arc<Metrics>,
-        done: CancellationToken,
+        (stop, done): (CancellationToken, CancellationToken),
     ) {
         let Self {
             config,
@@ -210,10 +211,11 @@ impl Reading {
             let tls = endpoint.shown.is_some();
             info!(%address, tls, resources = ?config.resources, "programs on this node can read");
         }
-        let router = endpoint::serving(pool.clone(), None, None);
+        let closing = |router| listen::announcing_close(router, stop.clone());
+        let router = closing(endpoint::serving(pool.clone(), None, None));
         let mut parts = parts;
         if let Some(listener) = site {
-            let router = endpoint::serving(pool.clone(), Some(at.clone()), None);
+            let router = closing(endpoint::serving(pool.clone(), Some(at.clone()), None));
             let at = at.clone();
             let door = Door {
                 listener,
@@ -227,7 +229,7 @@ impl Reading {
         }
         if let Some((listener, known)) = hubs {
             let touch = hubs::Touch { at, standing };
-            let router = hubs::serving(pool, config.of_hubs(), touch.clone());
+            let router = closing(hubs::serving(pool, config.of_hubs(), touch.clone()));
             let door = Door {
                 listener,
                 host: Arc::new(hubs::Guests { known, touch }),

@@ -402,7 +402,13 @@ impl Desk {
         };
         let (router, stop) = (self.admission.enrol.clone(), self.stop.clone());
         let bounds = http::SHORT;
-        let serving = pin!(http::serve(io, router, (peer, Some(&slot)), bounds, stop));
+        let serving = pin!(http::serve(
+            io,
+            router,
+            (peer, Some(&slot)),
+            bounds,
+            stop.into()
+        ));
         slot.run(serving).await.ok_or(Failed::Evicted)
     }
 

@@ -7,7 +7,7 @@
 
 use axum::{
     Router,
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderValue, StatusCode, Version, header},
     response::{IntoResponse, Response},
 };
 use causeway_certs::{Fingerprint, Identity, Vouched};
@@ -24,12 +24,20 @@ use hyper_util::{
 };
 use serde_json::json;
 use std::{
-    borrow::Cow, convert::Infallible, future::Future, net::IpAddr, pin::pin, sync::Arc,
+    borrow::Cow,
+    convert::Infallible,
+    future::{Future, pending},
+    net::IpAddr,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    time::timeout,
+    time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tower::Service;
@@ -53,6 +61,9 @@ pub(crate) struct Bounds {
     pub(crate) streams: u32,
     /// What requests get to end when it is asked to.
     pub(crate) grace: Duration,
+    /// Time for one more request of HTTP/1.1, which is told that the connection ends: closed without that, it would lose a
+    /// request that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+    pub(crate) last_request: Duration,
 }
 
 /// Of those who ask for something and are done: a scraper that comes every minute keeps its own connection, and a
@@ -61,6 +72,7 @@ pub(crate) const SHORT: Bounds = Bounds {
     life: Some(Duration::from_mins(5)),
     streams: 16,
     grace: GRACE,
+    last_request: Duration::from_secs(1),
 };
 
 /// Who is at the other end of a connection; in the extensions of each of its requests.
@@ -78,8 +90,26 @@ pub struct Peer {
     pub vouched: Option<Vouched>,
 }
 
+/// When a listener or a connection ends.
+#[derive(Clone, Debug)]
+pub struct Stop {
+    /// Responses announce the end from now on.
+    pub announced: CancellationToken,
+    /// The end.
+    pub end: CancellationToken,
+}
+
+impl From<CancellationToken> for Stop {
+    fn from(end: CancellationToken) -> Self {
+        Self {
+            announced: end.clone(),
+            end,
+        }
+    }
+}
+
 /// Serves `router` on `listener` until `stop`; returns when the last connection is gone.
-pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: CancellationToken) {
+pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: Stop) {
     let listener = match listener.attach() {
         Ok(listener) => listener,
         Err(error) => {
@@ -91,7 +121,7 @@ pub async fn run(listener: Bound, router: Router, limit: ConnectionLimit, stop: 
     loop {
         let (socket, from) = tokio::select! {
             biased;
-            () = stop.cancelled() => break,
+            () = stop.end.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
         let Ok(slot) = limit.admit(from) else {
@@ -120,7 +150,7 @@ pub(crate) async fn serve(
     router: Router,
     (peer, slot): (Peer, Option<&Slot>),
     bounds: Bounds,
-    stop: CancellationToken,
+    stop: Stop,
 ) {
     let streams = Streams(Arc::new(Tasks::default()));
     let mut builder = auto::Builder::new(streams);
@@ -137,12 +167,22 @@ pub(crate) async fn serve(
         .initial_connection_window_size(UNREAD)
         .keep_alive_interval(HEAD_WITHIN)
         .keep_alive_timeout(HEAD_WITHIN);
+    let ending = Arc::new(Ending::default());
+    let noted = ending.clone();
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+        let ending = noted.clone();
+        let is_http2 = request.version() == Version::HTTP_2;
+        ending.is_http2.store(is_http2, Relaxed);
         request.extensions_mut().insert(peer.clone());
         let busy = slot.map(Slot::busy);
         let answer = router.clone().call(request);
         async move {
-            let answer = answer.await?;
+            let mut answer = answer.await?;
+            if !is_http2 && ending.is_due.load(Relaxed) {
+                // The engine then closes the connection (RFC 9112, section 9.6).
+                let close = HeaderValue::from_static("close");
+                answer.headers_mut().insert(header::CONNECTION, close);
+            }
             Ok::<_, Infallible>(answer.map(|body| {
                 body.map_frame(move |frame| {
                     let _until_written = &busy;
@@ -153,10 +193,23 @@ pub(crate) async fn serve(
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
     let over = async {
-        match bounds.life {
-            // Whichever is first.
-            Some(life) => drop(timeout(life, stop.cancelled()).await),
-            None => stop.cancelled().await,
+        let aged = async {
+            match bounds.life {
+                Some(life) => sleep(life).await,
+                None => pending().await,
+            }
+        };
+        let is_aged = tokio::select! {
+            () = aged => true,
+            () = stop.announced.cancelled() => false,
+            () = stop.end.cancelled() => false,
+        };
+        ending.is_due.store(true, Relaxed);
+        if !ending.is_http2.load(Relaxed) {
+            sleep(bounds.last_request).await;
+        }
+        if !is_aged {
+            stop.end.cancelled().await;
         }
     };
     let ended = tokio::select! {
@@ -169,6 +222,14 @@ pub(crate) async fn serve(
     if let Err(error) = ended {
         tracing::debug!(error, "a control connection ended out of order");
     }
+}
+
+/// Knowledge of a connection that its requests and its end share.
+#[derive(Debug, Default)]
+struct Ending {
+    /// The connection is asked to end.
+    is_due: AtomicBool,
+    is_http2: AtomicBool,
 }
 
 /// The owner of a connection's HTTP/2 streams.
@@ -235,5 +296,47 @@ impl IntoResponse for Problem {
                 .insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_kept_connection_hears_of_its_end_with_one_more_answer() {
+        let (mut client, server) = duplex(4096);
+        let stop = CancellationToken::new();
+        let peer = Peer {
+            address: None,
+            identity: None,
+            issued: 0,
+            root: None,
+            vouched: None,
+        };
+        let router = Router::new().route("/", get(|| async { "it" }));
+        let serving = serve(server, router, (peer, None), SHORT, stop.clone().into());
+        let asking = async {
+            let head = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+            client.write_all(head).await.unwrap();
+            let mut answer = vec![0; 4096];
+            let read = client.read(&mut answer).await.unwrap();
+            let first = String::from_utf8_lossy(&answer[..read]).to_lowercase();
+            assert!(!first.contains("connection: close"), "{first}");
+            stop.cancel();
+            // It rests, and asks once more.
+            sleep(SHORT.last_request / 2).await;
+            client.write_all(head).await.unwrap();
+            let mut last = String::new();
+            client.read_to_string(&mut last).await.unwrap();
+            let last = last.to_lowercase();
+            assert!(
+                last.contains("connection: close") && last.ends_with("it"),
+                "{last}"
+            );
+        };
+        tokio::join!(serving, asking);
     }
 }

@@ -60,6 +60,8 @@ const BOUNDS: Bounds = Bounds {
     life: None,
     streams: 64,
     grace: Duration::from_secs(2),
+    // A reader that is unwelcome asks for nothing more.
+    last_request: Duration::ZERO,
 };
 /// Within this time all are sent elsewhere when the gateway drains: a fleet that reads anew at once is a storm.
 const SPREAD: Duration = Duration::from_secs(3);
@@ -189,7 +191,7 @@ impl Reading {
             router,
             (reader.peer, None),
             BOUNDS,
-            entered.end.clone(),
+            entered.end.clone().into(),
         );
         let leaving = async {
             stop.cancelled().await;

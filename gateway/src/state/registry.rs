@@ -369,6 +369,16 @@ impl Registry {
         self.closed.cancel();
     }
 
+    /// Waits until this gateway drains.
+    pub async fn closed(&self) {
+        self.closed.cancelled().await;
+    }
+
+    /// Whether this gateway drains.
+    pub fn is_closed(&self) -> bool {
+        self.closed.is_cancelled()
+    }
+
     /// Notes that the drain's time is over: what is open from now on ends for that.
     pub fn end(&self) {
         self.over.store(true, Relaxed);

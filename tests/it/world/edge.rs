@@ -139,6 +139,7 @@ struct Running {
     task: JoinSet<Result<(), Error>>,
     reader: Reader,
     reloader: Reloader,
+    admin: SocketAddr,
 }
 
 impl Edge {
@@ -171,6 +172,7 @@ impl Edge {
         let bound = timeout(PATIENCE, opening).await;
         let bound = bound.expect("the edge joins or is refused")?;
         let (reader, reloader) = (bound.reader(), bound.reloader());
+        let admin = bound.local_addr();
         let mut task = JoinSet::new();
         task.spawn(bound.run(stop.clone()));
         self.running = Some(Running {
@@ -178,6 +180,7 @@ impl Edge {
             task,
             reader,
             reloader,
+            admin,
         });
         Ok(())
     }
@@ -226,6 +229,11 @@ impl Edge {
     pub(crate) async fn kill(&mut self) {
         let mut running = self.running.take().expect("the edge runs");
         running.task.shutdown().await;
+    }
+
+    /// The address of its admin listener.
+    pub(crate) fn admin(&self) -> SocketAddr {
+        self.running().admin
     }
 
     /// What it is doing.

@@ -4,7 +4,7 @@
 //! ends the connection, and so does a caller without any request for much longer. HTTP/2's own limits on resets keep their defaults here:
 //! on a public front they are the protection. Control frames have a budget below hyper, see [`Calm`].
 
-use super::{Beyond, Connection, io::Io};
+use super::{Beyond, Connection, idle::Idle, io::Io};
 use crate::{
     config::ErrorForm,
     error::Reason,
@@ -17,7 +17,7 @@ use causeway_tunnel::{
     request_target::ENGINE_TARGET,
     task::Tasks,
 };
-use http::{Request, Response, StatusCode, Version};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header::CONNECTION};
 use hyper::{
     body::{Body as _, Incoming},
     ext::ReasonPhrase,
@@ -109,8 +109,9 @@ const STREAMS: u32 = 250;
 /// A dead HTTP/2 caller is noticed within twice this.
 const PING: Duration = Duration::from_secs(30);
 
-/// A connection that is younger than this may have a request on its way: closed now, it would be lost.
-const YOUNG: Duration = Duration::from_secs(1);
+/// Time for one more request of HTTP/1.1, which is told that the connection ends: closed without that, it would lose a request
+/// that is on its way. An HTTP/2 connection announces its end by GOAWAY and loses none.
+const LAST_REQUEST: Duration = Duration::from_secs(1);
 
 /// Serves one connection until it ends; after `stop` it finishes what it has begun.
 pub(super) async fn serve(
@@ -120,11 +121,20 @@ pub(super) async fn serve(
     stop: CancellationToken,
 ) {
     let builder = builder(proxy, connection.window);
+    let stopped = stop.clone();
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Here and not below: the engine hands streams over in their order.
         let exchange = exchange(&connection, request.version());
-        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
+        let stop = stopped.clone();
+        async move {
+            let (version, method) = (request.version(), request.method().clone());
+            let mut response = answer(&proxy, &connection, request, exchange).await;
+            if version != Version::HTTP_2 && closes(&proxy, &stop) {
+                announce_close(&method, &mut response);
+            }
+            Ok::<_, Infallible>(response)
+        }
     });
     let io = below_engine(proxy, io, &connection);
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
@@ -133,11 +143,11 @@ pub(super) async fn serve(
     let mut stuck = pin!(condition.stuck());
     let mut idle = pin!(connection.idle.idle(proxy.shared.timeouts.idle_keepalive));
     let mut going = false;
-    let mut grown = pin!(sleep(YOUNG));
-    let mut last_orders = pin!(async {
-        stop.cancelled().await;
-        grown.as_mut().await;
-    });
+    let mut last_orders = pin!(last_orders(
+        proxy.shared.registry.closed(),
+        &stop,
+        &connection.idle
+    ));
     let mut stopping = false;
     loop {
         tokio::select! {
@@ -173,6 +183,36 @@ pub(super) async fn serve(
                 served.as_mut().graceful_shutdown();
             }
         }
+    }
+}
+
+/// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
+/// there is one, or else since `stop`; it has time for one at least.
+async fn last_orders(drain: impl Future<Output = ()>, stop: &CancellationToken, idle: &Idle) {
+    tokio::select! {
+        () = drain => {}
+        () = stop.cancelled() => {}
+    }
+    if !idle.has_begun() {
+        sleep(LAST_REQUEST).await;
+    }
+    stop.cancelled().await;
+}
+
+/// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
+fn closes(proxy: &Proxy, stop: &CancellationToken) -> bool {
+    proxy.shared.registry.is_closed() || proxy.front.is_retired() || stop.is_cancelled()
+}
+
+/// Announces that the connection of HTTP/1.1 ends behind this response, which the engine then sees to (RFC 9112, section
+/// 9.6). A connection that becomes a session ends with that.
+fn announce_close(method: &Method, response: &mut Response<Outgoing>) {
+    let status = response.status();
+    let is_session = status == StatusCode::SWITCHING_PROTOCOLS
+        || (method == Method::CONNECT && status.is_success());
+    if !is_session {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
     }
 }
 
@@ -285,4 +325,47 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<Owned> {
         .keep_alive_interval(PING)
         .keep_alive_timeout(PING);
     builder
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use tokio::time::Instant;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_of_http1_ends_after_time_for_one_more_request() {
+        let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
+        let idle = Arc::new(Idle::default());
+        let ends = |after: Duration| {
+            let (drain, stop, idle) = (drain.clone(), stop.clone(), idle.clone());
+            async move {
+                let began = Instant::now();
+                last_orders(drain.cancelled(), &stop, &idle).await;
+                assert_eq!(began.elapsed(), after);
+            }
+        };
+        assert!(ends(LAST_REQUEST).now_or_never().is_none());
+        // A listener has another configuration.
+        stop.cancel();
+        ends(LAST_REQUEST).await;
+        // Requests are counted where HTTP/2 is spoken.
+        drop(idle.busy());
+        ends(Duration::ZERO).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_time_since_the_drain_began_counts() {
+        let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
+        let idle = Arc::new(Idle::default());
+        drain.cancel();
+        let began = Instant::now();
+        let ending = last_orders(drain.cancelled(), &stop, &idle);
+        let closing = async {
+            sleep(3 * LAST_REQUEST).await;
+            stop.cancel();
+        };
+        tokio::join!(ending, closing);
+        assert_eq!(began.elapsed(), 3 * LAST_REQUEST);
+    }
 }

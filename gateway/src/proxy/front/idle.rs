@@ -39,6 +39,11 @@ impl Idle {
         Busy(self.clone())
     }
 
+    /// Whether a request has been made.
+    pub fn has_begun(&self) -> bool {
+        self.open.load(Relaxed) > 0 || self.since.load(Relaxed) > 0
+    }
+
     fn since(&self) -> Option<Instant> {
         let since = self.since.load(Relaxed).checked_sub(1);
         let since = since.filter(|_| self.open.load(Relaxed) == 0)?;

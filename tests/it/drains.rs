@@ -1,0 +1,130 @@
+//! A gateway that drains takes leave of its clients: kept connections are told, and none of their requests is lost.
+
+use crate::{
+    road::{Road, URL},
+    world::{
+        World,
+        app::{App, Head, Script, answer},
+        caller::{exchange, read_to_end, whole},
+        until,
+    },
+};
+use causeway_edge::config::Scheme;
+use futures_util::future::join_all;
+use hyper::{Request, header::CONNECTION};
+use std::time::Duration;
+use tokio::{io::AsyncWriteExt, net::TcpStream};
+
+/// Longer than any test waits.
+const LONG: Duration = Duration::from_mins(10);
+
+async fn road(app: &App) -> Road {
+    let build = World::build().config(|config| config.timeouts.drain = LONG);
+    Road::along(build, Scheme::Http, app.address()).await
+}
+
+fn by_path(head: &Head) -> Script {
+    match head.path().as_str() {
+        "/endless" => answer::endless(),
+        "/exec" => answer::switch("SPDY/3.1", b"first"),
+        _ => answer::ok("it"),
+    }
+}
+
+#[tokio::test]
+async fn each_answer_of_http1_announces_the_end_of_its_connection_from_the_start_of_a_drain() {
+    let app = App::http(by_path).await;
+    let road = road(&app).await;
+    // The listeners stay open while a stream lasts whose edge has nowhere else to go.
+    let lasting = road.http2().connect("edge-1").await.unwrap();
+    let request = Request::get(format!("{URL}endless")).body(whole(""));
+    let _held = lasting.hold(request.unwrap());
+    until("a stream lasts", async || app.requests() == 1).await;
+    let mut kept = road.caller().connect("edge-1").await.unwrap();
+    let mut http2 = road.http2().connect("edge-1").await.unwrap();
+    for connection in [&mut kept, &mut http2] {
+        let answer = connection.get(URL).await.unwrap();
+        let told = answer.field("connection");
+        assert_eq!((answer.status, told), (200, ""), "{answer}");
+    }
+    road.drain_gateway();
+    until("it drains", async || {
+        road.admin_text("/readyz").await.0 == 503
+    })
+    .await;
+    let mut fresh = road.caller().connect("edge-1").await.unwrap();
+    for connection in [&mut kept, &mut fresh] {
+        let answer = connection.get(URL).await.unwrap();
+        let told = answer.field("connection");
+        assert_eq!((answer.status, told), (200, "close"), "{answer}");
+        assert!(connection.get(URL).await.is_err(), "it goes on");
+    }
+    // What the gateway says itself is no exception.
+    let refused = road.caller().get("https://edge-1:9999/").await;
+    let told = refused.field("connection");
+    assert_eq!((refused.status, told), (403, "close"), "{refused}");
+    let answer = http2.get(URL).await.unwrap();
+    let told = answer.fields.get(CONNECTION);
+    assert_eq!((answer.status, told), (200, None), "{answer}");
+    // Behind a 101 there is no HTTP to end.
+    let exec = "GET /exec HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    let head = exchange(&mut road.tls().await, exec).await.to_lowercase();
+    let switches = head.starts_with("http/1.1 101 ") && head.contains("connection: upgrade\r\n");
+    assert!(switches && !head.contains("close"), "{head}");
+}
+
+#[tokio::test]
+async fn clients_that_keep_their_connections_lose_no_answer_in_a_drain() {
+    let app = App::saying("it").await;
+    let road = road(&app).await;
+    let caller = road.caller();
+    let clients = (0..8).map(|_| async {
+        let mut answers = 0;
+        // Until nothing is accepted any more.
+        while let Ok(mut connection) = caller.connect("edge-1").await {
+            loop {
+                let answer = connection.get(URL).await;
+                let answer = answer.unwrap_or_else(|error| panic!("after {answers}: {error}"));
+                assert_eq!(answer.status, 200, "{answer}");
+                answers += 1;
+                if answer.field("connection") == "close" {
+                    break;
+                }
+            }
+        }
+        answers
+    });
+    let drain = async {
+        until("all are at it", async || app.requests() > 100).await;
+        road.drain_gateway();
+    };
+    let (answers, ()) = tokio::join!(join_all(clients), drain);
+    assert!(answers.iter().all(|answers| *answers > 0), "{answers:?}");
+}
+
+/// The edge's own listeners say so too.
+#[tokio::test]
+async fn an_edge_that_drains_announces_the_end_of_connections_to_its_admin_listener() {
+    let app = App::http(by_path).await;
+    let road = road(&app).await;
+    let lasting = road.http2().connect("edge-1").await.unwrap();
+    let request = Request::get(format!("{URL}endless")).body(whole(""));
+    let _held = lasting.hold(request.unwrap());
+    until("a stream lasts", async || app.requests() == 1).await;
+    let admin = road.edge.admin();
+    let mut kept = TcpStream::connect(admin).await.unwrap();
+    let ask = "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    let before = exchange(&mut kept, ask).await.to_lowercase();
+    assert!(!before.contains("connection: close"), "{before}");
+    road.edge.drain();
+    until("it announces", async || {
+        let mut fresh = TcpStream::connect(admin).await.unwrap();
+        let said = exchange(&mut fresh, ask).await.to_lowercase();
+        said.contains("connection: close")
+    })
+    .await;
+    kept.write_all(ask.as_bytes()).await.unwrap();
+    let last = read_to_end(&mut kept).await.unwrap();
+    let last = String::from_utf8_lossy(&last).to_lowercase();
+    assert!(last.contains("connection: close"), "{last}");
+}
