@@ -11,6 +11,7 @@ use crate::{
     },
 };
 use causeway_edge::config::Scheme;
+use serde_json::json;
 use socket2::SockRef;
 use std::{io::ErrorKind, time::Duration};
 use tokio::{
@@ -75,6 +76,16 @@ async fn what_a_drain_cuts_off_ends_with_a_reset_and_not_with_an_end() {
     {
         let end = end.as_ref().map(Vec::len).map_err(std::io::Error::kind);
         assert_eq!(end, Err(ErrorKind::ConnectionReset), "caller {number}");
+    }
+    until("each stream is recorded", async || {
+        road.log().records().len() == 4
+    })
+    .await;
+    for record in road.log().records() {
+        assert_eq!(
+            (&record["status"], &record["reason"]),
+            (&json!(200), &json!("draining"))
+        );
     }
 }
 

@@ -16,6 +16,7 @@ mod sites;
 mod dns;
 
 mod drains;
+mod records;
 
 mod errors;
 mod forwarding_headers;

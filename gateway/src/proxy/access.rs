@@ -94,6 +94,8 @@ struct Filled {
     first_byte: Option<Duration>,
     /// A session runs: an upgrade, a CONNECT or a TCP session.
     session: bool,
+    /// The session has come to its end in order.
+    session_ended: bool,
     permit: Option<Permit>,
     _open: Option<StreamGuard>,
 }
@@ -376,6 +378,30 @@ impl Record {
         }
     }
 
+    /// Notes that the session has come to its end in order.
+    pub(super) fn session_ended(&self) {
+        self.filled().session_ended = true;
+    }
+
+    /// Notes that nobody carries the stream on though it has not come to its end: the drain's time is over, or else the client
+    /// has left. A reason that is known already stands.
+    pub fn abandoned(&self, detail: &str) {
+        let mut filled = self.filled();
+        if filled.reason.is_some() {
+            return;
+        }
+        if self.shared.registry.is_over() {
+            return self.ended_by_drain(&mut filled);
+        }
+        filled.reason = Some(Reason::ClientClosed);
+        detail.clone_into(&mut filled.detail);
+    }
+
+    /// Whether the answer has no body by its method or status (RFC 9110, section 6.4.1).
+    pub(super) fn is_bodiless(&self) -> bool {
+        self.method == Method::HEAD.as_str() || matches!(self.filled().status, 204 | 304)
+    }
+
     /// Notes that the gateway stopped before the stream ended.
     fn ended_by_drain(&self, filled: &mut Filled) {
         let drain = humantime::format_duration(self.shared.timeouts.drain);
@@ -418,13 +444,15 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        if self.shared.registry.is_over() {
-            let mut filled = self.filled();
-            if filled.reason.is_none() && filled.status == 0 {
-                self.ended_by_drain(&mut filled);
-            }
+        let (status, in_session) = {
+            let filled = self.filled();
+            (filled.status, filled.session && !filled.session_ended)
+        };
+        if status == 0 {
+            self.abandoned("the client left before there was an answer");
+        } else if in_session {
+            self.abandoned("the client left before the end of its session");
         }
-        self.client_closed("the client left before there was an answer");
         let mut filled = std::mem::take(&mut *self.filled());
         if let Some(reason @ (Reason::ClientClosed | Reason::Draining)) = filled.reason
             && filled.status == 0

@@ -224,9 +224,13 @@ fn spawn(direct: &Direct<'_>, switched: OnUpgrade, tcp: TcpStream) {
             record.session_unless_ended(work).await
         };
         match passed {
-            Some(Ok(())) => {}
+            Some(Ok(())) => record.session_ended(),
+            Some(Err(error)) if far.is_broken() => {
+                let detail = format!("the target broke the session off: {error}");
+                record.failed(&Reason::TargetBroken.says(detail));
+            }
             Some(Err(error)) => {
-                tracing::debug!(%error, "a session that was dialled from here broke off");
+                record.abandoned(&format!("the client broke its session off: {error}"));
             }
             // A target must not take what has come so far for the whole.
             None => far.io.abort(),
@@ -265,11 +269,26 @@ where
 pub(super) struct Counted<F> {
     io: F,
     passed: Arc<Passed>,
+    broken: bool,
 }
 
 impl<F> Counted<F> {
     pub(super) fn new(io: F, passed: Arc<Passed>) -> Self {
-        Self { io, passed }
+        Self {
+            io,
+            passed,
+            broken: false,
+        }
+    }
+
+    /// Whether the connection has failed, and not that of the client.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    fn noted<T>(&mut self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        self.broken |= matches!(polled, Poll::Ready(Err(_)));
+        polled
     }
 }
 
@@ -280,7 +299,8 @@ impl<F: AsyncRead + Unpin> AsyncRead for Counted<F> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        let polled = Pin::new(&mut self.io).poll_read(cx, buf);
+        ready!(self.noted(polled))?;
         let read = u64::try_from(buf.filled().len() - before).unwrap_or_default();
         self.passed.down.fetch_add(read, Relaxed);
         Poll::Ready(Ok(()))
@@ -293,17 +313,20 @@ impl<F: AsyncWrite + Unpin> AsyncWrite for Counted<F> {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.io).poll_write(cx, buf))?;
+        let polled = Pin::new(&mut self.io).poll_write(cx, buf);
+        let written = ready!(self.noted(polled))?;
         let up = u64::try_from(written).unwrap_or_default();
         self.passed.up.fetch_add(up, Relaxed);
         Poll::Ready(Ok(written))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
+        let polled = Pin::new(&mut self.io).poll_flush(cx);
+        self.noted(polled)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
+        let polled = Pin::new(&mut self.io).poll_shutdown(cx);
+        self.noted(polled)
     }
 }

@@ -199,7 +199,7 @@ pub(super) fn respond(
     parts.version = Version::default();
     parts.extensions.clear();
     way.record.answered(parts.status);
-    let body = Outgoing::stream(body, &way.route.node, way.record);
+    let body = Outgoing::stream(body, &way.route.node, way.record).sized(&parts.headers);
     Ok(Response::from_parts(parts, body))
 }
 

@@ -16,6 +16,7 @@ use crate::{
 use bytes::Bytes;
 use causeway_certs::NodeName;
 use causeway_tunnel::{Receive, Send, StreamError, eviction::Eviction};
+use http::{HeaderMap, header::CONTENT_LENGTH};
 use http_body::{Body, Frame, SizeHint};
 use std::{
     future::Future,
@@ -67,6 +68,8 @@ struct Streamed {
     broken: Option<(StreamError, Pin<Box<Sleep>>)>,
     /// Where the caller speaks HTTP/2: its connection had a turn to take what came before the break.
     yielded: bool,
+    /// Bytes that the answer's Content-Length leaves, where it has one.
+    left: Option<u64>,
     /// The request's body, which ends with an answer that is given up.
     upload: Option<DropGuard>,
     eviction: Option<Eviction>,
@@ -106,6 +109,7 @@ impl Outgoing {
             record: record.clone(),
             broken: None,
             yielded: false,
+            left: None,
             upload: None,
         };
         Self::of(Inner::Stream(Box::new(streamed)))
@@ -117,6 +121,17 @@ impl Outgoing {
             socket: None,
             busy: None,
         }
+    }
+
+    /// Notes the Content-Length, behind whose bytes nobody may ask for the body's end.
+    #[must_use]
+    pub(super) fn sized(mut self, fields: &HeaderMap) -> Self {
+        if let Inner::Stream(streamed) = &mut self.inner {
+            let length = fields.get(CONTENT_LENGTH);
+            let length = length.and_then(|length| length.to_str().ok());
+            streamed.left = length.and_then(|length| length.parse().ok());
+        }
+        self
     }
 
     /// Ties the request's body to this one: it may go on behind an answer that is whole, not behind one that
@@ -177,6 +192,10 @@ impl Drop for Streamed {
         }
         if let Some(eviction) = &self.eviction {
             eviction.release();
+        }
+        if !self.source.is_end() && self.left != Some(0) && !self.record.is_bodiless() {
+            let detail = "the client left before the end of its answer";
+            self.record.abandoned(detail);
         }
         if self.source.is_end()
             && let Some(upload) = self.upload.take()
@@ -252,6 +271,7 @@ impl Streamed {
                     if let Some(chunk) = frame.data_ref() {
                         let length = u64::try_from(chunk.len()).unwrap_or(u64::MAX);
                         self.record.passed.down.fetch_add(length, Relaxed);
+                        self.left = self.left.map(|left| left.saturating_sub(length));
                     }
                     return Poll::Ready(Some(Ok(frame)));
                 }

@@ -181,8 +181,10 @@ async fn begin(
 
 fn note(record: &Record, node: &str, outcome: &copy::Outcome) {
     match outcome {
-        copy::Outcome::Clean => {}
-        copy::Outcome::Near(error) => tracing::debug!(%error, "a caller broke its session off"),
+        copy::Outcome::Clean => record.session_ended(),
+        copy::Outcome::Near(error) => {
+            record.abandoned(&format!("the client broke its session off: {error}"));
+        }
         copy::Outcome::Far(error) => record.failed(&Error::of_stream(node, error)),
     }
 }

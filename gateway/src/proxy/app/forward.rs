@@ -272,7 +272,7 @@ pub(super) fn respond(
     parts.version = Version::default();
     parts.extensions.clear();
     way.record.answered(parts.status);
-    let body = Outgoing::app(body, &way.route.node, way.record);
+    let body = Outgoing::app(body, &way.route.node, way.record).sized(&parts.headers);
     Response::from_parts(parts, body)
 }
 

@@ -155,12 +155,23 @@ fn spawn(way: Way<'_>, near: OnUpgrade, far: OnUpgrade) {
         };
         let session = Session::new(near, connection, (None, Waiting::default()), busy);
         let mut far = Counted::new(far, record.passed.clone());
-        let work = pin!(pass(session, &mut far, false));
-        if let Some(Err(error)) = record.session_unless_ended(work).await {
-            if let Some(stream) = find::<StreamError>(&error) {
-                record.failed(&Error::of_stream(route.node.as_str(), stream));
+        let passed = {
+            let work = pin!(pass(session, &mut far, false));
+            record.session_unless_ended(work).await
+        };
+        match passed {
+            None => {}
+            Some(Ok(())) => record.session_ended(),
+            Some(Err(error)) => {
+                if let Some(stream) = find::<StreamError>(&error) {
+                    record.failed(&Error::of_stream(route.node.as_str(), stream));
+                } else if far.is_broken() {
+                    let what = format!("broke the session off: {error}");
+                    record.failed(&failure::broken(&route, &what));
+                } else {
+                    record.abandoned(&format!("the client broke its session off: {error}"));
+                }
             }
-            tracing::debug!(%error, "a session with an app broke off");
         }
     };
     way.proxy.tasks.spawn(debug_span!("session"), work);
