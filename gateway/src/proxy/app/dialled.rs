@@ -75,13 +75,13 @@ impl Dialled {
 /// TLS that ends in order only if nobody has given it up; and then it waits for the app's end, since what is dropped before
 /// that is reset.
 #[derive(Debug)]
-pub(super) struct Guarded {
-    tls: TlsStream<Duplex>,
+pub(super) struct Guarded<S = Duplex> {
+    tls: TlsStream<S>,
     life: Arc<Life>,
     status: StatusLine,
 }
 
-impl Guarded {
+impl<S> Guarded<S> {
     /// An app that has answered before it read the request's body may reset its connection over that: the answer is still to
     /// be read, and what is written from then on is thrown away.
     fn written<T>(&self, written: Poll<io::Result<T>>, all: T) -> Poll<io::Result<T>> {
@@ -104,7 +104,7 @@ impl Guarded {
     }
 }
 
-impl AsyncRead for Guarded {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -123,7 +123,7 @@ impl AsyncRead for Guarded {
     }
 }
 
-impl AsyncWrite for Guarded {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -167,5 +167,125 @@ impl AsyncWrite for Guarded {
 
     fn is_write_vectored(&self) -> bool {
         self.tls.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+    use causeway_certs::verify::provider;
+    use http::Request;
+    use http_body::Frame;
+    use http_body_util::StreamBody;
+    use hyper::client::conn::http1;
+    use hyper_util::rt::TokioIo;
+    use rustls::{ClientConfig, RootCertStore, ServerConfig, pki_types::PrivateKeyDer};
+    use std::{convert::Infallible, sync::atomic::AtomicBool};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+        sync::{Notify, mpsc},
+    };
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    /// A connection whose peer resets it over what it is sent, from a moment on.
+    struct Resetting {
+        io: DuplexStream,
+        resets: Arc<AtomicBool>,
+        written: Arc<Notify>,
+    }
+
+    impl AsyncRead for Resetting {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_read(cx, buf)
+        }
+    }
+
+    impl AsyncWrite for Resetting {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            if self.resets.load(Relaxed) {
+                self.written.notify_one();
+                return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+            }
+            Pin::new(&mut self.io).poll_write(cx, buf)
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_flush(cx)
+        }
+
+        fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.io).poll_shutdown(cx)
+        }
+    }
+
+    fn configs() -> (Arc<ClientConfig>, Arc<ServerConfig>) {
+        let made = rcgen::generate_simple_self_signed(["app".to_owned()]).unwrap();
+        let (certificate, key) = (made.cert.der().clone(), made.signing_key.serialize_der());
+        let key = PrivateKeyDer::try_from(key).unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate.clone()).unwrap();
+        let client = ClientConfig::builder_with_provider(provider());
+        let client = client.with_safe_default_protocol_versions().unwrap();
+        let client = client.with_root_certificates(roots).with_no_client_auth();
+        let server = ServerConfig::builder_with_provider(provider());
+        let server = server.with_safe_default_protocol_versions().unwrap();
+        let server = server.with_no_client_auth();
+        let server = server.with_single_cert(vec![certificate], key).unwrap();
+        (Arc::new(client), Arc::new(server))
+    }
+
+    #[tokio::test]
+    async fn an_answer_is_read_though_the_app_has_reset_its_connection_over_the_body() {
+        let (client, server) = configs();
+        let (near, far) = duplex(64 << 10);
+        let (resets, written) = (Arc::<AtomicBool>::default(), Arc::<Notify>::default());
+        let near = Resetting {
+            io: near,
+            resets: resets.clone(),
+            written: written.clone(),
+        };
+        let connector = TlsConnector::from(client);
+        let connecting = connector.connect("app".try_into().unwrap(), near);
+        let (tls, far) = tokio::join!(connecting, TlsAcceptor::from(server).accept(far));
+        let guarded = Guarded {
+            tls: tls.unwrap(),
+            life: Arc::default(),
+            status: StatusLine::default(),
+        };
+        let handshake = http1::handshake(TokioIo::new(guarded)).await;
+        let (mut sender, connection) = handshake.unwrap();
+        let (body, mut parts) = mpsc::channel::<Bytes>(1);
+        let parts = futures_util::stream::poll_fn(move |cx| {
+            let part = ready!(parts.poll_recv(cx));
+            Poll::Ready(part.map(|part| Ok::<_, Infallible>(Frame::data(part))))
+        });
+        let request = Request::post("/").body(StreamBody::new(parts)).unwrap();
+        let app = async {
+            let mut far = far.unwrap();
+            let mut head = [0; 1024];
+            assert!(far.read(&mut head).await.unwrap() > 0);
+            resets.store(true, Relaxed);
+            body.send(Bytes::from_static(b"some of it")).await.unwrap();
+            written.notified().await;
+            let answer = b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 0\r\n\r\n";
+            far.write_all(answer).await.unwrap();
+            far.flush().await.unwrap();
+            std::future::pending::<Infallible>().await
+        };
+        let answer = tokio::select! {
+            answer = sender.send_request(request) => answer.unwrap(),
+            ended = connection => panic!("it ended without an answer: {ended:?}"),
+            never = app => match never {},
+        };
+        assert_eq!(answer.status(), 413);
     }
 }
