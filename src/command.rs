@@ -188,8 +188,11 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
         })
 }
 
-/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after 3: neither waiting nor
-/// another attempt makes a CA or mends a token.
+/// `EX_CONFIG` of `sysexits.h`, which systemd shows as `CONFIG`.
+const FINAL: u8 = 78;
+
+/// How the process ends that failed so. A supervisor tries again after 1, and leaves it after [`FINAL`]: neither waiting
+/// nor another attempt makes a CA or mends a token.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
@@ -198,7 +201,7 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
         || gateway.is_some_and(causeway_gateway::BindError::is_final)
         || redirector.is_some_and(redirector::Error::is_final)
     {
-        ExitCode::from(3)
+        ExitCode::from(FINAL)
     } else {
         ExitCode::FAILURE
     }

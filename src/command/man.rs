@@ -34,7 +34,7 @@ const CODES: &[(&str, &str)] = &[
         "Arguments or configuration cannot be used. Each fault is a line on standard error, with its place.",
     ),
     (
-        "3",
+        "78",
         "Failed, and will again until somebody changes something: a gateway without a CA, an edge without an identity, a token that was refused.",
     ),
 ];

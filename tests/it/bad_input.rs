@@ -1,6 +1,6 @@
 //! Bad input to the built binary: what is wrong is said in words that help, and nothing is half done.
 //!
-//! Exit 2 for arguments and configuration, with all faults at once; exit 3 for what somebody has to mend before another
+//! Exit 2 for arguments and configuration, with all faults at once; exit 78 for what somebody has to mend before another
 //! attempt can do better; exit 1 for everything else. A refusal that
 //! time does not mend ends an edge that joins; one that runs backs off and says so.
 
@@ -117,7 +117,7 @@ async fn what_another_attempt_cannot_mend_ends_with_a_code_that_supervisors_know
         "edge --data-dir edge --gateway 127.0.0.1:9",
         "edge --data-dir edge --gateway 127.0.0.1:9 --join no-token",
     ] {
-        run(line).await.with_code(3);
+        run(line).await.with_code(78);
     }
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let admin = taken.local_addr().unwrap().to_string();

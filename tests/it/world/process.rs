@@ -344,9 +344,9 @@ impl Ended {
         self
     }
 
-    /// Its complaint, once it is sure that it has failed, for now (1) or for good (3), with all of these words in it.
+    /// Its complaint, once it is sure that it has failed, for now (1) or for good (78), with all of these words in it.
     pub(crate) fn failed(self, words: &[&str]) -> String {
-        assert!(matches!(self.code, Some(1 | 3)), "{self:#?}");
+        assert!(matches!(self.code, Some(1 | 78)), "{self:#?}");
         let Self { stderr, .. } = self;
         for word in words {
             assert!(stderr.contains(word), "{word:?} is not in: {stderr}");
