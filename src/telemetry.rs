@@ -1,11 +1,12 @@
 //! Logs: format and filter from the configuration, to standard error; and the audit log, to its file.
 //!
 //! Set up once, before the runtime. `RUST_LOG` wins over the configured filter, because
-//! whoever sets it is looking for something now. No colours where nobody can see them, or wants them (`NO_COLOR`).
+//! whoever sets it is looking for something now. The systemd journal gets each line's priority, and no time in text. No colours where nobody can see them, or wants them (`NO_COLOR`).
 //! Both logs are written by threads of their own: a disk that hangs, or a reader that is slow, holds nobody up. Lines that
 //! such a thread cannot keep up with are lost; the metrics count them, and the log says so.
 
 mod audit;
+mod journal;
 mod lines;
 
 use std::borrow::Cow;
@@ -26,6 +27,7 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::output::errln;
 use audit::Audit;
+use journal::WithPriority;
 use lines::Lines;
 
 /// The logs of this process; dropping them writes what waits.
@@ -47,7 +49,17 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         .log_internal_errors(false)
         .with_writer(stderr.writer());
     let lines = match log.format {
+        LogFormat::Json if journal::is_stderr() => lines
+            .json()
+            .flatten_event(true)
+            .map_event_format(WithPriority)
+            .boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
+        LogFormat::Text if journal::is_stderr() => lines
+            .with_ansi(false)
+            .without_time()
+            .map_event_format(WithPriority)
+            .boxed(),
         LogFormat::Text => {
             let colours = has_colours(
                 std::io::stderr().is_terminal(),
@@ -100,15 +112,20 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
 
 /// Writes an error for which the process ends, in the format of its log.
 pub(crate) fn report(format: LogFormat, message: &str) {
+    let priority = if journal::is_stderr() {
+        journal::ERROR
+    } else {
+        ""
+    };
     match format {
-        LogFormat::Text => errln!("{message}"),
+        LogFormat::Text => errln!("{priority}{message}"),
         // As the log writes its lines.
         LogFormat::Json => {
             let now = humantime::format_rfc3339_micros(SystemTime::now()).to_string();
             let line = json!({
                 "timestamp": now, "level": "ERROR", "message": message, "target": "causeway",
             });
-            errln!("{line}");
+            errln!("{priority}{line}");
         }
     }
 }

@@ -190,6 +190,29 @@ mod tests {
         assert_eq!(all, ["first\n", "0\n1\n2\n3\n"]);
     }
 
+    #[test]
+    fn the_end_of_the_process_waits_for_a_slow_reader_until_all_is_written() {
+        let ((began, begins), (open, go)) = (channel(), channel());
+        let (writes, written) = channel();
+        let lines = Lines::to(Gated { began, go, writes });
+        let mut line_queue = lines.writer();
+        line_queue.write_all(b"first\n").unwrap();
+        begins.recv().unwrap();
+        line_queue.write_all(b"last\n").unwrap();
+        let (ended, end) = channel();
+        let ending = std::thread::spawn(move || {
+            drop(lines);
+            let _ = ended.send(());
+        });
+        // The worker's own guard gives up before this.
+        let waits = end.recv_timeout(END / 2);
+        assert!(waits.is_err(), "it ended without its last lines");
+        drop(open);
+        end.recv().unwrap();
+        assert_eq!(written.try_iter().collect::<String>(), "first\nlast\n");
+        ending.join().unwrap();
+    }
+
     /// A disk that is full.
     struct Full;
 

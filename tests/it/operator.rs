@@ -2,7 +2,7 @@
 
 use crate::world::{
     app::App,
-    process::{Causeway, Ended, Site, address_after, binary, causeway, program},
+    process::{Causeway, Site, address_after, binary, causeway, program},
     tool::{Tool, need},
 };
 use serde_json::Value;
@@ -124,16 +124,26 @@ async fn a_gateway_whose_log_cannot_be_written_serves_and_says_so_in_its_metrics
 }
 
 #[tokio::test]
-async fn every_record_is_written_before_an_orderly_end() {
-    need!("curl");
-    let app = App::saying("it").await;
-    let site = Site::start().await;
-    let _edge = site.join("edge-1", app.port()).await;
-    let many = site.curl("edge-1", "[1-200]").run().await.ok();
-    assert_eq!(many.text().len(), 2 * 200);
-    let Ended { stderr, .. } = site.gateway.stop().await.ok();
-    assert_eq!(stderr.matches(" access: ").count(), 200, "{stderr}");
-    assert!(stderr.contains("gateway stopped"), "{stderr}");
+async fn the_journal_gets_the_priority_of_each_line_and_no_time_of_ours() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = "touch log; export JOURNAL_STREAM=$(stat -c %d:%i log)";
+    // A variable that nothing reads is warned of.
+    let run = |redirected: &str| {
+        let line =
+            format!("{journal}; CAUSEWAY_NOTHING=1 causeway gateway --data-dir none {redirected}");
+        shell(&line, folder.path()).run()
+    };
+    run("2>log").await.with_code(78);
+    let said = fs::read_to_string(folder.path().join("log")).unwrap();
+    let lines: Vec<&str> = said.lines().collect();
+    let [warning, .., error] = *lines.as_slice() else {
+        panic!("{said}");
+    };
+    let warned = warning.starts_with("<4> WARN ") && warning.contains("CAUSEWAY_NOTHING");
+    assert!(warned && error.starts_with("<3>causeway: "), "{said}");
+    // Led elsewhere, it is no journal's.
+    let said = run("").await.with_code(78).stderr;
+    assert!(!said.contains("<4>") && !said.contains("<3>"), "{said}");
 }
 
 async fn refused(line: &str, folder: &Path, words: &[&str]) {
