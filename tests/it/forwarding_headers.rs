@@ -7,10 +7,12 @@ use crate::{
         app::{App, Head, Script, answer},
         caller::{Caller, exchange, read_to_end},
         gateway::anonymous,
-        tool::need,
+        tool::{Tool, need},
     },
 };
+use causeway_edge::config::Scheme;
 use causeway_gateway::config::{ForwardingHeader, Front, Kind};
+use std::net::SocketAddr;
 
 const UPGRADE: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade, X-Forwarded-For\r\nUpgrade: websocket\r\n\
                        X-Forwarded-For: 192.0.2.1\r\nX_Real_IP: 192.0.2.1\r\nX-Forwarded-Ssl: off\r\n\r\n";
@@ -190,5 +192,18 @@ async fn curl_is_not_redirected_for_ever_by_an_app_that_forces_https() {
     for flag in ["--http1.1", "--http2"] {
         let curl = road.curl([flag, "-L", "--max-redirs", "5", URL]);
         assert_eq!(curl.run().await.ok().text(), "secure");
+    }
+}
+
+#[tokio::test]
+async fn gunicorn_knows_by_which_scheme_it_is_asked() {
+    need!("curl", "python:gunicorn");
+    let mut app = Tool::python("gunicorn_server.py").start();
+    let port: u16 = app.json().await["port"].to_string().parse().unwrap();
+    let road = Road::to_as(Scheme::Http, SocketAddr::from(([127, 0, 0, 1], port))).await;
+    for flag in ["--http1.1", "--http2"] {
+        let curl = road.curl([flag, "-L", "--max-redirs", "5", "-w", " %{http_code}", URL]);
+        let said = curl.run().await.ok().text();
+        assert_eq!(said, "secure for 127.0.0.1 200", "{flag}");
     }
 }
