@@ -20,8 +20,9 @@ use futures_util::future::join_all;
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::body::Bytes;
 use hyper::{
-    HeaderMap, Request, Response,
+    HeaderMap, Method, Request, Response,
     body::{Body, Frame, Incoming},
+    header::CONTENT_LENGTH,
     server::conn::http2,
     service::service_fn,
 };
@@ -197,6 +198,13 @@ async fn answer(
         "/large" => text(pattern(8 << 20)),
         "/endless" => Endless(usize::MAX, seen).boxed_unsync(),
         "/breaks" => Endless(3, seen).boxed_unsync(),
+        // All that a client waits for, and no end of the stream behind it.
+        "/unended" => {
+            let chunks = usize::from(request.method() == Method::GET);
+            let body = Endless(chunks, seen).boxed_unsync();
+            let answer = Response::builder().header(CONTENT_LENGTH, 1 << 14);
+            return Ok(answer.body(body).unwrap());
+        }
         _ => text("well"),
     };
     Ok(Response::new(body))
@@ -544,4 +552,22 @@ async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_hav
     )
     .await;
     drop(unread);
+}
+
+/// The client has its answer by HTTP/1.1, though the stream that brings it has not ended.
+#[tokio::test]
+async fn an_answer_is_whole_with_its_length_and_to_head_with_its_head() {
+    let (_app, road) = to_app(100, |_| {}).await;
+    let url = format!("{URL}unended");
+    for method in ["GET", "HEAD"] {
+        let answer = road.caller().ask(method, &url, "").await;
+        assert_eq!(answer.status, 200, "{answer}");
+    }
+    until("both are recorded", async || {
+        road.log().records().len() == 2
+    })
+    .await;
+    for record in road.log().records() {
+        assert!(record["reason"].is_null(), "{record}");
+    }
 }
