@@ -354,21 +354,21 @@ impl Bound {
         }
         let admission = self.admission.run(self.tunnel, leaving.clone());
         control.spawn_on(runtime, info_span!("admission"), admission);
+        let ends = http::Stop {
+            announced: leaving.clone(),
+            end: closing.clone(),
+        };
         if let Some(bound) = self.metrics {
             let limit = self
                 .shared
                 .metrics
                 .connection_limit("metrics_connections", http::CONNECTIONS);
             let pages = admin::metrics_router(self.admin_app.clone());
-            let serving = http::run(bound, pages, limit, closing.clone());
+            let serving = http::run(bound, pages, limit, ends.clone());
             control.spawn_on(runtime, info_span!("metrics"), serving);
         }
         let router = admin::router(self.admin_app);
         let admin = (self.admin, self.admin_socket);
-        let ends = http::Stop {
-            announced: leaving.clone(),
-            end: closing.clone(),
-        };
         let admin = serve_admin(admin, router, self.shared.metrics.clone(), ends);
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {

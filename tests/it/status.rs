@@ -92,11 +92,11 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
 #[tokio::test]
 async fn a_gateway_that_is_not_ready_says_why() {
     let cluster = Cluster::at(Ipv4Addr::LOCALHOST).await;
-    let site = Site::with(&format!(
+    let config = format!(
         "kubernetes: {{ kubeconfig: {}, ports: {{ name: listed }} }}",
         cluster.kubeconfig().display()
-    ));
-    let site = site.await;
+    );
+    let site = Site::with(&config).await;
     let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) is not known yet";
     crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }

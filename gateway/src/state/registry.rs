@@ -191,6 +191,8 @@ pub struct Registry {
     waiting: Arc<Semaphore>,
     /// No tunnel is waited for any more.
     closed: CancellationToken,
+    /// The same, for requests: a look at the token takes a lock.
+    drains: Arc<AtomicBool>,
     /// The drain's time is over, and tunnels are closed with what they carry.
     over: Arc<AtomicBool>,
 }
@@ -216,6 +218,7 @@ impl Registry {
             began: Instant::now(),
             waiting: Arc::new(Semaphore::new(MOST_WAITING)),
             closed: CancellationToken::new(),
+            drains: Arc::default(),
             over: Arc::default(),
         }
     }
@@ -366,6 +369,7 @@ impl Registry {
 
     /// Lets no request wait for a tunnel any more: this gateway drains.
     pub fn close(&self) {
+        self.drains.store(true, Relaxed);
         self.closed.cancel();
     }
 
@@ -376,7 +380,7 @@ impl Registry {
 
     /// Whether this gateway drains.
     pub fn is_closed(&self) -> bool {
-        self.closed.is_cancelled()
+        self.drains.load(Relaxed)
     }
 
     /// Notes that the drain's time is over: what is open from now on ends for that.

@@ -17,6 +17,7 @@ use causeway_tunnel::{
     request_target::ENGINE_TARGET,
     task::Tasks,
 };
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header::CONNECTION};
 use hyper::{
     body::{Body as _, Incoming},
@@ -121,16 +122,14 @@ pub(super) async fn serve(
     stop: CancellationToken,
 ) {
     let builder = builder(proxy, connection.window);
-    let stopped = stop.clone();
     let service = service_fn(|request: Request<Incoming>| {
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Here and not below: the engine hands streams over in their order.
         let exchange = exchange(&connection, request.version());
-        let stop = stopped.clone();
         async move {
             let (version, method) = (request.version(), request.method().clone());
             let mut response = answer(&proxy, &connection, request, exchange).await;
-            if version != Version::HTTP_2 && closes(&proxy, &stop) {
+            if version != Version::HTTP_2 && closes(&proxy) {
                 announce_close(&method, &mut response);
             }
             Ok::<_, Infallible>(response)
@@ -139,16 +138,19 @@ pub(super) async fn serve(
     let io = below_engine(proxy, io, &connection);
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
-    let mut slow = pin!(condition.slow_head(proxy.shared.timeouts.header));
-    let mut stuck = pin!(condition.stuck());
-    let mut idle = pin!(connection.idle.idle(proxy.shared.timeouts.idle_keepalive));
-    let mut going = false;
-    let mut last_orders = pin!(last_orders(
-        proxy.shared.registry.closed(),
-        &stop,
-        &connection.idle
-    ));
-    let mut stopping = false;
+    let (timeouts, drain) = (&proxy.shared.timeouts, proxy.shared.registry.closed());
+    let mut events = FuturesUnordered::<BoxFuture<'_, Event>>::new();
+    events.push(
+        condition
+            .slow_head(timeouts.header)
+            .map(|()| Event::SlowHead)
+            .boxed(),
+    );
+    events.push(condition.stuck().map(|()| Event::Stuck).boxed());
+    let idle = connection.idle.idle(timeouts.idle_keepalive);
+    events.push(idle.map(|()| Event::Idle).boxed());
+    let last = last_orders(drain, &stop, &connection.idle);
+    events.push(last.map(|()| Event::Stop).boxed());
     loop {
         tokio::select! {
             biased;
@@ -160,30 +162,44 @@ pub(super) async fn serve(
                 return;
             }
             () = condition.evicted() => return,
-            () = stuck.as_mut() => {
-                tracing::debug!("a caller reads nothing, and lost a stream");
-                return;
-            }
-            () = slow.as_mut() => {
-                tracing::debug!("a caller's head was too slow");
-                proxy.shared.metrics.limit("slow_head");
-                return;
-            }
-            () = idle.as_mut() => {
-                if going {
+            Some(event) = events.next() => match event {
+                Event::Stuck => {
+                    tracing::debug!("a caller reads nothing, and lost a stream");
+                    return;
+                }
+                Event::SlowHead => {
+                    tracing::debug!("a caller's head was too slow");
+                    proxy.shared.metrics.limit("slow_head");
+                    return;
+                }
+                Event::Idle => {
+                    served.as_mut().graceful_shutdown();
+                    let idle = connection.idle.idle(timeouts.header);
+                    events.push(idle.map(|()| Event::StillIdle).boxed());
+                }
+                Event::StillIdle => {
                     tracing::debug!("an idle caller did not take its leave");
                     return;
                 }
-                going = true;
-                served.as_mut().graceful_shutdown();
-                idle.set(connection.idle.idle(proxy.shared.timeouts.header));
-            }
-            () = last_orders.as_mut(), if !stopping => {
-                stopping = true;
-                served.as_mut().graceful_shutdown();
+                Event::Stop => served.as_mut().graceful_shutdown(),
             }
         }
     }
+}
+
+/// Event of a connection beside its requests. Such events are rare, so their futures are polled only when they are woken, and
+/// not with each request: the wait for a drain takes a lock that all connections share.
+enum Event {
+    /// The client reads nothing, and has lost a stream.
+    Stuck,
+    /// The head of a request is too slow.
+    SlowHead,
+    /// There was no request for long.
+    Idle,
+    /// The client has been told, and does not go.
+    StillIdle,
+    /// The listener closes, or has another configuration.
+    Stop,
 }
 
 /// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
@@ -200,8 +216,8 @@ async fn last_orders(drain: impl Future<Output = ()>, stop: &CancellationToken, 
 }
 
 /// Whether the connections of this listener end: the gateway drains, or the listener is closed or has another configuration.
-fn closes(proxy: &Proxy, stop: &CancellationToken) -> bool {
-    proxy.shared.registry.is_closed() || proxy.front.is_retired() || stop.is_cancelled()
+fn closes(proxy: &Proxy) -> bool {
+    proxy.shared.registry.is_closed() || proxy.front.is_retired()
 }
 
 /// Announces that the connection of HTTP/1.1 ends behind this response, which the engine then sees to (RFC 9112, section
