@@ -91,14 +91,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
             report(LogFormat::Json, &panic.to_string());
         }));
     }
-    let (dropped, lost) = (stderr.dropped(), audit.as_ref().map(Audit::lost));
-    causeway_rt::count_dropped_log_lines(move || {
-        let lost = lost.as_ref().map(|lost| ("audit", lost()));
-        [("stderr", dropped.lines())]
-            .into_iter()
-            .chain(lost)
-            .collect()
-    });
+    count_dropped(&stderr, audit.as_ref());
     if let Cow::Owned(taken) = lowered(&text(log), STATIC_MAX_LEVEL) {
         tracing::warn!(
             "this build logs nothing below {STATIC_MAX_LEVEL}: the filter is \"{taken}\""
@@ -108,6 +101,18 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         _audit: audit,
         _lines: stderr,
     })
+}
+
+/// Has the metrics count the lines that the logs lack.
+fn count_dropped(stderr: &Lines, audit: Option<&Audit>) {
+    let (dropped, lost) = (stderr.dropped(), audit.map(Audit::lost));
+    causeway_rt::count_dropped_log_lines(move || {
+        let lost = lost.as_ref().map(|lost| ("audit", lost()));
+        [("stderr", dropped.lines())]
+            .into_iter()
+            .chain(lost)
+            .collect()
+    });
 }
 
 /// Writes an error for which the process ends, in the format of its log.

@@ -200,17 +200,18 @@ mod tests {
         begins.recv().unwrap();
         line_queue.write_all(b"last\n").unwrap();
         let (ended, end) = channel();
-        let ending = std::thread::spawn(move || {
-            drop(lines);
-            let _ = ended.send(());
+        std::thread::scope(|threads| {
+            threads.spawn(move || {
+                drop(lines);
+                let _ = ended.send(());
+            });
+            // The worker's own guard gives up before this.
+            let waits = end.recv_timeout(END / 2);
+            drop(open);
+            assert!(waits.is_err(), "it ended without its last lines");
+            end.recv().unwrap();
         });
-        // The worker's own guard gives up before this.
-        let waits = end.recv_timeout(END / 2);
-        assert!(waits.is_err(), "it ended without its last lines");
-        drop(open);
-        end.recv().unwrap();
         assert_eq!(written.try_iter().collect::<String>(), "first\nlast\n");
-        ending.join().unwrap();
     }
 
     /// A disk that is full.

@@ -47,7 +47,7 @@ fn reset(tcp: &TcpStream) {
     SockRef::from(tcp).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-fn reset_tls(wire: TlsStream<TcpStream>) {
+fn reset_tls(wire: &TlsStream<TcpStream>) {
     reset(wire.get_ref().0);
 }
 
@@ -72,14 +72,16 @@ async fn a_client_that_leaves_within_its_answer_or_session_is_recorded_as_such()
     recorded(&road, 2).await;
     let mut connect = road.connect("edge-1:9100").await;
     begin(&mut connect, GET, "200").await;
-    reset_tls(connect);
+    reset_tls(&connect);
+    drop(connect);
     let mut bytes = road.tcp("bytes").await;
     begin(&mut bytes, GET, "200").await;
     reset(&bytes);
     drop(bytes);
     let mut upgrade = road.tls().await;
     begin(&mut upgrade, EXEC, "101").await;
-    reset_tls(upgrade);
+    reset_tls(&upgrade);
+    drop(upgrade);
     let closed = |status: u16| (json!(status), json!("client_closed"));
     let all = [101, 200, 200, 200, 200].map(closed);
     assert_eq!(recorded(&road, 5).await, all);
@@ -95,7 +97,8 @@ async fn so_is_a_client_of_an_app_that_the_gateway_speaks_tls_to() {
     drop(http2.open(request("endless")).await.unwrap());
     let mut upgrade = road.tls().await;
     begin(&mut upgrade, EXEC, "101").await;
-    reset_tls(upgrade);
+    reset_tls(&upgrade);
+    drop(upgrade);
     let closed = |status: u16| (json!(status), json!("client_closed"));
     assert_eq!(recorded(&road, 3).await, [101, 200, 200].map(closed));
 }

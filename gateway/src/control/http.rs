@@ -152,21 +152,7 @@ pub(crate) async fn serve(
     bounds: Bounds,
     stop: Stop,
 ) {
-    let streams = Streams(Arc::new(Tasks::default()));
-    let mut builder = auto::Builder::new(streams);
-    builder
-        .http1()
-        .timer(TokioTimer::new())
-        .max_buf_size(UNREAD as usize)
-        .header_read_timeout(HEAD_WITHIN);
-    builder
-        .http2()
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(bounds.streams)
-        .initial_stream_window_size(UNREAD)
-        .initial_connection_window_size(UNREAD)
-        .keep_alive_interval(HEAD_WITHIN)
-        .keep_alive_timeout(HEAD_WITHIN);
+    let builder = builder(bounds);
     let ending = Arc::new(Ending::default());
     let noted = ending.clone();
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
@@ -192,7 +178,47 @@ pub(crate) async fn serve(
         }
     });
     let mut connection = pin!(builder.serve_connection(TokioIo::new(io), service));
-    let over = async {
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = ending.reached(bounds, &stop) => {
+            connection.as_mut().graceful_shutdown();
+            timeout(bounds.grace, connection.as_mut()).await.unwrap_or(Ok(()))
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error, "a control connection ended out of order");
+    }
+}
+
+fn builder(bounds: Bounds) -> auto::Builder<Streams> {
+    let mut builder = auto::Builder::new(Streams(Arc::new(Tasks::default())));
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .max_buf_size(UNREAD as usize)
+        .header_read_timeout(HEAD_WITHIN);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(bounds.streams)
+        .initial_stream_window_size(UNREAD)
+        .initial_connection_window_size(UNREAD)
+        .keep_alive_interval(HEAD_WITHIN)
+        .keep_alive_timeout(HEAD_WITHIN);
+    builder
+}
+
+/// Knowledge of a connection that its requests and its end share.
+#[derive(Debug, Default)]
+struct Ending {
+    /// The connection is asked to end.
+    is_due: AtomicBool,
+    is_http2: AtomicBool,
+}
+
+impl Ending {
+    /// Waits until the connection is to end, by its age or by `stop`, and has been announced for long enough.
+    async fn reached(&self, bounds: Bounds, stop: &Stop) {
         let aged = async {
             match bounds.life {
                 Some(life) => sleep(life).await,
@@ -204,32 +230,14 @@ pub(crate) async fn serve(
             () = stop.announced.cancelled() => false,
             () = stop.end.cancelled() => false,
         };
-        ending.is_due.store(true, Relaxed);
-        if !ending.is_http2.load(Relaxed) {
+        self.is_due.store(true, Relaxed);
+        if !self.is_http2.load(Relaxed) {
             sleep(bounds.last_request).await;
         }
         if !is_aged {
             stop.end.cancelled().await;
         }
-    };
-    let ended = tokio::select! {
-        ended = connection.as_mut() => ended,
-        () = over => {
-            connection.as_mut().graceful_shutdown();
-            timeout(bounds.grace, connection.as_mut()).await.unwrap_or(Ok(()))
-        }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(error, "a control connection ended out of order");
     }
-}
-
-/// Knowledge of a connection that its requests and its end share.
-#[derive(Debug, Default)]
-struct Ending {
-    /// The connection is asked to end.
-    is_due: AtomicBool,
-    is_http2: AtomicBool,
 }
 
 /// The owner of a connection's HTTP/2 streams.

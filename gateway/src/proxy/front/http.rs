@@ -126,31 +126,12 @@ pub(super) async fn serve(
         let (proxy, connection) = (proxy.clone(), connection.clone());
         // Here and not below: the engine hands streams over in their order.
         let exchange = exchange(&connection, request.version());
-        async move {
-            let (version, method) = (request.version(), request.method().clone());
-            let mut response = answer(&proxy, &connection, request, exchange).await;
-            if version != Version::HTTP_2 && closes(&proxy) {
-                announce_close(&method, &mut response);
-            }
-            Ok::<_, Infallible>(response)
-        }
+        async move { Ok::<_, Infallible>(answer(&proxy, &connection, request, exchange).await) }
     });
     let io = below_engine(proxy, io, &connection);
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
-    let (timeouts, drain) = (&proxy.shared.timeouts, proxy.shared.registry.closed());
-    let mut events = FuturesUnordered::<BoxFuture<'_, Event>>::new();
-    events.push(
-        condition
-            .slow_head(timeouts.header)
-            .map(|()| Event::SlowHead)
-            .boxed(),
-    );
-    events.push(condition.stuck().map(|()| Event::Stuck).boxed());
-    let idle = connection.idle.idle(timeouts.idle_keepalive);
-    events.push(idle.map(|()| Event::Idle).boxed());
-    let last = last_orders(drain, &stop, &connection.idle);
-    events.push(last.map(|()| Event::Stop).boxed());
+    let mut events = events(proxy, &connection, &stop);
     loop {
         tokio::select! {
             biased;
@@ -174,7 +155,7 @@ pub(super) async fn serve(
                 }
                 Event::Idle => {
                     served.as_mut().graceful_shutdown();
-                    let idle = connection.idle.idle(timeouts.header);
+                    let idle = connection.idle.idle(proxy.shared.timeouts.header);
                     events.push(idle.map(|()| Event::StillIdle).boxed());
                 }
                 Event::StillIdle => {
@@ -200,6 +181,25 @@ enum Event {
     StillIdle,
     /// The listener closes, or has another configuration.
     Stop,
+}
+
+/// Returns what waits for the events of a connection.
+fn events<'a>(
+    proxy: &'a Proxy,
+    connection: &'a Connection,
+    stop: &'a CancellationToken,
+) -> FuturesUnordered<BoxFuture<'a, Event>> {
+    let (timeouts, drain) = (&proxy.shared.timeouts, proxy.shared.registry.closed());
+    let (condition, idle) = (&connection.condition, &connection.idle);
+    let slow = condition.slow_head(timeouts.header);
+    [
+        slow.map(|()| Event::SlowHead).boxed(),
+        condition.stuck().map(|()| Event::Stuck).boxed(),
+        (idle.idle(timeouts.idle_keepalive).map(|()| Event::Idle)).boxed(),
+        (last_orders(drain, stop, idle).map(|()| Event::Stop)).boxed(),
+    ]
+    .into_iter()
+    .collect()
 }
 
 /// Waits until a connection is to end by `stop`. One of HTTP/1.1 can hear of that with its requests since the drain began, if
@@ -296,7 +296,11 @@ async fn answer(
         Some(Beyond::Refused(reason)) => drop(request.extensions_mut().insert(reason)),
     }
     condition.evictable(None);
+    let method = request.method().clone();
     let mut response = proxy.handle(connection, request, exchange).await;
+    if closes(proxy) {
+        announce_close(&method, &mut response);
+    }
     if response.status().canonical_reason().is_none() {
         // hyper writes `<none>` where neither it nor the answer has a phrase; none is needed (RFC 9112, section 4).
         let extensions = response.extensions_mut();
