@@ -282,7 +282,7 @@ impl Proxy {
     async fn identify_by(
         &self,
         connection: &Connection,
-        presented: (&HeaderMap, Expired),
+        presented: (&HeaderMap, Expired<'_>),
         port: Option<u16>,
     ) -> Result<Caller, Error> {
         let authentication = &self.front.authentication;

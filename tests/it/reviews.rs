@@ -1,14 +1,17 @@
 //! Callers whom a cluster's API knows, and what it lets them do at kubelets.
 
-use crate::world::{
-    World,
-    app::App,
-    authority::Authority,
-    caller::{Answer, Caller, assert_problem},
-    edge::Edge,
-    gateway::{Build, front},
-    issuer::{Issuer, Key, claims, now},
-    until,
+use crate::{
+    recheck::{app_of, compiled, echoes, is_reset, session},
+    world::{
+        World,
+        app::App,
+        authority::Authority,
+        caller::{Answer, Caller, assert_problem},
+        edge::Edge,
+        gateway::{Build, front},
+        issuer::{Issuer, Key, claims, now},
+        until,
+    },
 };
 use causeway_edge::config::Scheme;
 use causeway_gateway::{
@@ -37,6 +40,8 @@ const PROM: &str = "system:serviceaccount:mon:prom";
 #[derive(Debug, Default)]
 struct Cluster {
     away: AtomicBool,
+    /// Whether `root-token` counts for nothing any more.
+    withdrawn: AtomicBool,
     tokens: AtomicUsize,
     accesses: AtomicUsize,
 }
@@ -64,7 +69,7 @@ impl Reviews for Api {
         }
         let user = match (token, audiences) {
             ("prom-token", [audience]) if audience == "causeway" => PROM,
-            ("root-token", _) => "root",
+            ("root-token", _) if !self.0.withdrawn.load(SeqCst) => "root",
             // A JWT of whomever.
             (token, _) if token.starts_with("ey") => "root",
             ("kernel-token", _) => "uid:0",
@@ -484,4 +489,54 @@ async fn a_front_that_asks_needs_somebody_who_answers() {
         why.contains("front \"reviewed\" asks a cluster's API"),
         "{why}"
     );
+}
+
+#[tokio::test]
+async fn the_end_of_a_reviewed_token_ends_its_session_where_the_listener_says_so_and_else_what_is_not_its_end()
+ {
+    let (build, cluster) = building();
+    let rules = PolicyWriter::new(Some(compiled(&json!([{ "then": "allow" }]))));
+    let build = build.policy(rules.reader()).config(|config| {
+        config.kubernetes = Some(config::Kubernetes {
+            token_allowed_for: Duration::from_millis(100),
+            ..config::Kubernetes::default()
+        });
+    });
+    let mut world = build
+        .front(Front {
+            disconnect_expired: false,
+            ..reviewed("keeps", Kind::Https)
+        })
+        .start()
+        .await;
+    let app = App::http(app_of).await;
+    let _edge = kubelet(&world, &app).await;
+    // Time is the subject: long enough for a slow machine to begin both sessions.
+    let key = Key::new("cluster");
+    let token = key.sign(&claims(&json!({ "exp": now() + 8 })));
+    let opened = async |front: &str, token: &str| {
+        let fields = format!("Authorization: Bearer {token}\r\n");
+        session(&world.caller_at(front).nobody(), &fields).await
+    };
+    let mut ends = opened("reviewed", &token).await;
+    let mut keeps = opened("keeps", &token).await;
+    let mut withdrawn = opened("keeps", "root-token").await;
+    is_reset(&mut ends).await;
+    let answer = world.caller_at("keeps").only_bearer(&token);
+    let answer = answer.get("https://edge-1:9100/").await;
+    assert_problem(&answer, 401, "unauthenticated", "token_review: ");
+    // Another reason to look at all of them.
+    cluster.withdrawn.store(true, SeqCst);
+    rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
+    is_reset(&mut withdrawn).await;
+    echoes(&mut keeps).await;
+    // The API was never asked about these audiences.
+    let change = |config: &mut config::Config| {
+        let mut fronts = config.fronts.iter_mut();
+        let front = fronts.find(|front| front.name == "keeps").unwrap();
+        let review = front.callers.token_review.as_mut().unwrap();
+        review.audiences = vec!["others".to_owned()];
+    };
+    world.reload(change).unwrap();
+    is_reset(&mut keeps).await;
 }

@@ -44,7 +44,7 @@ pub struct Front {
     /// Node ports that are kubelets': there the cluster's API has to allow as well what a caller does (`SubjectAccessReview` of `nodes/metrics`, `nodes/proxy` and so on, as kubelet asks it); empty is none.
     #[serde(default)]
     pub subject_access_review: Vec<u16>,
-    /// End the streams of a client whose certificate or JWT has expired, and refuse new ones on its open connections.
+    /// End the streams of a client whose certificate, JWT or reviewed token has expired, and refuse new ones on its open connections.
     #[serde(default = "yes")]
     pub disconnect_expired: bool,
     /// Pass the caller's `Authorization` on to the app instead of keeping it here.

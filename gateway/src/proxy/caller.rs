@@ -222,12 +222,18 @@ pub struct Validity {
     until: u64,
     /// The keys of a JWT's issuer, and those of them that proved it.
     keys: Option<(Keys, Arc<KeySet>)>,
+    /// The audiences for which the cluster's API took a token.
+    audiences: Option<Arc<[String]>>,
 }
 
 impl Validity {
     /// The validity of a certificate: up to this second since 1970.
     pub fn until(until: u64) -> Self {
-        Self { until, keys: None }
+        Self {
+            until,
+            keys: None,
+            audiences: None,
+        }
     }
 
     /// The validity of a JWT that `set` has proved.
@@ -235,6 +241,17 @@ impl Validity {
         Self {
             until,
             keys: Some((keys, set)),
+            audiences: None,
+        }
+    }
+
+    /// The validity of a token with this `exp` claim, which the cluster's API took for these audiences.
+    pub fn reviewed(end: u64, audiences: Arc<[String]>) -> Self {
+        Self {
+            // RFC 7519 section 4.1.4: a token does not count in the second that it names.
+            until: end.saturating_sub(1),
+            keys: None,
+            audiences: Some(audiences),
         }
     }
 
@@ -284,7 +301,7 @@ impl Authentication {
     pub async fn identify(
         &self,
         connection: &Connection,
-        (fields, expired): (&HeaderMap, Expired),
+        (fields, expired): (&HeaderMap, Expired<'_>),
         port: Option<u16>,
         shared: &Shared,
     ) -> Result<Caller, Error> {

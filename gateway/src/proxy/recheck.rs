@@ -9,7 +9,7 @@ use super::{
     Proxy, Shared,
     access::Record,
     authorize::{Act, Ask, Destination},
-    caller::{self, Validity, bearer, jwt::Expired},
+    caller::{bearer, jwt::Expired},
     direct,
     front::Connection,
 };
@@ -226,29 +226,20 @@ impl Proxy {
         if let Some(certificate) = &caller.certificate {
             certificate.prove(&self.front)?;
         }
-        let expired = caller.validity.as_ref().is_some_and(Validity::is_over);
-        // The cluster takes no token that has expired, whatever the front says of that.
-        let may_be = expired && !self.front.disconnect_expired;
-        let (caller, undecided) = if may_be && caller.method == caller::Method::TokenReview {
-            (caller, None)
+        // Nothing that another front has found out counts.
+        bearer::forget(&connection.last_token);
+        let expired = if self.front.disconnect_expired {
+            Expired::Refused
         } else {
-            // Nothing that another front has found out counts.
-            bearer::forget(&connection.last_token);
-            let presented = (
-                &fields,
-                if may_be {
-                    Expired::Taken
-                } else {
-                    Expired::Refused
-                },
-            );
-            match self.identify_by(connection, presented, port).await {
-                Err(error) if error.reason == Reason::Undecided => {
-                    caller.is_in_time(&self.front)?;
-                    (caller, Some(error))
-                }
-                identified => (identified?, None),
+            Expired::Taken(&caller)
+        };
+        let identified = self.identify_by(connection, (&fields, expired), port).await;
+        let (caller, undecided) = match identified {
+            Err(error) if error.reason == Reason::Undecided => {
+                caller.is_in_time(&self.front)?;
+                (caller, Some(error))
             }
+            identified => (identified?, None),
         };
         record.caller(&caller);
         if let Some(address) = record.direct() {

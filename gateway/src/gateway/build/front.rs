@@ -247,7 +247,7 @@ impl Material {
             )));
         }
         Ok(review.as_ref().map(|review| TokenReview {
-            audiences: review.audiences.clone(),
+            audiences: review.audiences.as_slice().into(),
             domain: ca.trust_domain().clone(),
         }))
     }

@@ -26,7 +26,7 @@ pub(crate) struct Remembered {
 /// Whom what stands in `Authorization` names.
 pub(super) async fn identify(
     front: &Authentication,
-    (presented, expired): (&[u8], Expired),
+    (presented, expired): (&[u8], Expired<'_>),
     connection: &Connection,
     shared: &Shared,
 ) -> Result<Caller, Error> {
@@ -55,7 +55,7 @@ pub(super) async fn identify(
 
 async fn tried(
     front: &Authentication,
-    (token, expired): (&str, Expired),
+    (token, expired): (&str, Expired<'_>),
     from: Peer,
     shared: &Shared,
 ) -> Result<Caller, Error> {
@@ -87,7 +87,7 @@ async fn tried(
             let groups = found.groups.clone();
             Ok(Caller::new(&found.name, groups, Method::Token, shared))
         }
-        (None, Some(review)) => review.identify(token, from, shared).await,
+        (None, Some(review)) => review.identify((token, expired), from, shared).await,
         (None, None) => Err(refuse("token: not one that this front knows".into())),
     }
 }

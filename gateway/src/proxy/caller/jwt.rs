@@ -11,7 +11,7 @@ pub(super) mod naming;
 
 pub use naming::Naming;
 
-use super::Validity;
+use super::{Caller, Validity};
 use crate::{
     config,
     state::{
@@ -55,12 +55,12 @@ impl<T: Into<Cow<'static, str>>> From<T> for Refused {
 }
 
 /// Whether a token that has expired counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Expired {
+#[derive(Clone, Copy, Debug)]
+pub enum Expired<'a> {
     /// It does not.
     Refused,
-    /// It does: for a stream that its expiry does not end.
-    Taken,
+    /// It does: for a stream that its expiry does not end, and whose client was this.
+    Taken(&'a Caller),
 }
 
 /// The issuers that a front takes.
@@ -136,14 +136,14 @@ impl Issuer {
 
     async fn identify(
         &self,
-        (token, expired): (&str, Expired),
+        (token, expired): (&str, Expired<'_>),
         header: &Header,
         bound: Duration,
     ) -> Result<Named, Refused> {
         let check = self.checks.iter().find(|(known, _)| *known == header.alg);
         let (_, check) = check.ok_or("jwt: its algorithm is not taken here")?;
         let mut check = Cow::Borrowed(check);
-        if expired == Expired::Taken {
+        if matches!(expired, Expired::Taken(_)) {
             check.to_mut().validate_exp = false;
         }
         let proven = match self.try_keys(token, header, &check) {
@@ -224,7 +224,7 @@ impl Jwts {
     /// Why it does not count.
     pub async fn identify(
         &self,
-        (token, expired): (&str, Expired),
+        (token, expired): (&str, Expired<'_>),
         bound: Duration,
     ) -> Result<Named, Refused> {
         if token.len() > LARGEST {

@@ -5,7 +5,7 @@
 
 use super::{
     Caller, Method, Validity,
-    jwt::{self, naming},
+    jwt::{self, Expired, naming},
 };
 use crate::{
     error::{Error, Reason},
@@ -20,19 +20,20 @@ use std::{borrow::Cow, sync::Arc};
 #[derive(Debug)]
 pub struct TokenReview {
     /// For whom they must be; empty is the API server itself.
-    pub audiences: Vec<String>,
+    pub audiences: Arc<[String]>,
     /// The own trust domain.
     pub domain: TrustDomain,
 }
 
 impl TokenReview {
-    /// Whose token this is.
+    /// Returns the holder of a token. Where a token that has expired counts, its holder is the one that the API has named
+    /// before: the API takes none that has expired, and cannot be asked whether it would but for that.
     ///
     /// # Errors
     /// [`Reason::Unauthenticated`], or [`Reason::Undecided`] if there is no answer.
     pub(super) async fn identify(
         &self,
-        token: &str,
+        (token, expired): (&str, Expired<'_>),
         from: Peer,
         shared: &Shared,
     ) -> Result<Caller, Error> {
@@ -43,14 +44,30 @@ impl TokenReview {
         if token.is_empty() || token.len() > jwt::LARGEST {
             return Err(refuse("token_review: the token is empty or too large"));
         }
-        let asked = answers.token(token, &self.audiences, from).await;
-        let account = asked.map_err(|unanswered| unanswered.of(what))?;
-        let account =
-            account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?;
+        let account = if let Some(account) = self.before_it_expired(expired) {
+            account
+        } else {
+            let asked = answers.token(token, &self.audiences, from).await;
+            let account = asked.map_err(|unanswered| unanswered.of(what))?;
+            // It may have expired meanwhile.
+            let account = account.or_else(|| self.before_it_expired(expired));
+            account.ok_or_else(|| refuse("token_review: not one that the cluster takes here"))?
+        };
+        let audiences = || self.audiences.clone();
         Ok(Caller {
-            validity: jwt::end(token).map(Validity::until),
+            validity: jwt::end(token).map(|end| Validity::reviewed(end, audiences())),
             ..self.caller(account, shared)?
         })
+    }
+
+    /// Returns whose token this was, for the same audiences, if it has expired and counts nevertheless.
+    fn before_it_expired(&self, expired: Expired<'_>) -> Option<Arc<Account>> {
+        let Expired::Taken(before) = expired else {
+            return None;
+        };
+        let validity = before.validity.as_ref()?;
+        let same = validity.audiences.as_deref() == Some(&*self.audiences);
+        (same && validity.is_over()).then(|| before.account.clone())?
     }
 
     fn caller(&self, account: Arc<Account>, shared: &Shared) -> Result<Caller, Error> {

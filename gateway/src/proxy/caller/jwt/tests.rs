@@ -377,13 +377,17 @@ async fn a_token_that_was_tried_holds_no_longer_than_it_says() {
     let refused = refusal(&jwts, &token).await;
     assert!(refused.starts_with("jwt: expired at "), "{refused}");
     assert_eq!(expired(validity.until), refused, "said alike without keys");
-    let proven_again = jwts.identify((&token, Expired::Taken), BOUND).await;
+    let proven_again = jwts
+        .identify((&token, Expired::Taken(&Caller::for_test("ann"))), BOUND)
+        .await;
     assert!(
         proven_again.is_ok(),
         "for a stream that its expiry does not end"
     );
     let forged = ed("ed").sign(&good());
-    let proven_again = jwts.identify((&forged, Expired::Taken), BOUND).await;
+    let proven_again = jwts
+        .identify((&forged, Expired::Taken(&Caller::for_test("ann"))), BOUND)
+        .await;
     assert!(proven_again.is_err());
 }
 
