@@ -48,7 +48,8 @@ use futures_util::future::OptionFuture;
 use http::{Request, Response};
 use interim::Interim;
 use kept::Kept;
-use std::{future::pending, pin::pin, sync::Arc};
+use std::{future::pending, net::SocketAddr, pin::pin, sync::Arc};
+use target::Connected;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
@@ -158,10 +159,12 @@ impl Way {
         let withdrawal = reply.withdrawal();
         let app = self.policy.decide(&target, &kind);
         let stream = (app.clone().ok(), &target, &kind);
-        let mut refused_later = pin!(self.refused_later(stream, newest));
+        let connected = Connected::default();
+        let mut refused_later = pin!(self.refused_later(stream, &connected, newest));
         let answer = {
             let content = (body, target_rest);
-            let mut asking = pin!(self.ask(app, &kind, (head, content), &interim));
+            let progress = (&interim, &connected);
+            let mut asking = pin!(self.ask(app, &kind, (head, content), progress));
             loop {
                 tokio::select! {
                     biased;
@@ -206,37 +209,48 @@ impl Way {
         }
     }
 
-    /// Waits until the owner puts a policy into force that refuses this stream.
+    /// Waits until the owner puts a policy into force that refuses this stream or the address that it is connected to.
     async fn refused_later(
         &self,
         (app, target, kind): (Option<Arc<App>>, &Target, &Kind),
+        connected: &Connected,
         newest: impl Fn() -> Arc<Self>,
     ) -> Refused {
         let Some(app) = app else {
             return pending().await;
         };
-        let mut checked: Option<Arc<Self>> = None;
+        // Borrowed: a token that is cloned for each stream takes a lock that all cores share.
+        self.replaced.cancelled().await;
+        let mut address = None;
         loop {
-            // Borrowed: a token that is cloned for each stream takes a lock that all cores share.
-            checked
-                .as_deref()
-                .unwrap_or(self)
-                .replaced
-                .cancelled()
-                .await;
             let newest = newest();
-            // Allocated, since it is rare and the future is moved with each stream.
-            if let Err(refused) = Box::pin(newest.permits(&app, target, kind)).await {
+            if let Err(refused) = newest.permits((&app, address), target, kind) {
                 return refused;
             }
-            checked = Some(newest);
+            let replaced = newest.replaced.clone();
+            drop(newest);
+            tokio::select! {
+                () = replaced.cancelled() => {}
+                // The stream goes on dialling by the policy under which it began.
+                other = connected.other_than(address) => address = Some(other),
+            }
         }
     }
 
-    /// Whether a stream to this app could begin now.
-    async fn permits(&self, app: &App, target: &Target, kind: &Kind) -> Result<(), Refused> {
+    /// Whether a stream to this app, connected to this address if to any, could begin now.
+    fn permits(
+        &self,
+        (app, address): (&App, Option<SocketAddr>),
+        target: &Target,
+        kind: &Kind,
+    ) -> Result<(), Refused> {
         self.policy.decide(target, kind)?;
-        target::permits(&self.policy, app, target::deadline(self.timeouts.dial)).await
+        match address {
+            Some(address) if self.policy.check(app, address).is_none() => {
+                Err(self.policy.forbidden(&app.target))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Asks the app, as the stream's kind wants it. An upgrade is allocated, since it is rare and needs more room than a
@@ -246,7 +260,7 @@ impl Way {
         app: Result<Arc<App>, Refused>,
         kind: &Kind,
         (mut head, (mut body, rest)): (Request<()>, (Receive, usize)),
-        interim: &Interim,
+        (interim, connected): (&Interim, &Connected),
     ) -> Result<Answer, Failed> {
         if rest > 0 {
             let rest = Box::pin(read_rest(&mut body, rest)).await?;
@@ -254,12 +268,16 @@ impl Way {
         }
         let app = app?;
         match kind {
-            Kind::Request => forward::ask(self, &app, (head, body), interim).await,
+            Kind::Request => {
+                let progress = (interim, connected);
+                forward::ask(self, &app, (head, body), progress).await
+            }
             Kind::Upgrade(token) => {
                 let asked = (head, body);
-                Box::pin(upgrade::ask(self, &app, token, asked, interim)).await
+                let progress = (interim, connected);
+                Box::pin(upgrade::ask(self, &app, token, asked, progress)).await
             }
-            Kind::Tcp => relay::ask(self, &app, body).await,
+            Kind::Tcp => relay::ask(self, &app, body, connected).await,
         }
     }
 

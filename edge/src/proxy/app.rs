@@ -10,7 +10,7 @@ use bytes::{Buf, Bytes};
 use causeway_tunnel::{Refusal, Target, error::Refused, socket::Abort};
 use std::{
     io,
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -67,22 +67,27 @@ impl App {
         format!("{} on {}", self.target, self.node)
     }
 
-    /// A new connection that is ready for HTTP, until `deadline`.
+    /// A new connection that is ready for HTTP, until `deadline`, and the address that took it.
     pub(super) async fn connect(
         &self,
         way: &Way,
         offer: Offer,
         deadline: Instant,
-    ) -> Result<Connection, Refused> {
-        let tcp = self.dial(way, deadline).await?;
-        match &self.tls {
-            None => Ok(Connection::Plain(tcp)),
-            Some(tls) => self.secure(tls, tcp, (offer, deadline)).await,
-        }
+    ) -> Result<(Connection, SocketAddr), Refused> {
+        let (tcp, address) = self.dial(way, deadline).await?;
+        let connection = match &self.tls {
+            None => Connection::Plain(tcp),
+            Some(tls) => self.secure(tls, tcp, (offer, deadline)).await?,
+        };
+        Ok((connection, address))
     }
 
-    /// A new TCP connection, counted.
-    pub(super) async fn dial(&self, way: &Way, deadline: Instant) -> Result<TcpStream, Refused> {
+    /// A new TCP connection, counted, and the address that took it.
+    pub(super) async fn dial(
+        &self,
+        way: &Way,
+        deadline: Instant,
+    ) -> Result<(TcpStream, SocketAddr), Refused> {
         let began = Instant::now();
         let dialled = target::dial(&way.policy, self, deadline).await;
         let cause = dialled.as_ref().err().map(|refused| refused.refusal);

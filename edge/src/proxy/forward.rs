@@ -16,7 +16,7 @@ use super::{
     interim::Interim,
     kept::Line,
     shared::{Stream, Turn},
-    target,
+    target::{self, Connected},
 };
 use crate::config::Scheme;
 use causeway_tunnel::{
@@ -28,7 +28,7 @@ use http::{
     uri::{Authority, PathAndQuery},
 };
 use hyper::{body::Incoming, client::conn::TrySendError};
-use std::{error::Error, sync::Arc};
+use std::{error::Error, net::SocketAddr, sync::Arc};
 use tokio::time::{Instant, timeout_at};
 
 /// A connection to ask on.
@@ -44,7 +44,7 @@ pub(super) async fn ask(
     way: &Way,
     app: &Arc<App>,
     (head, body): (Request<()>, Receive),
-    interim: &Interim,
+    (interim, connected): (&Interim, &Connected),
 ) -> Result<Answer, Failed> {
     let wants_http2 = wants_http2(app, head.headers());
     let rest = head.extensions().get::<TargetRest>().cloned();
@@ -55,6 +55,7 @@ pub(super) async fn ask(
         None => open(way, app, wants_http2, None).await?,
         Some(rest) => (Box::pin(open_alone(way, app, rest)).await?, false),
     };
+    connected.set(asking.address());
     prepare(&mut request, app, matches!(asking, Asking::Http2(_)));
     let again = (reused && is_repeatable(&request)).then(|| copy(&request));
     let mut error = match asking.ask(request).await {
@@ -73,6 +74,7 @@ pub(super) async fn ask(
     let newest = asking.newest();
     drop(asking);
     let (mut asking, _) = open(way, app, wants_http2, Some(newest)).await?;
+    connected.set(asking.address());
     match asking.ask(request).await {
         Ok(answer) => answered(app, asking, answer),
         Err(error) => Err(unanswered(app, &error)),
@@ -84,6 +86,14 @@ impl Asking {
         match self {
             Self::Http1(line) => line.ask(request).await,
             Self::Http2(stream) => stream.ask(request).await,
+        }
+    }
+
+    /// Returns the address that the connection was dialled to.
+    fn address(&self) -> SocketAddr {
+        match self {
+            Self::Http1(line) => line.address(),
+            Self::Http2(stream) => stream.address(),
         }
     }
 
@@ -171,7 +181,7 @@ async fn open_http2(
     };
     let connection = Box::pin(app.connect(way, Offer::Any, deadline)).await?;
     way.metrics.connection(false);
-    if app.tls.is_some() && !connection.chose_http2() {
+    if app.tls.is_some() && !connection.0.chose_http2() {
         dialling.chose_http1();
         return Ok(Some((begin(way, app, connection, None).await?, false)));
     }
@@ -183,7 +193,7 @@ async fn open_http2(
 async fn begin(
     way: &Way,
     app: &App,
-    connection: Connection,
+    connection: (Connection, SocketAddr),
     rest: Option<TargetRest>,
 ) -> Result<Asking, Failed> {
     match Line::begin(connection, rest, way.most_fields).await {

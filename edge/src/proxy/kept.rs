@@ -29,6 +29,7 @@ use std::{
     collections::HashMap,
     future::{Future, poll_fn},
     io,
+    net::SocketAddr,
     pin::{Pin, pin},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -50,6 +51,7 @@ pub(super) struct Line {
     driven: Driven,
     sender: http1::SendRequest<Outgoing>,
     since: Instant,
+    address: SocketAddr,
     /// A request is under way.
     busy: bool,
     /// Of its body.
@@ -195,7 +197,7 @@ impl Driven {
 impl Line {
     /// Begins HTTP/1.1 on a connection, whose first request has this rest of its target. Answers have so many fields at most.
     pub(super) async fn begin(
-        connection: Connection,
+        (connection, address): (Connection, SocketAddr),
         rest: Option<TargetRest>,
         most_fields: usize,
     ) -> hyper::Result<Self> {
@@ -215,10 +217,16 @@ impl Line {
             },
             sender,
             since: Instant::now(),
+            address,
             busy: false,
             taken: Taken::default(),
             answering,
         })
+    }
+
+    /// Returns the address that the connection was dialled to.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Asks, and waits for the answer's head.

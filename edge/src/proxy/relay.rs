@@ -7,7 +7,8 @@
 use super::{
     Answer, Failed, Then, Way,
     app::{App, Connection, Replayed},
-    relayed, target,
+    relayed,
+    target::{self, Connected},
 };
 use crate::metrics::Ending;
 use bytes::Bytes;
@@ -16,8 +17,15 @@ use http::Response;
 use std::sync::Arc;
 
 /// Dials the app.
-pub(super) async fn ask(way: &Way, app: &App, body: Receive) -> Result<Answer, Failed> {
-    let tcp = app.dial(way, target::deadline(way.timeouts.dial)).await?;
+pub(super) async fn ask(
+    way: &Way,
+    app: &App,
+    body: Receive,
+    connected: &Connected,
+) -> Result<Answer, Failed> {
+    let deadline = target::deadline(way.timeouts.dial);
+    let (tcp, address) = app.dial(way, deadline).await?;
+    connected.set(address);
     let socket = Replayed::new(Bytes::new(), Connection::Plain(tcp));
     Ok(Answer {
         head: Response::new(()),

@@ -18,7 +18,7 @@ use causeway_tunnel::{
 };
 use hyper::{Request, Response, body::Incoming, client::conn::http2};
 use hyper_util::rt::TokioIo;
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::MutexGuard,
     time::{Instant, timeout_at},
@@ -37,7 +37,7 @@ const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 pub(super) struct Shared(Places<Sender>);
 
 #[derive(Clone)]
-struct Sender(http2::SendRequest<Outgoing>);
+struct Sender(http2::SendRequest<Outgoing>, SocketAddr);
 
 impl places::Shared for Sender {
     fn has_place(&self, taken: usize, allowed: usize) -> bool {
@@ -54,6 +54,7 @@ impl Sender {
 /// A stream that may be opened.
 pub(super) struct Stream {
     sender: http2::SendRequest<Outgoing>,
+    address: SocketAddr,
     place: Arc<Place>,
     newest: u64,
 }
@@ -102,6 +103,7 @@ impl From<places::Stream<Sender>> for Stream {
     fn from(stream: places::Stream<Sender>) -> Self {
         Self {
             sender: stream.connection.0,
+            address: stream.connection.1,
             place: Arc::new(stream.place),
             newest: stream.newest,
         }
@@ -117,6 +119,11 @@ impl Stream {
         // The app may answer before it has read the body, which goes on being sent.
         request.body_mut().hold(self.place.clone());
         self.sender.try_send_request(request).await
+    }
+
+    /// Returns the address that the connection was dialled to.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// The youngest connection that there was.
@@ -139,7 +146,7 @@ impl Dialling<'_> {
     pub(super) async fn begin(
         self,
         app: &App,
-        connection: Connection,
+        (connection, address): (Connection, SocketAddr),
         (tasks, deadline): (&Arc<Tasks>, Instant),
     ) -> Result<Stream, Failed> {
         let (heard, mut allowed) = heard(connection);
@@ -162,7 +169,9 @@ impl Dialling<'_> {
             Err(_) => return Err(target::slow(app, "did not begin HTTP/2 in time").into()),
         }
         let places = &self.shared.0;
-        Ok(places.add(places.next(), Sender(sender), allowed).into())
+        Ok(places
+            .add(places.next(), Sender(sender, address), allowed)
+            .into())
     }
 }
 

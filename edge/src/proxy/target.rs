@@ -11,10 +11,13 @@ use causeway_tunnel::{
     error::{Refused, is_exhaustion},
     socket,
 };
+use futures_util::task::AtomicWaker;
 use std::{
+    future::poll_fn,
     io,
     net::{IpAddr, SocketAddr},
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
+    task::Poll,
     time::Duration,
 };
 use tokio::{
@@ -22,12 +25,12 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-/// Dials `app`, until `deadline`.
+/// Dials `app`, until `deadline`. Returns the address that took the connection with it.
 pub(super) async fn dial(
     policy: &Policy,
     app: &App,
     deadline: Instant,
-) -> Result<TcpStream, Refused> {
+) -> Result<(TcpStream, SocketAddr), Refused> {
     let addresses = resolve(app, deadline).await?;
     let allowed: Vec<SocketAddr> = addresses
         .into_iter()
@@ -44,7 +47,7 @@ pub(super) async fn dial(
                 } else {
                     socket::tune(&tcp);
                 }
-                return Ok(tcp);
+                return Ok((tcp, *address));
             }
             // No address of this node any more: what loopback has said counts.
             Ok(Err(error)) if not_here(&error) && refused.is_some() => {}
@@ -65,20 +68,32 @@ pub(super) async fn dial(
     Err(refused.unwrap_or_else(|| policy.forbidden(&app.target)))
 }
 
-/// Checks that an app, which was dialled before, may be dialled by this policy. A name that cannot be resolved now is not
-/// refused.
-///
-/// # Errors
-/// If none of its addresses may be dialled.
-pub(super) async fn permits(policy: &Policy, app: &App, deadline: Instant) -> Result<(), Refused> {
-    let Ok(addresses) = resolve(app, deadline).await else {
-        return Ok(());
-    };
-    let permitted = |address| policy.check(app, address).is_some();
-    if addresses.into_iter().any(permitted) {
-        return Ok(());
+/// The address that a stream is connected to, as its request passes from one connection to another.
+#[derive(Debug, Default)]
+pub(super) struct Connected {
+    address: Mutex<Option<SocketAddr>>,
+    waker: AtomicWaker,
+}
+
+impl Connected {
+    pub(super) fn set(&self, address: SocketAddr) {
+        *self.locked() = Some(address);
+        self.waker.wake();
     }
-    Err(policy.forbidden(&app.target))
+
+    /// Waits for an address other than this one. One task waits at a time.
+    pub(super) async fn other_than(&self, seen: Option<SocketAddr>) -> SocketAddr {
+        poll_fn(|cx| {
+            self.waker.register(cx.waker());
+            let other = self.locked().filter(|address| Some(*address) != seen);
+            other.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Option<SocketAddr>> {
+        self.address.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 async fn connect(policy: &Policy, app: &App, address: SocketAddr) -> io::Result<TcpStream> {
@@ -202,7 +217,8 @@ mod tests {
         let policy = policy.listing(&listed, &Own::default());
         let app = policy.decide(&Target::new("edge-1", port), &Kind::Request);
         let app = app?;
-        dial(&policy, &app, deadline(Duration::from_mins(2))).await
+        let dialled = dial(&policy, &app, deadline(Duration::from_mins(2))).await;
+        dialled.map(|(tcp, _)| tcp)
     }
 
     #[tokio::test]

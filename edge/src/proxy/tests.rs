@@ -10,6 +10,7 @@ use causeway_certs::{Ca, FrontName, Trust, TrustDomain, verify::front_server};
 use causeway_tunnel::{
     StreamError, Tunnel,
     client::{self, Ask},
+    hello::Listed,
     server::{self, Incoming},
     socket::{Abort, Traffic},
     wire,
@@ -19,7 +20,7 @@ use http::{HeaderMap, HeaderValue, StatusCode};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use serde_json::{Value, json};
-use std::{convert::Infallible, future::poll_fn, time::Duration};
+use std::{convert::Infallible, future::poll_fn, sync::Mutex, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -32,18 +33,21 @@ const SOON: Duration = Duration::from_mins(2);
 struct World {
     tunnel: Tunnel,
     way: Arc<Way>,
+    /// Serves the streams that begin from now on, and judges those that are open.
+    newest: Arc<Mutex<Arc<Way>>>,
     _tasks: Tasks,
 }
 
 impl World {
     async fn start(config: Value) -> Self {
-        let mut config: Config = serde_json::from_value(config).unwrap();
-        config.timeouts.upgrade = Duration::from_millis(300);
+        Self::listing(config, &Listed::default()).await
+    }
+
+    /// An edge whose gateway lists these ports.
+    async fn listing(config: Value, listed: &Listed) -> Self {
         let tasks = Tasks::default();
-        let policy = Policy::new("edge-1", &config).unwrap();
-        let bounds = (config.timeouts, config.limits.headers);
-        let way = Way::new(policy, bounds, Arc::default(), Arc::default());
-        let way = Arc::new(way);
+        let way = way(config, listed);
+        let newest = Arc::new(Mutex::new(way.clone()));
         let (near, far) = tokio::io::duplex(1 << 20);
         let settings = server::Settings::default();
         let server = server::accept(far, Arc::new(Traffic::default()), settings);
@@ -58,12 +62,14 @@ impl World {
             drop(driver.run().await);
         });
         let streams = Tasks::default();
-        let shared = way.clone();
+        let ways = newest.clone();
         tasks.spawn(tracing::info_span!("edge"), async move {
             while let Ok(Incoming::Stream(asked)) = server.next().await {
-                let way = shared.clone();
+                let ways = ways.clone();
                 streams.spawn(tracing::info_span!("stream"), async move {
-                    way.serve(*asked, || way.clone()).await;
+                    let newest = || ways.lock().unwrap().clone();
+                    let way = newest();
+                    way.serve(*asked, newest).await;
                 });
             }
         });
@@ -72,6 +78,7 @@ impl World {
         let world = Self {
             tunnel,
             way,
+            newest,
             _tasks: tasks,
         };
         let _ = world.ask(get("/"), Ask::Request, "edge-1:1").await;
@@ -89,6 +96,13 @@ impl World {
         let world =
             Self::start(json!({ "ports": { "80": { "target": target, "scheme": scheme } } })).await;
         (world, app)
+    }
+
+    /// Puts another configuration into force.
+    fn reload(&self, config: Value) {
+        let next = way(config, &Listed::default());
+        let last = std::mem::replace(&mut *self.newest.lock().unwrap(), next);
+        last.replaced().cancel();
     }
 
     async fn open(&self, head: Request<()>, ask: Ask, target: &str, end: bool) -> client::Opened {
@@ -113,6 +127,16 @@ impl World {
             .await
             .unwrap()
     }
+}
+
+/// A way by this configuration.
+fn way(config: Value, listed: &Listed) -> Arc<Way> {
+    let mut config: Config = serde_json::from_value(config).unwrap();
+    config.timeouts.upgrade = Duration::from_millis(300);
+    let policy = Policy::new("edge-1", &config).unwrap();
+    let policy = policy.listing(listed, &Own::default());
+    let bounds = (config.timeouts, config.limits.headers);
+    Arc::new(Way::new(policy, bounds, Arc::default(), Arc::default()))
 }
 
 fn get(path: &str) -> Request<()> {
@@ -870,4 +894,52 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
         received += chunk.unwrap().len();
     }
     assert_eq!(received, 6_400_000);
+}
+
+#[tokio::test]
+async fn a_stream_is_judged_by_the_address_that_it_is_connected_to_and_not_by_others_of_its_target()
+{
+    // A port of the node that is looked for on loopback first, and then at the node's other address.
+    let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+    let port = app.local_addr().unwrap().port();
+    let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";
+    let switches = "HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";
+    for (scheme, ask, says) in [
+        ("http", Ask::Request, begins),
+        ("http", Ask::Upgrade("x".into()), switches),
+        ("tcp", Ask::Tcp, ""),
+    ] {
+        let listed = |is: &str| if scheme == is { vec![port] } else { Vec::new() };
+        let listed = Listed {
+            http: listed("http"),
+            tcp: listed("tcp"),
+        };
+        let config = json!({ "kubernetes": {}, "addresses": ["127.0.0.2"] });
+        let world = World::listing(config, &listed).await;
+        let target = format!("edge-1:{port}");
+        let opened = world.open(get("/"), ask, &target, false).await;
+        let mut app = accept(&app).await;
+        app.write_all(says.as_bytes()).await.unwrap();
+        let mut body = timeout(SOON, opened.answer)
+            .await
+            .unwrap()
+            .unwrap()
+            .into_body();
+        let allow_hosts = |hosts: &[&str]| {
+            let ports = json!({ port.to_string(): { "scheme": scheme } });
+            world.reload(json!({ "ports": ports, "allow": { "hosts": hosts } }));
+        };
+        for hosts in [&["127.0.0.2"][..], &["127.0.0.1", "127.0.0.2"]] {
+            allow_hosts(hosts);
+            app.write_all(b"more").await.unwrap();
+            let more = timeout(SOON, body.data()).await.unwrap();
+            assert_eq!(more.unwrap().unwrap(), "more", "{scheme}");
+        }
+        allow_hosts(&["127.0.0.1"]);
+        let end = timeout(SOON, body.data()).await.unwrap();
+        assert!(
+            matches!(end, Some(Err(StreamError::Reset { .. }))),
+            "{scheme}: {end:?}"
+        );
+    }
 }

@@ -12,7 +12,7 @@ use super::{
     broken, forward,
     interim::Interim,
     kept::Line,
-    target,
+    target::{self, Connected},
 };
 use causeway_tunnel::{Receive, request_target::TargetRest, wire};
 use http::{
@@ -38,13 +38,14 @@ pub(super) async fn ask(
     app: &App,
     token: &str,
     (head, body): (Request<()>, Receive),
-    interim: &Interim,
+    (interim, connected): (&Interim, &Connected),
 ) -> Result<Answer, Failed> {
     let (mut request, session) = prepare(head, app, token, body)
         .ok_or_else(|| broken(app, "cannot be asked for this protocol"))?;
     interim.listen(&mut request);
     let deadline = target::deadline(way.timeouts.dial);
     let connection = app.connect(way, Offer::Http1, deadline).await?;
+    connected.set(connection.1);
     let rest = request.extensions_mut().remove::<TargetRest>();
     let mut line = Line::begin(connection, rest, way.most_fields)
         .await
