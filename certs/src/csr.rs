@@ -126,6 +126,17 @@ impl CsrKey {
     }
 }
 
+/// Whether two requests in PEM ask for the same: one key, one subject, the same names and extensions. Their signatures
+/// differ even where they were made by one key.
+pub fn asks_the_same(one: &[u8], other: &[u8]) -> bool {
+    let content = |pem: &[u8]| {
+        let (_, pem) = x509_parser::pem::parse_x509_pem(pem).ok()?;
+        let (_, request) = X509CertificationRequest::from_der(&pem.contents).ok()?;
+        Some(request.certification_request_info.raw.to_vec())
+    };
+    content(one).is_some_and(|asked| content(other) == Some(asked))
+}
+
 /// What a request asks for, unless that is this one name.
 fn other_than(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
     if request.subject.iter().next().is_some() {
@@ -290,6 +301,18 @@ mod tests {
         for algorithm in [&PKCS_ECDSA_P384_SHA384, &PKCS_ED25519, &PKCS_RSA_SHA256] {
             CsrKey::verify(&request(algorithm)).unwrap();
         }
+    }
+
+    #[test]
+    fn requests_ask_the_same_if_key_and_subject_are_the_same() {
+        let [key, other] = [(); 2].map(|()| EdgeKey::generate().unwrap());
+        let of = |key: &EdgeKey, user| key.request_of_user(user).unwrap().into_bytes();
+        let ours = of(&key, "gateway");
+        assert!(asks_the_same(&ours, &of(&key, "gateway")));
+        for another in [of(&key, "admin"), of(&other, "gateway"), Vec::new()] {
+            assert!(!asks_the_same(&ours, &another));
+        }
+        assert!(!asks_the_same(b"", b""));
     }
 
     fn td() -> TrustDomain {

@@ -1,6 +1,7 @@
 //! Requests for certificates from whoever wants one: put to the cluster, and looked at until something has come of them.
 
 use crate::client::said;
+use causeway_certs::csr;
 use causeway_edge::{Answer, NoAnswer};
 use k8s_openapi::{
     ByteString,
@@ -23,6 +24,7 @@ use tokio::time::timeout;
 const BOUND: Duration = Duration::from_secs(10);
 
 /// What is asked for.
+#[derive(Debug)]
 pub(crate) struct Wanted<'a> {
     /// The request's name, which nobody else takes.
     pub(crate) name: &'a str,
@@ -35,7 +37,7 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// Asks, unless that was asked before.
-pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnswer> {
+pub(crate) async fn ask(client: Client, wanted: &Wanted<'_>) -> Result<(), NoAnswer> {
     let request = CertificateSigningRequest {
         metadata: ObjectMeta {
             name: Some(wanted.name.to_owned()),
@@ -65,17 +67,32 @@ pub(crate) async fn ask(client: Client, wanted: Wanted<'_>) -> Result<(), NoAnsw
     Ok(())
 }
 
-/// Approves the request of this name, unless it is approved or denied already.
-pub(crate) async fn approve(client: Client, name: &str, signer: &str) -> Result<(), NoAnswer> {
+impl Wanted<'_> {
+    /// Whether a request in the cluster is this one, and not another's of the same name.
+    fn is(&self, request: &CertificateSigningRequestSpec) -> bool {
+        let usages = request.usages.iter().flatten().map(String::as_str);
+        request.signer_name == self.signer
+            && usages.eq(self.usages)
+            && csr::asks_the_same(&request.request.0, self.request.as_bytes())
+    }
+}
+
+/// Approves the own request, unless it is approved or denied already. Returns false if the request of its name is another's:
+/// approved, that one would be a certificate as whatever user it names.
+pub(crate) async fn approve(client: Client, wanted: &Wanted<'_>) -> Result<bool, NoAnswer> {
+    let (name, signer) = (wanted.name, wanted.signer);
     let api = Api::<CertificateSigningRequest>::all(client);
     let Some(request) = bounded(api.get_opt(name)).await? else {
-        return Ok(());
+        return Ok(true);
     };
+    if !wanted.is(&request.spec) {
+        return Ok(false);
+    }
     if ["Approved", "Denied"]
         .iter()
         .any(|kind| condition(&request, kind).is_some())
     {
-        return Ok(());
+        return Ok(true);
     }
     let status = json!({ "conditions": [{
         "type": "Approved", "status": "True", "reason": "CausewayGateway",
@@ -94,7 +111,7 @@ pub(crate) async fn approve(client: Client, name: &str, signer: &str) -> Result<
                 signer,
                 "approved the own request for a certificate"
             );
-            Ok(())
+            Ok(true)
         }
         // The API server does not say which right is missing.
         Err(NoAnswer::Refused(why)) if why.contains("not permitted") => {
@@ -166,7 +183,18 @@ fn read(name: &str, request: Option<CertificateSigningRequest>) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use causeway_certs::EdgeKey;
     use k8s_openapi::api::certificates::v1::CertificateSigningRequestStatus;
+    use kube::client::Body;
+    use std::{
+        future::ready,
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering::SeqCst},
+        },
+    };
+
+    const CLIENT: [&str; 2] = ["client auth", "digital signature"];
 
     #[test]
     fn what_became_of_a_request_is_told_in_words() {
@@ -202,5 +230,46 @@ mod tests {
         }
         let signed = read("x", request(&["Approved"], "PEM"));
         assert_eq!(signed, Answer::Signed("PEM".to_owned()));
+    }
+
+    #[tokio::test]
+    async fn a_gateway_approves_its_own_request_and_none_that_took_its_name() {
+        let [key, others] = [(); 2].map(|()| EdgeKey::generate().unwrap());
+        let request = key.request_of_user("gateway").unwrap();
+        let wanted = Wanted {
+            name: "x",
+            signer: "kubernetes.io/kube-apiserver-client",
+            usages: CLIENT,
+            seconds: None,
+            request: &request,
+        };
+        for (key, user, signer, own) in [
+            (&key, "gateway", wanted.signer, true),
+            (&key, "admin", wanted.signer, false),
+            (&others, "gateway", wanted.signer, false),
+            (&key, "gateway", "kubernetes.io/kubelet-serving", false),
+        ] {
+            let found = CertificateSigningRequest {
+                spec: CertificateSigningRequestSpec {
+                    request: ByteString(key.request_of_user(user).unwrap().into_bytes()),
+                    signer_name: signer.to_owned(),
+                    usages: Some(CLIENT.map(str::to_owned).into()),
+                    ..CertificateSigningRequestSpec::default()
+                },
+                ..CertificateSigningRequest::default()
+            };
+            let patches = Arc::new(AtomicUsize::new(0));
+            let count = patches.clone();
+            let api = tower::service_fn(move |asked: http::Request<Body>| {
+                if asked.method() == http::Method::PATCH {
+                    count.fetch_add(1, SeqCst);
+                }
+                let answer = Body::from(serde_json::to_vec(&found).unwrap());
+                ready(Ok::<_, kube::Error>(http::Response::new(answer)))
+            });
+            let approved = approve(Client::new(api, "it"), &wanted).await;
+            assert_eq!(approved.unwrap(), own, "{user} by {signer}");
+            assert_eq!(patches.load(SeqCst), usize::from(own));
+        }
     }
 }

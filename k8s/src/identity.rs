@@ -218,11 +218,10 @@ impl OwnCertificate {
             seconds: None,
             request: &request,
         };
-        let asked = asking::ask(self.client.clone(), wanted).await;
+        let asked = asking::ask(self.client.clone(), &wanted).await;
         asked.map_err(|why| Not::Yet(words(why)))?;
         if self.approve {
-            let approved = asking::approve(self.client.clone(), &pending.name, &self.signer);
-            approved.await.map_err(|why| Not::Yet(words(why)))?;
+            self.approve(&wanted).await?;
         }
         let chain = match asking::answer(self.client.clone(), &pending.name).await {
             Ok(Answer::Signed(chain)) => chain,
@@ -264,6 +263,19 @@ impl OwnCertificate {
         let ends = humantime::format_rfc3339_seconds(kept.not_after);
         tracing::info!(request = name, %ends, purpose = ?self.purpose, "this gateway has another certificate by its cluster");
         Ok(kept)
+    }
+
+    /// Approves the own request. One of its name that is another's is given up for one of another name.
+    async fn approve(&self, wanted: &Wanted<'_>) -> Result<(), Not> {
+        let approved = asking::approve(self.client.clone(), wanted).await;
+        if approved.map_err(|why| Not::Yet(words(why)))? {
+            return Ok(());
+        }
+        self.forget().await?;
+        Err(Not::Made(format!(
+            "the request {} in the cluster is not the one of this gateway, and is not approved",
+            wanted.name
+        )))
     }
 
     async fn forget(&self) -> Result<(), Not> {

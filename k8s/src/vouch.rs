@@ -72,7 +72,7 @@ impl Cluster for Vouch {
                 seconds: self.subject().map(|_| SHOWN_WITHIN),
                 request,
             };
-            asking::ask(self.client().await?, wanted).await
+            asking::ask(self.client().await?, &wanted).await
         })
     }
 
