@@ -3,7 +3,8 @@
 //! 1. A source may hold as many places as three times those that are free: one source alone gets three quarters of all, and
 //!    what is free is open to others (dynamic thresholds; Choudhury and Hahne, 1998).
 //! 2. A source beyond its share gets the place of its own oldest connection that is silent, or else idle. A source within
-//!    its share gets, where nothing is free, that of the source which holds most.
+//!    its share gets, where nothing is free, that of the source which holds most; of several that of the oldest connection,
+//!    so that a newcomer has as many arrivals behind it as there are places, from however many sources they come.
 //! 3. A connection is silent until [`Slot::busy`] was called once, and idle whenever no guard of that is held. One that is
 //!    busy or settled is never evicted. Its use is counted by atomics of its own, since each request counts: the table may
 //!    list a connection that is busy by now, and takes it from the list when it looks for one to evict.
@@ -12,6 +13,7 @@
 
 use crate::listener::Peer;
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     fmt,
     net::IpAddr,
@@ -118,8 +120,8 @@ struct Table {
     /// By the order in which they came.
     slots: BTreeMap<u64, Entry>,
     sources: HashMap<Source, Held>,
-    /// Sources from which a place can be taken, by the number of places that they hold.
-    evictable: BTreeSet<(usize, Source)>,
+    /// Sources from which a place can be taken, in the order in which they lose one: the last is the first to.
+    evictable: BTreeSet<Rank>,
     waiting: HashMap<Source, VecDeque<oneshot::Sender<Slot>>>,
     turns: VecDeque<Source>,
     next: u64,
@@ -155,9 +157,15 @@ struct Held {
     idle: BTreeSet<u64>,
 }
 
+/// A source that a place can be taken from: the number of its places, whether one is silent, and its oldest of those.
+type Rank = (usize, bool, Reverse<u64>, Source);
+
 impl Held {
-    fn is_evictable(&self) -> bool {
-        !self.silent.is_empty() || !self.idle.is_empty()
+    /// Returns the rank of this source, if a place can be taken from it.
+    fn rank(&self, source: Source) -> Option<Rank> {
+        let silent = self.silent.first();
+        let oldest = silent.or(self.idle.first())?;
+        Some((self.count, silent.is_some(), Reverse(*oldest), source))
     }
 }
 
@@ -165,12 +173,14 @@ impl Table {
     /// Changes what is held of a source, and keeps the order of sources in step.
     fn change(&mut self, source: Source, change: impl FnOnce(&mut Held)) {
         let held = self.sources.entry(source).or_default();
-        let before = held.count;
+        let before = held.rank(source);
         change(held);
-        let (evictable, count) = (held.is_evictable(), held.count);
-        self.evictable.remove(&(before, source));
-        if evictable {
-            self.evictable.insert((count, source));
+        let (after, count) = (held.rank(source), held.count);
+        if before != after {
+            if let Some(before) = before {
+                self.evictable.remove(&before);
+            }
+            self.evictable.extend(after);
         }
         if count == 0 {
             self.sources.remove(&source);
@@ -193,7 +203,7 @@ impl Table {
             return self.candidate(source);
         }
         loop {
-            let (_, largest) = *self.evictable.last()?;
+            let (.., largest) = *self.evictable.last()?;
             if largest != source && self.count(largest) <= self.count(source) {
                 return self.candidate(source);
             }
@@ -558,6 +568,31 @@ mod tests {
         );
         drop((busy, settled, idle, silent, third, fourth));
         assert_eq!(limit.held(), 0);
+    }
+
+    #[test]
+    fn of_sources_that_hold_as_much_the_oldest_connection_goes_whatever_its_address() {
+        let (limit, _) = limit(64);
+        // A crowd of addresses on both sides of the newcomer's, each with one silent connection.
+        let crowd = |number: u16| {
+            let [high, low] = number.to_be_bytes();
+            let first = if number.is_multiple_of(2) { 10 } else { 203 };
+            limit.admit(IpAddr::from([first, 0, high, low])).unwrap()
+        };
+        let mut held: Vec<_> = (0..64).map(crowd).collect();
+        let newcomer = limit.admit(source(1)).unwrap();
+        for later in 64..127 {
+            held.push(crowd(later));
+            assert!(!is_evicted(&newcomer), "{later}");
+        }
+        held.push(crowd(127));
+        assert!(is_evicted(&newcomer), "it is the oldest by now");
+        assert_eq!(held.iter().filter(|slot| !is_evicted(slot)).count(), 64);
+        // One that spoke and is idle goes behind all that are silent.
+        let idle = limit.admit(source(2)).unwrap();
+        drop(idle.busy());
+        held.extend((128..191).map(crowd));
+        assert!(!is_evicted(&idle));
     }
 
     #[test]

@@ -27,7 +27,7 @@ use rustls::ClientConfig;
 use std::{sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -810,6 +810,28 @@ async fn silent_connections_keep_no_edge_out() {
         r#"connections_turned_away_total{{limit="tunnel_arriving",outcome="evicted"}} {evicted}"#
     );
     world.until(|world| world.counted(&line)).await;
+}
+
+/// Each from an address of its own, as many again whenever the edge restarts.
+#[tokio::test]
+async fn silent_connections_from_many_addresses_keep_no_edge_out() {
+    let world = World::with_places(FEW);
+    let edge = world.enrolled("edge-1");
+    let mut silent = Vec::new();
+    let mut stranger = async |number: usize| {
+        let socket = TcpSocket::new_v4().unwrap();
+        let [.., high, low] = u32::try_from(number).unwrap().to_be_bytes();
+        let from = std::net::SocketAddr::from(([127, 1, high, low], 0));
+        socket.bind(from).unwrap();
+        silent.push(socket.connect(world.address).await.unwrap());
+    };
+    for round in 0..8 {
+        for number in 0..2 * FEW.arriving {
+            stranger(round * 2 * FEW.arriving + number).await;
+        }
+        // The process is another one each time.
+        let _tunnel = world.joined(&edge, &round.to_string(), 0).await;
+    }
 }
 
 /// A peer that has sent half of its `ClientHello` is as good as one that has sent nothing.
