@@ -330,6 +330,73 @@ async fn stall(road: &Road, count: usize) -> Vec<TcpStream> {
     stalled
 }
 
+/// A client over HTTP/2 that asks for so many endless answers and reads not a byte, with this window for each stream and as
+/// much as there can be for the connection. Frames are no larger than any client takes.
+async fn reads_nothing(road: &Road, window: u32, streams: u32) -> TcpStream {
+    const INITIAL_WINDOW_SIZE: u16 = 4;
+    const MAX_FRAME_SIZE: u16 = 5;
+    let mut wire = road.tcp("plain").await;
+    let more = ((1_u32 << 31) - 1 - 65_535).to_be_bytes();
+    let mut begin = frames::PREFACE.to_vec();
+    let values = [(INITIAL_WINDOW_SIZE, window), (MAX_FRAME_SIZE, 16 << 10)];
+    begin.extend(frames::settings(&values));
+    begin.extend(frames::frame(frames::WINDOW_UPDATE, 0, 0, &more));
+    let head = frames::fields(&[
+        (":method", "GET"),
+        (":scheme", "http"),
+        (":path", "/endless"),
+        (":authority", "edge-1:9100"),
+    ]);
+    let flags = frames::END_STREAM | frames::END_HEADERS;
+    for stream in 0..streams {
+        let head = frames::frame(frames::HEADERS, flags, 1 + 2 * stream, &head);
+        begin.extend(head);
+    }
+    wire.write_all(&begin).await.unwrap();
+    wire
+}
+
+/// Clients over HTTP/2 that read nothing, with such a window, beside others.
+async fn stalled_over_http2(window: u32) {
+    const STREAMS: u32 = 50;
+    let whole = Arc::new(pattern(32 * MIB));
+    let app = serving(&whole).await;
+    let road = Road::to(&app).await;
+    // No more than may stall: none of them is to be given up.
+    let mut stalled = Vec::new();
+    for _ in 0..4 {
+        stalled.push(reads_nothing(&road, window, STREAMS).await);
+    }
+    let count = 4 * usize::try_from(STREAMS).unwrap();
+    until("all are open", async || open_streams(&road).await == count).await;
+    others_are_served(&road, &whole).await;
+    let unread = async || usize::try_from(road.metrics().await.sum("unread_bytes", &[])).unwrap();
+    until("they stall", async || unread().await > 4 * MIB).await;
+    // Bulk has brought a second tunnel, and both share one budget.
+    let allowed = 32 * MIB + count * FLOOR + SLACK;
+    let held = unread().await;
+    assert!(held <= allowed, "{held} bytes unread, {allowed} allowed");
+    assert_eq!(open_streams(&road).await, count, "none was given up");
+    drop(stalled);
+    until("nothing of it stays", async || {
+        open_streams(&road).await == 0 && unread().await == 0
+    })
+    .await;
+    assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
+}
+
+#[tokio::test]
+async fn http2_readers_with_the_default_window_hold_no_more_than_the_budget() {
+    Box::pin(stalled_over_http2(65_535)).await;
+}
+
+#[tokio::test]
+async fn http2_readers_with_large_windows_hold_no_more_than_the_budget() {
+    if full() {
+        Box::pin(stalled_over_http2((1 << 31) - 1)).await;
+    }
+}
+
 /// Asks once more on a session that was open before.
 async fn goes_on(session: &mut TcpStream) {
     let head = exchange(session, get("/")).await;
@@ -416,23 +483,7 @@ async fn a_caller_over_http2_that_reads_nothing_at_all_loses_its_connection() {
         config.limits.stalled = 8 * MIB;
     });
     let road = Road::along(build, Scheme::Http, app.address()).await;
-    let mut wire = road.tcp("plain").await;
-    let (window, more) = ((4, 1 << 30), (1_u32 << 30).to_be_bytes());
-    let mut begin = frames::PREFACE.to_vec();
-    begin.extend(frames::settings(&[window]));
-    begin.extend(frames::frame(frames::WINDOW_UPDATE, 0, 0, &more));
-    let head = frames::fields(&[
-        (":method", "GET"),
-        (":scheme", "http"),
-        (":path", "/endless"),
-        (":authority", "edge-1:9100"),
-    ]);
-    let flags = frames::END_STREAM | frames::END_HEADERS;
-    for stream in 0..100 {
-        let head = frames::frame(frames::HEADERS, flags, 1 + 2 * stream, &head);
-        begin.extend(head);
-    }
-    wire.write_all(&begin).await.unwrap();
+    let _wire = reads_nothing(&road, 1 << 30, 100).await;
     until("its streams are reset", async || {
         evicted(&road, "memory").await > 0
     })
@@ -503,6 +554,8 @@ async fn an_answer_that_nobody_takes_has_a_bound_and_a_session_has_none() {
     })
     .await;
     until("the session stays", async || open_streams(&road).await == 1).await;
+    // Of the four it has stood still for longest. What lies in buffers on its way is less than this.
+    read(&mut session, 64 * MIB).await;
 }
 
 #[tokio::test]
