@@ -53,6 +53,8 @@ pub enum Reason {
     UriTooLong,
     /// The request's head is too large.
     HeaderTooLarge,
+    /// The request's body is too large.
+    ContentTooLarge,
     /// The request is malformed.
     Malformed,
     /// The request line names a version of HTTP other than 1.
@@ -65,7 +67,7 @@ pub enum Reason {
 
 impl Reason {
     /// All rows, for metrics and tests.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::NodeUnknown,
         Self::NodeAway,
         Self::Misdirected,
@@ -86,6 +88,7 @@ impl Reason {
         Self::Draining,
         Self::UriTooLong,
         Self::HeaderTooLarge,
+        Self::ContentTooLarge,
         Self::Malformed,
         Self::VersionNotSupported,
         Self::MethodNotAllowed,
@@ -114,6 +117,7 @@ impl Reason {
             Self::UriTooLong => StatusCode::URI_TOO_LONG,
             Self::VersionNotSupported => StatusCode::HTTP_VERSION_NOT_SUPPORTED,
             Self::HeaderTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::ContentTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Malformed => StatusCode::BAD_REQUEST,
             Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             // Nobody reads it: the code that nginx has for this in its log.
@@ -184,6 +188,7 @@ impl Reason {
             Self::UriTooLong => "uri_too_long",
             Self::VersionNotSupported => "version_not_supported",
             Self::HeaderTooLarge => "header_too_large",
+            Self::ContentTooLarge => "content_too_large",
             Self::Malformed => "malformed",
             Self::MethodNotAllowed => "method_not_allowed",
             Self::ClientClosed => "client_closed",
@@ -210,6 +215,7 @@ impl Reason {
             | Self::Misdirected
             | Self::UriTooLong
             | Self::HeaderTooLarge
+            | Self::ContentTooLarge
             | Self::Malformed
             | Self::VersionNotSupported
             | Self::MethodNotAllowed
@@ -237,6 +243,7 @@ impl Reason {
             | Self::TargetTimeout
             | Self::UriTooLong
             | Self::HeaderTooLarge
+            | Self::ContentTooLarge
             | Self::Malformed
             | Self::VersionNotSupported
             | Self::MethodNotAllowed
@@ -268,6 +275,7 @@ impl Reason {
             Self::UriTooLong => "Request target too long",
             Self::VersionNotSupported => "HTTP version not supported",
             Self::HeaderTooLarge => "Request head too large",
+            Self::ContentTooLarge => "Request body too large",
             Self::Malformed => "Malformed request",
             Self::MethodNotAllowed => "Method not allowed",
             Self::ClientClosed => "Client gone",

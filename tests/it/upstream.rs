@@ -216,6 +216,29 @@ async fn an_upgrade_with_a_body_is_switched_behind_the_body() {
     attaches(&app, &road).await;
 }
 
+#[tokio::test]
+async fn the_body_of_an_upgrade_may_have_64_kib_without_a_length() {
+    let app = App::http(attach).await;
+    let road = Road::to(&app).await;
+    let chunked = |length: usize| {
+        let body = "x".repeat(length);
+        format!("{ATTACH}Transfer-Encoding: chunked\r\n\r\n{length:x}\r\n{body}\r\n0\r\n\r\n")
+    };
+    let mut wire = road.tls().await;
+    let head = exchange(&mut wire, chunked(64 << 10)).await;
+    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    drop(wire);
+    let answer = road.caller().raw("edge-1", chunked((64 << 10) + 1)).await;
+    assert_problem(
+        &answer,
+        413,
+        "content_too_large",
+        "more than 65536 bytes and no Content-Length",
+    );
+    assert_eq!(app.requests(), 1);
+    road.until_idle().await;
+}
+
 const HINT: &str = "HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\nConnection: x-hop\r\nX-Hop: 1\r\n\r\n";
 
 /// Interim answers, each of which the client has before the upstream goes on.

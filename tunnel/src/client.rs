@@ -113,6 +113,7 @@ struct Shared {
     round_trip_us: AtomicU64,
     turn: Turn,
     long_targets: AtomicBool,
+    upgrade_bodies: AtomicBool,
     close: CancellationToken,
     /// As `draining`, for whoever waits for it; it comes with `close` as well.
     leaving: CancellationToken,
@@ -136,6 +137,7 @@ impl Shared {
             round_trip_us: AtomicU64::new(round_trip),
             turn: Turn::default(),
             long_targets: AtomicBool::new(false),
+            upgrade_bodies: AtomicBool::new(false),
             leaving: close.child_token(),
             close,
         }
@@ -220,6 +222,13 @@ impl Tunnel {
         if matches!(ask, Ask::Upgrade(_)) && !self.sender.is_extended_connect_protocol_enabled() {
             return Err(StreamError::Nonsense(
                 "the edge has not said that it takes upgrades",
+            ));
+        }
+        let has_content = head.headers().contains_key(wire::CONTENT);
+        if has_content && !self.shared.upgrade_bodies.load(Relaxed) {
+            // It would take the body for the first bytes of the session.
+            return Err(StreamError::Nonsense(
+                "the edge is of a version that takes no upgrades with a body",
             ));
         }
         let Some(TargetRest(rest)) = rest else {
@@ -373,6 +382,11 @@ impl Tunnel {
     /// Whether requests may have a [`TargetRest`] from now on.
     pub fn allow_long_targets(&self, allowed: bool) {
         self.shared.long_targets.store(allowed, Relaxed);
+    }
+
+    /// Whether upgrades may have a body ([`wire::CONTENT`]) from now on.
+    pub fn allow_upgrade_bodies(&self, allowed: bool) {
+        self.shared.upgrade_bodies.store(allowed, Relaxed);
     }
 
     /// Waits until it is the edge's turn to change its window, to this many bytes at most. Until

@@ -82,6 +82,9 @@ pub struct Welcome {
     /// Whether the edge takes targets that are longer than 65,534 bytes ([`crate::request_target`]).
     #[serde(default)]
     pub long_targets: bool,
+    /// Whether the edge takes upgrades with a body ([`crate::wire::CONTENT`]).
+    #[serde(default)]
+    pub upgrade_bodies: bool,
     /// Whether the process's tunnel before this one, of the same slot, lives: its streams go on until they end.
     #[serde(default)]
     pub takes_over: bool,

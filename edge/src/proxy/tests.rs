@@ -606,6 +606,14 @@ async fn the_body_of_an_upgrade_goes_first_and_what_follows_is_of_the_session() 
     *head.method_mut() = http::Method::POST;
     head.headers_mut()
         .insert(wire::CONTENT, HeaderValue::from_static("3"));
+    let (ask, target) = (Ask::Upgrade("tcp".into()), "edge-1:80".parse().unwrap());
+    let refused = world.tunnel.open(head.clone(), &ask, &target, false).await;
+    let refused = refused.unwrap_err().to_string();
+    assert!(
+        refused.contains("takes no upgrades with a body"),
+        "{refused}"
+    );
+    world.tunnel.allow_upgrade_bodies(true);
     let mut opened = world
         .open(head, Ask::Upgrade("tcp".into()), "edge-1:80", false)
         .await;

@@ -283,6 +283,7 @@ mod tests {
                 | Reason::UriTooLong
                 | Reason::VersionNotSupported
                 | Reason::HeaderTooLarge
+                | Reason::ContentTooLarge
                 | Reason::MethodNotAllowed
                 | Reason::ClientClosed => 2,
                 _ => 14,

@@ -126,9 +126,9 @@ impl Content {
         while let Some(chunk) = self.next(way).await? {
             if collected.len() + chunk.len() > MOST_COLLECTED {
                 let detail = format!(
-                    "the body of an upgrade needs a Content-Length beyond {MOST_COLLECTED} bytes"
+                    "the body of an upgrade has more than {MOST_COLLECTED} bytes and no Content-Length; with one it may be of any size"
                 );
-                return Err(Reason::Malformed.says(detail));
+                return Err(Reason::ContentTooLarge.says(detail));
             }
             collected.extend_from_slice(&chunk);
         }

@@ -194,6 +194,7 @@ fn welcome(links: &Links, slot: u32, told: &[String]) -> Welcome {
         elsewhere: config.tunnels.gateways == AtGateways::One && known.len() > 1,
         listed: true,
         long_targets: true,
+        upgrade_bodies: true,
         takes_over: false,
         bulk_after: u64::try_from(config.tunnels.bulk_after).ok(),
         roots: Some(roots::told(&links.held)),

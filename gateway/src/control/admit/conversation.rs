@@ -46,6 +46,7 @@ fn heed(tunnel: &Tunnel, welcome: &Welcome) {
         tunnel.load().set_bulk(bytes);
     }
     tunnel.allow_long_targets(welcome.long_targets);
+    tunnel.allow_upgrade_bodies(welcome.upgrade_bodies);
 }
 
 /// Talks with an edge until its tunnel is gone.
