@@ -131,8 +131,8 @@ impl Proxy {
             && headers::lists(request.headers(), &EXPECT, "100-continue");
         let is_http1 = request.version() != Version::HTTP_2;
         let condition = is_http1.then_some(&connection.condition);
-        let request =
-            request.map(|body| RequestBody::new(body, is_awaited, &self.tasks, condition));
+        let request = request
+            .map(|body| RequestBody::new(body, is_awaited, (self, connection.peer), condition));
         // RFC 9110 §9.3.2. The engine sees to it for HTTP/1.1 alone.
         let bodiless = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let served = pin!(self.serve(connection, request, exchange, &record));

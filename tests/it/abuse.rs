@@ -200,6 +200,49 @@ async fn ten_thousand_rapid_resets_end_their_own_connection_and_others_are_serve
     assert_eq!(road.metrics().await.sum("tunnels_ended_total", &[]), 0);
 }
 
+#[tokio::test]
+async fn bodies_that_nobody_wants_hold_no_more_places_than_there_are() {
+    const STREAMS: u32 = 250;
+    let app = App::saying("well").await;
+    let road = Road::to(&app).await;
+    let head = fields(&[
+        (":method", "POST"),
+        (":scheme", "https"),
+        (":authority", "edge-1:9999"),
+        (":path", "/"),
+    ]);
+    let evicted = [("limit", "discarded_bodies"), ("outcome", "evicted")];
+    let mut wires = Vec::new();
+    // Three quarters of 1,024 are one source's.
+    until("the oldest bodies are broken off", async || {
+        let mut wire = road.http2().wire("edge-1", &["h2"]).await.unwrap();
+        // Without a table each status stands for itself.
+        let mut begin = [PREFACE, &settings(&[(1, 0)])].concat();
+        for number in 0..STREAMS {
+            begin.extend(frame(HEADERS, END_HEADERS, 2 * number + 1, &head));
+        }
+        send(&mut *wire, &begin).await.unwrap();
+        let mut answered = 0;
+        while answered < STREAMS {
+            let frame = next(&mut *wire).await.unwrap();
+            answered += u32::from(frame.kind == HEADERS && frame.status() == 403);
+        }
+        wires.push(wire);
+        let metrics = road.metrics().await;
+        metrics.sum("connections_turned_away_total", &evicted) > 0
+    })
+    .await;
+    assert!(wires.len() > 3, "{} connections", wires.len());
+    loop {
+        let frame = next(&mut *wires[0]).await.unwrap();
+        if frame.kind == RST_STREAM {
+            assert_eq!(frame.stream, 1, "the oldest");
+            break;
+        }
+    }
+    assert_eq!(road.caller().get(URL).await.text(), "well");
+}
+
 /// Begins so many requests and resets each at once, until the connection is ended. How many there were.
 async fn resets(road: &Road, all: u32) -> u32 {
     const BATCH: u32 = 50;

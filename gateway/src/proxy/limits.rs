@@ -22,6 +22,9 @@ use std::{
     },
 };
 
+/// Bodies of requests that are discarded at once: anybody may have one, and has no stream counted for it.
+const DISCARDED_BODIES: usize = 1024;
+
 /// Open streams of one caller or node.
 pub type Count = Arc<AtomicUsize>;
 
@@ -31,6 +34,7 @@ pub struct Limits {
     bounds: config::Limits,
     all: Count,
     connections: ConnectionLimit,
+    discarded_bodies: ConnectionLimit,
     callers: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     pressure: Arc<Pressure>,
 }
@@ -64,6 +68,7 @@ impl Limits {
         Self {
             pressure: Arc::new(Pressure::new(bounds.unread)),
             connections: metrics.connection_limit("connections", bounds.connections),
+            discarded_bodies: metrics.connection_limit("discarded_bodies", DISCARDED_BODIES),
             bounds,
             all: Count::default(),
             callers: Mutex::default(),
@@ -98,6 +103,11 @@ impl Limits {
     /// Returns the place of one more connection of a client, if there is one.
     pub fn connection(&self, peer: Peer) -> Option<Slot> {
         self.connections.admit(peer).ok()
+    }
+
+    /// Returns the place of a body of this client that is discarded, the one of an older body if need be.
+    pub fn discarded_body(&self, peer: Peer) -> Option<Slot> {
+        self.discarded_bodies.admit(peer).ok()
     }
 
     /// Room for one more stream.
