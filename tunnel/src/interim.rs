@@ -34,6 +34,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 const MOST_BYTES: usize = 16 << 10;
 /// Interim answers that wait for the socket of one connection at most.
 const MOST_WAITING: usize = 16;
+/// Bytes of them at most: a client that reads nothing holds no more, and hints that a browser heeds are far smaller.
+const MOST_HELD: usize = 32 << 10;
 
 /// The request that an interim answer is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +105,9 @@ impl Interims {
             Exchange::Http2(stream) => frame(stream, status, fields),
         };
         let mut queue = self.0.queue();
-        if bytes.len() <= MOST_BYTES && queue.answers.len() < MOST_WAITING {
+        let held: usize = queue.answers.iter().map(|(_, bytes)| bytes.len()).sum();
+        let fits = bytes.len() <= MOST_BYTES && held + bytes.len() <= MOST_HELD;
+        if fits && queue.answers.len() < MOST_WAITING {
             queue.answers.push_back((exchange, bytes.into()));
             self.0.waiting.store(queue.answers.len(), Relaxed);
             self.0.waker.wake();
@@ -582,6 +586,39 @@ mod tests {
         far.read_to_string(&mut read).await.unwrap();
         let hint = "HTTP/1.1 103 Early Hints\r\nlink: x\r\nlink: x\r\n\r\n";
         assert_eq!(read, format!("{hint}one two {hint}three"));
+    }
+
+    #[tokio::test]
+    async fn http2_has_them_between_heads_and_never_within_one() {
+        let (near, mut far) = duplex(1 << 10);
+        let interims = Interims::default();
+        let mut io = InterimIo::new(near, interims.clone());
+        far.write_all(PREFACE).await.unwrap();
+        io.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
+        let part = |kind, flags| [0, 0, 1, kind, flags, 0, 0, 0, 1, 0x88];
+        let (first, last) = (part(HEADERS, 0), part(CONTINUATION, END_HEADERS));
+        let hint = frame(3, StatusCode::EARLY_HINTS, &links(1));
+        io.write_all(&first).await.unwrap();
+        interims.send(Exchange::Http2(3), StatusCode::EARLY_HINTS, &links(1));
+        io.flush().await.unwrap();
+        io.write_all(&last).await.unwrap();
+        io.flush().await.unwrap();
+        drop(io);
+        let mut read = Vec::new();
+        far.read_to_end(&mut read).await.unwrap();
+        assert_eq!(read, [&first[..], &last, &hint].concat());
+    }
+
+    #[test]
+    fn a_client_that_reads_nothing_holds_few_answers_and_few_bytes() {
+        for (length, most) in [(1, MOST_WAITING), (6_000, 2)] {
+            let interims = Interims::default();
+            for stream in 0..100 {
+                let exchange = Exchange::Http2(2 * stream + 1);
+                interims.send(exchange, StatusCode::EARLY_HINTS, &links(length));
+            }
+            assert_eq!(interims.0.queue().answers.len(), most, "{length}");
+        }
     }
 
     #[test]
