@@ -62,6 +62,8 @@ mod leaks;
 
 mod abuse;
 
+mod h2spec;
+
 mod app_faults;
 mod apps;
 mod apps_http2;

@@ -1,0 +1,39 @@
+//! Conformance of the https listener to HTTP/2 (RFC 9113) and HPACK (RFC 7541), as h2spec sees it.
+
+use crate::world::{
+    World,
+    app::App,
+    gateway::fixed,
+    tool::{Tool, need},
+};
+use causeway_gateway::config::{Front, Kind};
+use std::time::Duration;
+
+#[tokio::test]
+async fn the_https_listener_passes_h2spec() {
+    need!("h2spec");
+    let front = Front {
+        anonymous: true,
+        ..fixed("web", Kind::Https, "edge-1", 9100)
+    };
+    let world = World::build().front(front).start().await;
+    let app = App::saying("an answer that is longer than the windows of some cases").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let port = world.front("web").port().to_string();
+    let ran = Tool::new("h2spec")
+        .args(["--tls", "--insecure", "--timeout", "10", "--port", &port])
+        // Five such fields, in Huffman's code, are more than a frame of the size that the listener announces.
+        .args(["--max-header-length", "16000"])
+        .within(Duration::from_mins(10))
+        .run()
+        .await;
+    let said = ran.text();
+    assert!(said.contains(" tests, "), "{said}\n{}", ran.stderr);
+    let (_, failures) = said.split_once("Failures:").unwrap_or_default();
+    let failed = failures.lines().filter(|line| line.contains('×'));
+    // The connection ends there as well: by a reset, which h2spec does not take for an end.
+    let failed: Vec<_> = failed
+        .filter(|line| !line.contains("Sends invalid connection preface"))
+        .collect();
+    assert!(failed.is_empty(), "{failed:?}\n{failures}");
+}
