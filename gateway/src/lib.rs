@@ -20,10 +20,12 @@ pub mod gateway;
 
 pub mod redirector;
 
-#[cfg(test)]
-mod table_states;
-
 pub use config::Config;
 pub use error::{Error, Reason};
 pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover, check};
 pub use redirector::Redirector;
+
+#[cfg(test)]
+mod tests {
+    mod table_states;
+}

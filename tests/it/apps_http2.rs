@@ -3,7 +3,7 @@
 use crate::{
     apps::asked,
     recheck::compiled,
-    recheck_apps::{but_tester, open, unending},
+    recheck_apps::{Streams, but_tester},
     road::{Road, URL},
     world::{
         app::answer::pattern,
@@ -507,36 +507,13 @@ async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_hav
     let app = App::start(&authority, 100).await;
     let build = Road::build().policy(rules.reader());
     let road = road_by(build, &authority, app.address, |_| {}).await;
-    let mut uploads = Vec::new();
-    let mut downloads = Vec::new();
-    let mut unread = Vec::new();
-    let mut unanswered = JoinSet::new();
-    for caller in [road.caller(), road.http2()] {
-        let (body, dropped) = unending();
-        let (connection, answer) = open(&caller, "POST", "keeps", body).await;
-        let answer = answer.into_body().collect().await.unwrap();
-        assert_eq!(answer.to_bytes(), "well");
-        uploads.push((connection, dropped));
-        downloads.push(open(&caller, "GET", "endless", whole("")).await);
-        unread.push(open(&caller, "GET", "endless", whole("")).await);
-        let (body, _) = unending();
-        let request = Request::post(format!("{URL}deaf")).body(body).unwrap();
-        unanswered.spawn(async move { caller.send(request).await });
-    }
+    let mut streams = Streams::open(&road, "keeps", "deaf").await;
     until("all are open", async || {
         road.metrics().await.sum("open_streams", &[]) == 8
     })
     .await;
     rules.replace(Some(compiled(&but_tester())));
-    for (_connection, dropped) in &uploads {
-        until("the upload has ended", async || dropped.is_cancelled()).await;
-    }
-    for (_connection, answer) in downloads {
-        assert!(answer.into_body().collect().await.is_err());
-    }
-    while let Some(refused) = unanswered.join_next().await {
-        assert_problem(&refused.unwrap(), 403, "forbidden", "the policy does not");
-    }
+    streams.are_refused().await;
     road.until_idle().await;
     let kept = std::mem::take(&mut *app.seen.kept.lock().unwrap());
     assert_eq!(kept.len(), 2);
@@ -551,7 +528,7 @@ async fn whatever_goes_to_an_app_by_http2_ends_when_its_client_may_no_longer_hav
         async || app.seen.given_up.load(SeqCst) == 4,
     )
     .await;
-    drop(unread);
+    drop(streams);
 }
 
 /// The client has its answer by HTTP/1.1, though the stream that brings it has not ended.

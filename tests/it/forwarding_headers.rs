@@ -18,7 +18,7 @@ const UPGRADE: &str = "GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrad
                        X-Forwarded-For: 192.0.2.1\r\nX_Real_IP: 192.0.2.1\r\nX-Forwarded-Ssl: off\r\n\r\n";
 
 /// Answers requests, and switches protocols if a client asks for that.
-fn script(head: &Head) -> Script {
+pub(crate) fn script(head: &Head) -> Script {
     match head.value("upgrade") {
         Some(_) => answer::switch("websocket", b"first"),
         None => answer::ok("it"),

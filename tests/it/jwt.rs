@@ -1,9 +1,10 @@
 //! Callers by JWT, and what apps are told of callers, however they are known.
 
+use crate::forwarding_headers::script;
 use crate::hostile::one_chunked_request;
 use crate::world::{
     GATEWAY_NAME, World,
-    app::{App, answer},
+    app::App,
     caller::{Caller, assert_problem, exchange, whole},
     gateway::{Build, fixed, front},
     issuer::{Issuer, Key, claims, now},
@@ -342,11 +343,7 @@ async fn an_app_is_told_who_calls_and_no_caller_can_lie_to_it_nor_does_it_see_a_
     let opaque = build.token("bob");
     let front = telling(&build, issuer.jwt(build.folder()));
     let world = build.front(front).start().await;
-    let app = App::http(|head| match head.value("upgrade") {
-        Some(_) => answer::switch("websocket", b"first"),
-        None => answer::ok("it"),
-    })
-    .await;
+    let app = App::http(script).await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     let token = key.sign(&claims(&json!({})));
     let at = || lying(world.caller_at("jwt"));

@@ -5,7 +5,7 @@ use crate::{
     road::{Road, URL},
     world::{
         app::{End, Script},
-        caller::{Body, Caller, Connection, assert_problem, whole},
+        caller::{Answer, Body, Caller, Connection, assert_problem, whole},
         until,
     },
 };
@@ -47,6 +47,52 @@ pub(crate) async fn open(
     (connection, answer.unwrap())
 }
 
+/// The streams of a client over HTTP/1.1 and of one over HTTP/2, of each kind that a request can be.
+#[derive(Default)]
+pub(crate) struct Streams {
+    uploads: Vec<(Connection, CancellationToken)>,
+    downloads: Vec<(Connection, Response<Incoming>)>,
+    unread: Vec<(Connection, Response<Incoming>)>,
+    unanswered: JoinSet<Answer>,
+}
+
+impl Streams {
+    /// Opens an upload that was answered (at `answered`), two downloads and a request that waits for its answer (at
+    /// `waits`) for each client.
+    pub(crate) async fn open(road: &Road, answered: &str, waits: &str) -> Self {
+        let mut streams = Self::default();
+        for caller in [road.caller(), road.http2()] {
+            let (body, dropped) = unending();
+            let (connection, answer) = open(&caller, "POST", answered, body).await;
+            let answer = answer.into_body().collect().await.unwrap();
+            assert_eq!(answer.to_bytes(), "well");
+            streams.uploads.push((connection, dropped));
+            let download = open(&caller, "GET", "endless", whole("")).await;
+            streams.downloads.push(download);
+            let unread = open(&caller, "GET", "endless", whole("")).await;
+            streams.unread.push(unread);
+            let (body, _) = unending();
+            let request = Request::post(format!("{URL}{waits}")).body(body).unwrap();
+            let unanswered = async move { caller.send(request).await };
+            streams.unanswered.spawn(unanswered);
+        }
+        streams
+    }
+
+    /// Waits until each has ended, as one that is refused after it began. Nobody reads the second downloads.
+    pub(crate) async fn are_refused(&mut self) {
+        for (_connection, dropped) in &self.uploads {
+            until("the upload has ended", async || dropped.is_cancelled()).await;
+        }
+        for (_connection, answer) in self.downloads.drain(..) {
+            assert!(answer.into_body().collect().await.is_err());
+        }
+        while let Some(refused) = self.unanswered.join_next().await {
+            assert_problem(&refused.unwrap(), 403, "forbidden", "the policy does not");
+        }
+    }
+}
+
 /// Whoever is called `tester` may do nothing any more.
 pub(crate) fn but_tester() -> Value {
     json!([{ "who": { "users": ["tester"] }, "then": "deny" }, { "then": "allow" }])
@@ -70,38 +116,14 @@ async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
     let other = road.caller().certificate(&road.caller_leaf("other"));
     let mut stays = session(&other, "").await;
     let mut ended = session(&road.caller(), "").await;
-    let mut uploads = Vec::new();
-    let mut downloads = Vec::new();
-    let mut unread = Vec::new();
-    let mut unanswered = JoinSet::new();
-    for caller in [road.caller(), road.http2()] {
-        let (body, dropped) = unending();
-        let (connection, answer) = open(&caller, "POST", "early", body).await;
-        assert_eq!(
-            answer.into_body().collect().await.unwrap().to_bytes(),
-            "well"
-        );
-        uploads.push((connection, dropped));
-        downloads.push(open(&caller, "GET", "endless", whole("")).await);
-        unread.push(open(&caller, "GET", "endless", whole("")).await);
-        let (body, _) = unending();
-        unanswered.spawn(async move { caller.send(Request::post(URL).body(body).unwrap()).await });
-    }
+    let mut streams = Streams::open(&road, "early", "").await;
     until("all are open", async || {
         road.metrics().await.sum("open_streams", &[]) == 10
     })
     .await;
     rules.replace(Some(compiled(&but_tester())));
     is_reset(&mut ended).await;
-    for (_connection, dropped) in &uploads {
-        until("the upload has ended", async || dropped.is_cancelled()).await;
-    }
-    for (_connection, answer) in downloads {
-        assert!(answer.into_body().collect().await.is_err());
-    }
-    while let Some(refused) = unanswered.join_next().await {
-        assert_problem(&refused.unwrap(), 403, "forbidden", "the policy does not");
-    }
+    streams.are_refused().await;
     until("nothing is open but what may be", async || {
         road.metrics().await.sum("open_streams", &[]) == 1
     })
@@ -115,5 +137,5 @@ async fn whatever_goes_to_an_app_by_http1_ends_in_both_directions() {
         );
     }
     echoes(&mut stays).await;
-    drop(unread);
+    drop(streams);
 }

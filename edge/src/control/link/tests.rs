@@ -40,6 +40,13 @@ use tracing::info_span;
 const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
 
+/// Has this much time pass at once, for all that waits for it.
+async fn pass(time: Duration) {
+    tokio::time::pause();
+    tokio::time::advance(time).await;
+    tokio::time::resume();
+}
+
 /// A gateway that takes every edge of its CA.
 struct Gateway {
     address: SocketAddr,
@@ -403,8 +410,8 @@ async fn a_drain_connects_elsewhere_before_it_leaves_and_open_streams_go_on() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, ToGateway::Leave { .. }));
-    // Time is the subject: longer than a tunnel without streams would have stayed.
-    sleep(super::super::link::LEAVING).await;
+    // Longer than a tunnel without streams would have stayed.
+    pass(super::super::link::LEAVING).await;
     round_trip(&mut send, &mut receive, 1000).await;
     assert_eq!(edge.reader.status().tunnels.len(), 2);
     send.end().unwrap();
@@ -629,8 +636,8 @@ async fn an_edge_that_stops_leaves_and_gives_open_streams_their_time() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, ToGateway::Leave { .. }));
-    // Time is the subject: nothing happens to the open stream meanwhile.
-    sleep(Duration::from_millis(300)).await;
+    // Nothing happens to the open stream meanwhile.
+    pass(Duration::from_millis(300)).await;
     round_trip(&mut send, &mut receive, 1000).await;
     send.end().unwrap();
     assert!(receive.data().await.is_none());

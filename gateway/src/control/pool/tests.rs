@@ -23,7 +23,7 @@ use hyper::{Request as Asked, body::Incoming, client::conn::http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::Value;
 use std::time::Duration;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tracing::info_span;
 
 const SERVICES: &str = "/api/v1/services";
@@ -338,8 +338,10 @@ async fn a_leader_that_does_not_answer_stays_until_somebody_else_was_heard() {
     leading.probe();
     world.until(|_| !other.unanswered_for().is_zero()).await;
     world.until(|_| leading.is_suspect()).await;
-    // Time is the subject: longer than it takes to look again.
-    sleep(Duration::from_millis(1_200)).await;
+    // Longer than it takes to look again.
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_millis(1_200)).await;
+    tokio::time::resume();
     assert!(leads_north(&world, "edge-1"));
     second.hushed.send_replace(false);
     world.until(|world| leads_north(world, "edge-2")).await;

@@ -2,12 +2,12 @@
 
 use super::*;
 use axum::http::Request;
+use causeway_tunnel::task::Tasks;
 use http_body_util::BodyExt;
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
-    task::JoinHandle,
 };
 use tower::ServiceExt;
 
@@ -32,12 +32,13 @@ async fn get_path(path: &str) -> (Response<()>, Bytes) {
     ask(Request::get(path).body(Body::empty()).unwrap()).await
 }
 
-#[allow(clippy::disallowed_methods)]
-async fn served() -> (SocketAddr, CancellationToken, JoinHandle<()>) {
+async fn served() -> (SocketAddr, CancellationToken, Tasks) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let server = tokio::spawn(serve(listener, "edge-1".to_owned(), stop.clone()));
+    let server = Tasks::default();
+    let app = serve(listener, "edge-1".to_owned(), stop.clone());
+    server.spawn(tracing::info_span!("app"), app);
     (address, stop, server)
 }
 
@@ -133,7 +134,7 @@ async fn the_first_tick_is_not_held_back_and_a_stop_ends_what_is_endless() {
     let mut socket = send(address, "GET /stream HTTP/1.1\r\nHost: edge-1\r\n\r\n").await;
     read_until(&mut socket, "edge-1 tick 1\n").await;
     stop.cancel();
-    server.await.unwrap();
+    server.idle().await;
     let mut rest = String::new();
     socket.read_to_string(&mut rest).await.unwrap();
     assert!(rest.ends_with("0\r\n\r\n"), "a clean end: {rest:?}");
@@ -145,6 +146,6 @@ async fn a_stop_closes_idle_connections() {
     let mut socket = send(address, "GET / HTTP/1.1\r\nHost: edge-1\r\n\r\n").await;
     read_until(&mut socket, "hello from edge-1\n").await;
     stop.cancel();
-    server.await.unwrap();
+    server.idle().await;
     assert_eq!(socket.read(&mut [0]).await.unwrap(), 0);
 }
