@@ -175,11 +175,9 @@ pub struct Bound {
     tasks: Arc<Tasks>,
     admission: Admission,
     tunnel: listener::Bound,
-    admin: listener::Bound,
+    admin: AdminListeners,
     /// For commands, which need no place among the connections of the admin listener.
     admin_socket: Option<listener::Bound>,
-    /// For scrapers elsewhere, who see nothing but metrics.
-    metrics: Option<listener::Bound>,
     admin_app: admin::App,
     dns: Option<dns::Bound>,
     reloader: Reloader,
@@ -240,7 +238,7 @@ impl Bound {
         };
         Addresses {
             tunnel: tcp(&self.tunnel),
-            admin: tcp(&self.admin),
+            admin: tcp(&self.admin.pages),
             dns: self.dns.as_ref().and_then(dns::Bound::local_addr),
             fronts: self.reloader.parts().fronts.addresses(),
         }
@@ -358,18 +356,9 @@ impl Bound {
             announced: leaving.clone(),
             end: closing.clone(),
         };
-        if let Some(bound) = self.metrics {
-            let limit = self
-                .shared
-                .metrics
-                .connection_limit("metrics_connections", http::CONNECTIONS);
-            let pages = admin::metrics_router(self.admin_app.clone());
-            let serving = http::run(bound, pages, limit, ends.clone());
-            control.spawn_on(runtime, info_span!("metrics"), serving);
-        }
-        let router = admin::router(self.admin_app);
         let admin = (self.admin, self.admin_socket);
-        let admin = serve_admin(admin, router, self.shared.metrics.clone(), ends);
+        let metrics = self.shared.metrics.clone();
+        let admin = serve_admin(admin, self.admin_app, metrics, ends);
         control.spawn_on(runtime, info_span!("admin"), admin);
         if let Some(bound) = self.dns {
             let names = self.reloader.parts().names.clone();
@@ -411,20 +400,35 @@ impl Bound {
     }
 }
 
-/// Serves the admin listener, and the socket for commands if there is one, which have connections of their own.
+/// The listeners of the section `admin`.
+#[derive(Debug)]
+struct AdminListeners {
+    pages: listener::Bound,
+    /// For scrapers elsewhere, who see nothing but metrics.
+    metrics: Option<listener::Bound>,
+}
+
+/// Serves the admin listener, that of metrics, and the socket for commands if there is one, which have connections of their own.
 async fn serve_admin(
-    (listener, socket): (listener::Bound, Option<listener::Bound>),
-    router: Router,
+    (listeners, socket): (AdminListeners, Option<listener::Bound>),
+    app: admin::App,
     metrics: Arc<Metrics>,
     stop: http::Stop,
 ) {
-    let serve = |name, bound| {
+    let (pages, scraped) = (admin::router(app.clone()), admin::metrics_router(app));
+    let serve = |name, bound, router: &Router| {
         let limit = metrics.connection_limit(name, http::CONNECTIONS);
         http::run(bound, router.clone(), limit, stop.clone())
     };
-    let socket = socket.map(|socket| serve("admin_socket_connections", socket));
-    let socket = OptionFuture::from(socket);
-    tokio::join!(serve("admin_connections", listener), socket);
+    let socket = socket.map(|socket| serve("admin_socket_connections", socket, &pages));
+    let further = listeners
+        .metrics
+        .map(|bound| serve("metrics_connections", bound, &scraped));
+    tokio::join!(
+        serve("admin_connections", listeners.pages, &pages),
+        OptionFuture::from(socket),
+        OptionFuture::from(further),
+    );
 }
 
 /// Starts the tasks that renew the tunnel port's certificate, that end tunnels of nodes that are not at the edge any more, and

@@ -80,7 +80,8 @@ impl Road {
 
     /// Over those fronts.
     pub(crate) async fn along(build: Build, scheme: Scheme, app: SocketAddr) -> Self {
-        let world = build.start().await;
+        // Boxed: a gateway's configuration is large.
+        let world = Box::pin(build.start()).await;
         let edge = world.edge("edge-1").port_as(9100, scheme, app).join().await;
         Self { edge, world }
     }

@@ -7,7 +7,7 @@ mod edges;
 pub(super) mod front;
 
 use super::{
-    BindError, Bound, Deciding, Gateway, Threads,
+    AdminListeners, BindError, Bound, Deciding, Gateway, Threads,
     authority::Authority,
     fronts::Fronts,
     identity::{Given, Identity},
@@ -130,10 +130,7 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
     let authorizer = authorizer(deciding, &config, &base)?;
     let (cores, threads) = started(cores, &config)?;
     let tunnel = bind("the tunnel port", &Listen::Tcp(config.tunnel.listen))?;
-    let admin = bind("the admin listener", &Listen::Tcp(config.admin.listen))?;
-    let metrics = config.admin.metrics_listen.as_ref();
-    let metrics = metrics.map(|listen| bind("admin.metrics_listen", listen));
-    let metrics = metrics.transpose()?;
+    let admin = admin_listeners(&config)?;
     let shared = Arc::new(shared(&config, &base, &cores, (authorizer, pods, reviews))?);
     let (dns, names) = dns(&config, &shared)?;
     let port = (&config, base.given.clone());
@@ -175,7 +172,6 @@ pub(super) fn bound(gateway: Gateway) -> Result<Bound, BindError> {
         admission,
         tunnel,
         admin,
-        metrics,
         admin_app,
         dns,
         reloader,
@@ -237,6 +233,18 @@ fn authority(
     }
 }
 
+/// Binds the admin listener, and that of metrics if there is one.
+fn admin_listeners(config: &Config) -> Result<AdminListeners, BindError> {
+    let listen = Listen::Tcp(config.admin.listen);
+    let metrics = config.admin.metrics_listen.as_ref();
+    Ok(AdminListeners {
+        pages: bind("the admin listener", &listen)?,
+        metrics: metrics
+            .map(|listen| bind("admin.metrics_listen", listen))
+            .transpose()?,
+    })
+}
+
 /// Binds the socket for commands. The caller has the claim on the directory, so that a socket there is a dead process's.
 fn admin_socket(store: &Store) -> Option<listener::Bound> {
     let bound = listener::Bound::unix_instead(&store.admin_socket());
@@ -250,7 +258,7 @@ fn admin_socket(store: &Store) -> Option<listener::Bound> {
 fn admin_app(
     base: &Base,
     shared: &Shared,
-    ((readiness, bound, reloads), reloader): ((&Readiness, &listener::Bound, Reloads), &Reloader),
+    ((readiness, bound, reloads), reloader): ((&Readiness, &AdminListeners, Reloads), &Reloader),
 ) -> admin::App {
     let (reloader, roll) = (reloader.clone(), reloader.parts().authority.roll.clone());
     let listens = reloader.parts().began.admin.listen;
@@ -268,7 +276,7 @@ fn admin_app(
         metrics: shared.metrics.clone(),
         pressure: shared.limits.pressure().clone(),
         readiness: readiness.clone(),
-        address: bound.local_addr().unwrap_or(listens),
+        address: bound.pages.local_addr().unwrap_or(listens),
         reloads,
         ca: base.ca.clone(),
         certificates,

@@ -8,7 +8,6 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     thread,
-    time::Duration,
 };
 
 use libtest_mimic::Trial;
@@ -350,20 +349,15 @@ fn scheduled(shell: &Shell<'_>, text: &str) -> Ran {
         let ran = scope.spawn(|| program.run());
         within(5 * PATIENCE, || {
             bind(shell.world);
-            thread::sleep(Duration::from_millis(200));
             ran.is_finished()
         });
         ran.join().unwrap()
     })
 }
 
-fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut World) {
-    let world = &*world;
-    if helm(world).is_none() {
-        return;
-    }
+/// The folder with the chart, the README's values, and the namespace of edges as the README makes it.
+fn furnished(world: &World) -> Shell<'_> {
     import(world);
-    let _jobs = jobs(world);
     let shell = Shell::new(world, "deploy-helm");
     own_names(world, &shell.folder.join("chart"));
     let values = blocks("yaml").concat();
@@ -374,68 +368,63 @@ fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut Wo
         "gateway:\n  affinity: { podAntiAffinity: {} }\n",
     );
     fs::write(shell.folder.join("values.yaml"), values).unwrap();
-    let cluster = &world.cluster;
     let gone = "delete namespace causeway-edge --ignore-not-found --timeout=50s";
-    cluster.kubectl(gone).run().ok();
+    world.cluster.kubectl(gone).run().ok();
     shell.run(&block("create namespace causeway-edge")).ok();
+    shell
+}
 
+/// What the release says to gateways.
+fn installed(world: &World) -> Option<Value> {
+    let map = world
+        .cluster
+        .get("configmap -n causeway causeway-gateway")?;
+    Some(map["data"].clone())
+}
+
+fn a_bad_configuration_changes_nothing(shell: &Shell<'_>) {
+    let cluster = &shell.world.cluster;
+    let more = "export HELM_MORE='--take-ownership --timeout 3m'\n";
+    let policy = r#"gateway.policy={\"rules\":[{\"then\":\"allow\",\"who\":{}}]}"#;
+    let bad = format!("{more}HELM_MORE=\"$HELM_MORE --set-json {policy}\"\n");
     let install = block("helm install");
-    let more = "export HELM_MORE='--take-ownership --timeout 3m'";
-    let bad = format!(
-        "{more}\nHELM_MORE=\"$HELM_MORE --set-json gateway.policy={{\\\"rules\\\":[{{\\\"then\\\":\\\"allow\\\",\\\"who\\\":{{}}}}]}}\"\n"
-    );
-    let said = scheduled(&shell, &format!("{bad}{install}")).failed();
+    let said = scheduled(shell, &format!("{bad}{install}")).failed();
     assert!(said.contains("pre-install"), "{said}");
-    assert!(
-        cluster
-            .get("deployment -n causeway causeway-gateway")
-            .is_none()
-    );
+    let made = cluster.get("deployment -n causeway causeway-gateway");
+    assert!(made.is_none());
     let logs = cluster.kubectl("logs -n causeway job/causeway-check-config");
     let logs = logs.run().text();
-    assert!(
-        logs.contains("policy.yaml:") && logs.contains("names nobody"),
-        "{logs}"
-    );
-    shell
-        .run("helm uninstall causeway --namespace causeway")
-        .ok();
+    assert!(logs.contains("policy.yaml:"), "{logs}");
+    assert!(logs.contains("names nobody"), "{logs}");
+    let uninstall = shell.run("helm uninstall causeway --namespace causeway");
+    uninstall.ok();
 
-    scheduled(&shell, &format!("{more}\n{install}")).ok();
-    let installed = || {
-        cluster
-            .get("configmap -n causeway causeway-gateway")
-            .map(|it| it["data"].clone())
-    };
-    let before = installed().unwrap();
-    assert!(
-        cluster
-            .get("job -n causeway causeway-check-config")
-            .is_none()
-    );
-    let upgrade = install
-        .lines()
-        .next()
-        .unwrap()
-        .replace("install", "upgrade");
+    scheduled(shell, &format!("{more}{install}")).ok();
+    let before = installed(shell.world).unwrap();
+    let job = cluster.get("job -n causeway causeway-check-config");
+    assert!(job.is_none());
+    let upgrade = install.lines().next().unwrap();
+    let upgrade = upgrade.replace("install", "upgrade");
     let upgrade = upgrade.replace("--create-namespace", "");
-    scheduled(&shell, &format!("{bad}{upgrade}")).failed();
-    assert_eq!(installed().unwrap(), before);
+    scheduled(shell, &format!("{bad}{upgrade}")).failed();
+    assert_eq!(installed(shell.world).unwrap(), before);
+}
 
+fn what_is_the_users_outlives_the_release(shell: &Shell<'_>) {
+    let cluster = &shell.world.cluster;
     let secret = "create secret generic -n causeway-edge mine --from-literal=a=b";
     cluster.kubectl(secret).run().ok();
     let ca = Program::new(BINARY).words("k8s ca-secret").run().ok();
     cluster.kubectl("apply -f -").input(ca.stdout).run().ok();
-    let published = "apply -f -";
-    let map = json!({
+    // No gateway runs here that would have published it.
+    cluster.apply(&json!({
         "apiVersion": "v1", "kind": "ConfigMap",
         "metadata": { "name": "causeway-ca", "namespace": "kube-system" },
-    });
-    cluster.kubectl(published).input(map.to_string()).run().ok();
+    }));
     let removal = block("helm uninstall");
     let (uninstall, rest) = removal.split_once('\n').unwrap();
     shell.run(uninstall).ok();
-    assert!(installed().is_none());
+    assert!(installed(shell.world).is_none());
     for kept in [
         "secret -n causeway-edge mine",
         "secret -n causeway causeway-state",
@@ -451,6 +440,16 @@ fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut Wo
     ] {
         assert!(cluster.get(gone).is_none(), "{gone}");
     }
+}
+
+fn helm_judges_a_configuration_first_and_leaves_what_is_the_users(world: &mut World) {
+    if helm(world).is_none() {
+        return;
+    }
+    let _jobs = jobs(world);
+    let shell = furnished(world);
+    a_bad_configuration_changes_nothing(&shell);
+    what_is_the_users_outlives_the_release(&shell);
     let left = "delete -n causeway job,configmap causeway-check-config --ignore-not-found";
-    cluster.kubectl(left).run().ok();
+    world.cluster.kubectl(left).run().ok();
 }
