@@ -321,7 +321,7 @@ pub struct Backoff {
     /// At most, where the network is silent.
     #[serde(with = "HumanDuration")]
     pub silent_max: Duration,
-    /// At most, where the gateway refused.
+    /// At most, where the gateway refused, or with `every` does not answer while another one does.
     #[serde(with = "HumanDuration")]
     pub refused_max: Duration,
 }

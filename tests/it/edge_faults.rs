@@ -257,6 +257,32 @@ async fn a_proxy_that_cuts_each_connection_costs_no_request_that_comes_meanwhile
     }
 }
 
+/// The network is well, as the tunnel at the other gateway shows: pauses grow beyond those of a silent network (2 s).
+#[tokio::test]
+async fn an_address_that_alone_does_not_answer_is_dialled_ever_less_and_named_once() {
+    let app = App::saying("here").await;
+    let mut site = Site::open_to_all("127.0.0.1:0").await;
+    site.join("edge-1", app.port()).await.stop().await.ok();
+    let dead = App::refusing();
+    site.tunnel = format!("{},{}", site.tunnel, dead.address());
+    let edge = site.edge("edge-1", app.port());
+    let edge = edge.args(["--tunnels-gateways", "every"]);
+    let mut edge = edge.flag("--log-filter", "debug").start();
+    let named = format!("could not dial {}", dead.address());
+    let grown = |line: &str| {
+        let delay = line.split_once("retry_in=").map_or("", |(_, delay)| delay);
+        let delay = delay.split(' ').next().unwrap_or_default();
+        let seconds = delay.strip_suffix('s').and_then(|delay| delay.parse().ok());
+        line.contains(&named) && seconds.is_some_and(|seconds: f64| seconds > 2.0)
+    };
+    edge.line("a pause of more than 2 s", grown).await;
+    let written = edge.written();
+    let warned = |line: &&str| line.contains(" WARN ") && line.contains(&named);
+    let lines = written.stdout.lines().chain(written.stderr.lines());
+    assert_eq!(lines.filter(warned).count(), 1, "{written:?}");
+    serves(&site).await;
+}
+
 #[tokio::test]
 async fn a_gateway_that_swallows_everything_does_not_keep_an_edge_from_the_next_one() {
     need!(NEED);

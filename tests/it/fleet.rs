@@ -7,7 +7,7 @@ use crate::world::{
     GATEWAY_NAME, PATIENCE,
     app::{App, Gate, answer},
     caller::{Place, Wire, exchange, read, whole},
-    process::{Ended, Process, Site, address_after},
+    process::{Ended, Process, Site, address_after, causeway},
     tool::full,
     until,
 };
@@ -91,7 +91,9 @@ async fn a_fleet_is_back_soon_after_a_restart_and_not_all_at_once() {
     let site = Site::open_to_all("127.0.0.1:0").await;
     let joining = (0..count).map(|number| {
         let site = &site;
-        async move { site.join(&format!("edge-{number}"), 1).await }
+        // Of trouble that lasts each attempt is a line of this level.
+        let program = causeway("").env("CAUSEWAY_LOG_FILTER", "info,causeway_edge=debug");
+        async move { site.join_by(program, &format!("edge-{number}"), 1).await }
     });
     let edges: Vec<Process> = stream::iter(joining).buffered(8).collect().await;
 

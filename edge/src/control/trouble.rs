@@ -195,6 +195,15 @@ impl Trouble {
         }
     }
 
+    /// How long to wait before the next attempt at an address, while the edge has a tunnel by another one: the network is well,
+    /// so what does not answer there is away for as long as it was, and the pauses grow to the longest.
+    pub(crate) fn delay_of_one(&self, backoff: &mut Backoff, random: f64) -> Duration {
+        match self.kind {
+            Kind::Silent(_) => backoff.refused(None, random),
+            Kind::Refused(_) | Kind::Unwelcome(_) => self.delay(backoff, random),
+        }
+    }
+
     /// Whether the other end refused.
     pub(crate) fn is_refusal(&self) -> bool {
         !matches!(self.kind, Kind::Silent(_))
@@ -336,6 +345,18 @@ mod tests {
         };
         assert_eq!((delay(0, 1.0), delay(500, 1.0)), (2_000, 1_500));
         assert_eq!((delay(2_000, 1.0), delay(2_000, 0.0)), (250, 125));
+    }
+
+    #[test]
+    fn an_address_that_alone_does_not_answer_is_tried_less_and_less() {
+        let mut backoff = backoff();
+        let trouble = Trouble::unanswered("", Duration::from_secs(2));
+        let delays = (0..12).map(|_| trouble.delay_of_one(&mut backoff, 1.0));
+        let delays: Vec<_> = delays.collect();
+        assert!(delays.is_sorted() && delays[0] < Duration::from_secs(1));
+        assert_eq!(delays[11], Duration::from_mins(1));
+        backoff.reset();
+        assert_eq!(trouble.delay_of_one(&mut backoff, 1.0), delays[0]);
     }
 
     #[test]

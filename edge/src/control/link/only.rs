@@ -33,6 +33,11 @@ impl Only {
         named.map_or(slot > 0, |wanted| *wanted.borrow())
     }
 
+    /// Whether a name leads here, and did not merely lead a search here.
+    pub(super) fn is_named(&self) -> bool {
+        self.wanted.is_some()
+    }
+
     /// Waits until no name leads here any more.
     pub(super) async fn unwanted(&self) {
         match self.wanted.clone() {

@@ -5,20 +5,31 @@
 //! [`Party`]s of tunnels at one gateway would end each other's for ever. Whoever comes first holds it; the others wait until
 //! it is lost. A party holds one gateway: by an address that leads to several it does not come to have tunnels at two.
 
+use crate::control::dial::Place;
 use causeway_tunnel::{backoff::Backoff, wire::MOST_GATEWAYS};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
-/// Of each gateway's process who holds it.
-type Table = BTreeMap<String, Hold>;
+/// A gateway that was reached for this long counts when it is lost: one that is found and lost again at once is of no use.
+pub(super) const OF_USE: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Default)]
+struct Table {
+    /// Of each gateway's process who holds it.
+    held: BTreeMap<String, Hold>,
+    /// How often a gateway that was of use began to drain or was lost.
+    lost: u64,
+    /// Addresses at which nothing answers.
+    dead: BTreeSet<Place>,
+}
 
 /// Which gateways are reached. Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -34,11 +45,18 @@ pub(super) struct Party(u64);
 #[derive(Debug)]
 struct Hold {
     by: Party,
+    since: Instant,
     tunnels: usize,
     /// It serves on, and is of no use to callers who come.
     drains: bool,
     /// How many gateways there are, as it says.
     replicas: Option<u32>,
+}
+
+impl Hold {
+    fn is_of_use(&self) -> bool {
+        self.since.elapsed() >= OF_USE
+    }
 }
 
 /// How many gateways are reached.
@@ -50,6 +68,8 @@ pub(super) struct Count {
     pub(super) of: Option<u32>,
     /// At how many there are tunnels, whatever these are of use for.
     held: u32,
+    /// How often one that was of use began to drain or was lost.
+    pub(super) lost: u64,
 }
 
 impl Count {
@@ -60,15 +80,16 @@ impl Count {
     }
 
     fn of(table: &Table) -> Self {
-        let stay = || table.values().filter(|hold| !hold.drains);
+        let stay = || table.held.values().filter(|hold| !hold.drains);
         let reached = stay().count();
         let word = |hold: &Hold| hold.replicas.filter(|_| reached == 0 || !hold.drains);
-        let of = table.values().filter_map(word).max();
+        let of = table.held.values().filter_map(word).max();
         let number = |many: usize| u32::try_from(many).unwrap_or(u32::MAX);
         Self {
             reached: number(reached),
             of: of.map(|of| of.min(MOST_GATEWAYS)),
-            held: number(table.len()),
+            held: number(table.held.len()),
+            lost: table.lost,
         }
     }
 }
@@ -98,12 +119,13 @@ impl Reached {
     pub(super) fn claim(&self, instance: &str, by: Party, keeps: bool) -> Option<Claim> {
         let mut ours = false;
         self.change(|table| {
-            let stays = keeps || table.values().any(|hold| hold.by == by);
-            if stays && !table.contains_key(instance) {
+            let stays = keeps || table.held.values().any(|hold| hold.by == by);
+            if stays && !table.held.contains_key(instance) {
                 return;
             }
-            let hold = table.entry(instance.to_owned()).or_insert(Hold {
+            let hold = table.held.entry(instance.to_owned()).or_insert(Hold {
                 by,
+                since: Instant::now(),
                 tunnels: 0,
                 drains: false,
                 replicas: None,
@@ -120,7 +142,37 @@ impl Reached {
     /// Whether this party holds a gateway.
     pub(super) fn is_by(&self, party: Party) -> bool {
         let table = self.table.borrow();
-        table.values().any(|hold| hold.by == party)
+        table.held.values().any(|hold| hold.by == party)
+    }
+
+    /// Whether any gateway is reached: then the network is well, and an address that does not answer is dead.
+    pub(super) fn is_any(&self) -> bool {
+        !self.table.borrow().held.is_empty()
+    }
+
+    /// Waits until no gateway is reached.
+    pub(super) async fn none(&self) {
+        let mut table = self.table.subscribe();
+        // The sender lives as long as this.
+        let _ = table.wait_for(|table| table.held.is_empty()).await;
+    }
+
+    /// Notes whether something answers at this address.
+    pub(super) fn answers(&self, place: &Place, answers: bool) {
+        self.table.send_if_modified(|table| {
+            if answers {
+                table.dead.remove(place);
+            } else {
+                table.dead.insert(place.clone());
+            }
+            // Whoever waits waits for nothing of this.
+            false
+        });
+    }
+
+    /// Whether nothing answers at this address.
+    pub(super) fn is_dead(&self, place: &Place) -> bool {
+        self.table.borrow().dead.contains(place)
     }
 
     /// How many there are, each time that this changes.
@@ -132,15 +184,17 @@ impl Reached {
     pub(super) async fn lost(&self, instance: &str) {
         let mut table = self.table.subscribe();
         // The sender lives as long as this.
-        let _ = table.wait_for(|table| !table.contains_key(instance)).await;
+        let _ = table
+            .wait_for(|table| !table.held.contains_key(instance))
+            .await;
     }
 
     /// Wakes nobody where nothing has come, gone or changed its word.
     fn change(&self, change: impl FnOnce(&mut Table)) {
         self.table.send_if_modified(|table| {
-            let before = (Count::of(table), table.len());
+            let before = Count::of(table);
             change(table);
-            before != (Count::of(table), table.len())
+            before != Count::of(table)
         });
     }
 }
@@ -164,18 +218,19 @@ impl Counts {
 impl Claim {
     /// How many gateways there are, as this one says.
     pub(super) fn says(&self, replicas: Option<u32>) {
-        self.hold(|hold| hold.replicas = replicas);
+        self.reached.change(|table| {
+            if let Some(hold) = table.held.get_mut(&self.instance) {
+                hold.replicas = replicas;
+            }
+        });
     }
 
     /// This gateway drains.
     pub(super) fn drains(&self) {
-        self.hold(|hold| hold.drains = true);
-    }
-
-    fn hold(&self, change: impl FnOnce(&mut Hold)) {
         self.reached.change(|table| {
-            if let Some(hold) = table.get_mut(&self.instance) {
-                change(hold);
+            if let Some(hold) = table.held.get_mut(&self.instance) {
+                table.lost += u64::from(!hold.drains && hold.is_of_use());
+                hold.drains = true;
             }
         });
     }
@@ -184,12 +239,13 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         self.reached.change(|table| {
-            let Some(hold) = table.get_mut(&self.instance) else {
+            let Some(hold) = table.held.get_mut(&self.instance) else {
                 return;
             };
             hold.tunnels -= 1;
             if hold.tunnels == 0 {
-                table.remove(&self.instance);
+                table.lost += u64::from(hold.is_of_use());
+                table.held.remove(&self.instance);
             }
         });
     }
@@ -260,6 +316,30 @@ mod tests {
         drop((a, b));
         // Nobody is left who could be asked.
         assert_eq!(short(), (false, 0, None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_gateway_that_was_of_use_counts_when_it_drains_and_when_it_is_lost() {
+        let reached = Reached::default();
+        let mut counts = reached.counts();
+        let brief = reached.claim("brief", reached.party(), false).unwrap();
+        brief.drains();
+        drop(brief);
+        assert_eq!(counts.now().lost, 0);
+        let (rolls, dies) = (
+            reached.claim("rolls", reached.party(), false).unwrap(),
+            reached.claim("dies", reached.party(), false).unwrap(),
+        );
+        tokio::time::advance(OF_USE).await;
+        rolls.drains();
+        rolls.drains();
+        assert_eq!(counts.now().lost, 1);
+        drop(rolls);
+        assert_eq!(counts.now().lost, 2);
+        drop(dies);
+        assert_eq!(counts.now().lost, 3);
+        assert!(!reached.is_any());
+        reached.none().await;
     }
 
     #[test]

@@ -4,14 +4,19 @@
 //! gateway says that there are more than are reached, the addresses are dialled in turn, with pauses that grow (`Pace`):
 //! 1. a gateway that is reached already is left after its hello, before it has heard anything of this edge;
 //! 2. another one has tunnels from then on (`slots`); when these end it is looked for like all others;
-//! 3. pauses begin anew when gateways come, go, or say another number, and when a network that was in the way changes.
+//! 3. pauses begin anew when a gateway that was of use drains or is lost, when gateways say another number, and when a network
+//!    that was in the way changes. An address at which nothing answers is left to its own tunnels (`slots`).
 //!
 //! A balancer that leads to one of them only, whatever for, costs one attempt in each of the longest pauses.
 
-use super::{Links, Missed, reached::Count, slots::Slots};
+use super::{
+    Links, Missed,
+    reached::{Count, OF_USE},
+    slots::Slots,
+};
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use causeway_tunnel::task::Tasks;
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
     time::{Instant, sleep_until},
@@ -23,8 +28,8 @@ const FIRST: Duration = Duration::from_secs(1);
 /// Attempts for each gateway before pauses double. One of three is found by 18 attempts, which take 30 s, by all edges but
 /// one of 1,500, where a balancer leads each time to any; that is how long a gateway waits before it takes callers (`deploy/`).
 const TRIES: u32 = 2;
-/// What is found and lost again within this time was of no use: the pauses go on as if it had not been found.
-const OF_USE: Duration = Duration::from_secs(10);
+/// How often what changes may have pauses begin anew in as many of the longest pauses.
+const ANEW: u32 = 8;
 
 /// Finds the gateways that have no address of their own.
 pub(super) struct Seeker {
@@ -61,8 +66,12 @@ impl Seeker {
         loop {
             let now = counts.now();
             if now != count {
+                if now.lost == count.lost {
+                    tries.changed(most);
+                } else {
+                    tries.lost();
+                }
                 count = now;
-                tries.changed(most);
                 links.state.reached(count.reached, count.of);
                 say(count, &mut said);
             }
@@ -115,9 +124,13 @@ impl Seeker {
     /// The place whose turn it is.
     fn next(&mut self) -> Option<Place> {
         let places = self.places.borrow();
-        let place = places.get(self.turn % places.len().max(1)).cloned();
-        self.turn = self.turn.wrapping_add(1);
-        place
+        let turn = self.turn;
+        let mut turns = (0..places.len()).map(|more| turn.wrapping_add(more));
+        let at = |turn: usize| places.get(turn % places.len().max(1));
+        let lives = |turn: &usize| at(*turn).is_some_and(|at| !self.links.reached.is_dead(at));
+        let turn = turns.find(lives).unwrap_or(turn);
+        self.turn = turn.wrapping_add(1);
+        at(turn).cloned()
     }
 
     /// Says once that a further gateway refuses this edge; one that is out of reach may be none.
@@ -147,8 +160,8 @@ struct Pace {
     tries: u32,
     /// When the last one was found, until it has been of use.
     found: Option<Instant>,
-    /// When pauses began anew last.
-    anew: Option<Instant>,
+    /// When pauses began anew last for what may change without end, oldest first.
+    anew: VecDeque<Instant>,
 }
 
 impl Pace {
@@ -184,12 +197,19 @@ impl Pace {
         self.found = Some(Instant::now());
     }
 
+    /// One that was of use drains or is lost: another one comes in its place.
+    fn lost(&mut self) {
+        self.tries = 0;
+    }
+
     /// There are others than before, or another number of them. Whoever makes them change all the time has pauses begin anew
-    /// once in `most`.
+    /// once in `most`; a roll of some gateways has them begin anew each time.
     fn changed(&mut self, most: Duration) {
         let lasts = self.found.is_none_or(|found| found.elapsed() > OF_USE);
-        if lasts && self.anew.is_none_or(|anew| anew.elapsed() >= most) {
-            self.anew = Some(Instant::now());
+        let span = most.saturating_mul(ANEW);
+        self.anew.retain(|anew| anew.elapsed() < span);
+        if lasts && self.anew.len() < ANEW as usize {
+            self.anew.push_back(Instant::now());
             self.tries = 0;
         }
     }
@@ -256,13 +276,28 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_changes_all_the_time_has_pauses_begin_anew_once_in_the_longest() {
         let mut pace = Pace::default();
-        pace.changed(MOST);
+        for _ in 0..ANEW {
+            takes(&mut pace, 36, 1.0);
+            pace.changed(MOST);
+            assert_eq!(pace.pause(3, MOST, 1.0), FIRST, "some are a roll");
+        }
         takes(&mut pace, 36, 1.0);
         pace.changed(MOST);
         assert_eq!(pace.pause(3, MOST, 1.0), MOST);
-        tokio::time::advance(MOST).await;
+        tokio::time::advance(MOST * ANEW).await;
         pace.changed(MOST);
         assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_gateway_that_is_lost_is_sought_anew_at_once_however_soon_after_another() {
+        let mut pace = Pace::default();
+        for _ in 0..20 {
+            takes(&mut pace, 36, 1.0);
+            pace.found();
+            pace.lost();
+            assert_eq!(pace.pause(3, MOST, 1.0), FIRST);
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -22,10 +22,10 @@ use causeway_tunnel::{backoff::Backoff, task::Tasks};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
-    time::sleep,
+    time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{info, info_span, warn};
+use tracing::{debug, info, info_span, warn};
 
 /// The tunnels at one gateway. Cheap to clone.
 #[derive(Clone)]
@@ -39,6 +39,25 @@ pub(super) struct Slots {
 
 /// A tunnel that was dialled already, and what says since then that it is to be dialled anew.
 pub(super) type Begun = (Session, watch::Receiver<()>);
+
+/// Trouble that lasts is said again this often.
+const SAY: Duration = Duration::from_mins(5);
+
+/// The trouble that was said last, and when.
+#[derive(Default)]
+struct Said(Option<(String, Instant)>);
+
+impl Said {
+    /// Whether this is to be said: other trouble than before, or some that was not said for a while.
+    fn is_news(&mut self, what: &str) -> bool {
+        let said = self.0.as_ref();
+        let is_old = said.is_some_and(|(said, at)| said == what && at.elapsed() < SAY);
+        if !is_old {
+            self.0 = Some((what.to_owned(), Instant::now()));
+        }
+        !is_old
+    }
+}
 
 /// Tunnels that have been told to leave.
 pub(super) struct Leaving {
@@ -132,6 +151,9 @@ impl Slots {
         }
         enough.cancelled().await;
         self.links.state.mended(&self.whose());
+        if let Some(only) = self.only.as_ref().filter(|only| only.is_named()) {
+            self.links.reached.answers(&only.place, true);
+        }
         // Each of these ends as soon as it has told its tunnel to leave.
         all.drain(LEAVING).await;
         Leaving {
@@ -182,6 +204,7 @@ impl Slots {
         tasks: &Arc<Tasks>,
     ) {
         let mut backoff = self.links.backoff();
+        let mut said = Said::default();
         let mut old: Option<Served> = None;
         let (mut begun, anew) = begun.unzip();
         let mut anew = anew.unwrap_or_else(|| self.links.anew.subscribe());
@@ -200,6 +223,7 @@ impl Slots {
                 Err(Missed::Reached(instance)) => (Event::Reached(instance), None),
                 Ok(session) => {
                     backoff.reset();
+                    said = Said::default();
                     leave(old.take());
                     self.stand(session, (stop, &mut anew), tasks).await
                 }
@@ -233,8 +257,8 @@ impl Slots {
                 Event::Ended(_) if old.is_none() && !self.is_wanted(slot) => {}
                 Event::Ended(trouble) => {
                     let woken = (&mut changes, &mut anew, stop);
-                    self.pause(&trouble, &mut backoff, woken, old.as_ref())
-                        .await;
+                    let pace = (&mut backoff, &mut said);
+                    self.pause(&trouble, pace, woken, old.as_ref()).await;
                     old = standing(old, &mut backoff);
                 }
             }
@@ -269,6 +293,13 @@ impl Slots {
             Session::register(&self.links, dialled, whose).await
         };
         let attempted = attempt.await;
+        // Only the first tunnel of an address is dialled for as long as nothing answers there.
+        let named = self.only.as_ref().filter(|only| only.is_named());
+        if let Some(only) = named.filter(|_| slot == 0) {
+            let is_dead =
+                matches!(&attempted, Err(Missed::Trouble(trouble)) if !trouble.is_refusal());
+            links.reached.answers(&only.place, !is_dead);
+        }
         let outcome = match &attempted {
             Ok(_) => "registered",
             Err(Missed::Reached(_)) => "reached",
@@ -370,29 +401,52 @@ impl Slots {
     async fn pause(
         &self,
         trouble: &Trouble,
-        backoff: &mut Backoff,
+        (backoff, said): (&mut Backoff, &mut Said),
         (changes, anew, stop): (&mut Changes, &mut watch::Receiver<()>, &CancellationToken),
         old: Option<&Served>,
     ) {
-        let delay = trouble.delay(backoff, rand::random());
+        // While another gateway is reached it is this address that is dead, and not the network.
+        let is_alone = self.only.is_none() || !self.links.reached.is_any();
+        let delay = if is_alone {
+            trouble.delay(backoff, rand::random())
+        } else {
+            trouble.delay_of_one(backoff, rand::random())
+        };
         let (whose, refused) = (self.whose(), trouble.is_refusal());
         let what = match &self.only {
             Some(_) => format!("{whose}: {}", trouble.what()),
             None => trouble.what().to_owned(),
         };
-        warn!(reason = trouble.word(), what, retry_in = ?delay, "no tunnel");
+        if said.is_news(&what) {
+            warn!(reason = trouble.word(), what, retry_in = ?delay, "no tunnel");
+        } else {
+            debug!(reason = trouble.word(), what, retry_in = ?delay, "still no tunnel");
+        }
         self.links.state.trouble(&whose, &what, refused, delay);
         if let Some(refusal) = trouble.identity_refusal() {
             self.links.rejoin.refusals.send_replace(Some(refusal));
         }
         let wait = async {
-            if trouble.may_be_the_network() {
-                changes.wait(delay).await;
-            } else {
-                sleep(delay).await;
+            let paused = async {
+                if trouble.may_be_the_network() {
+                    changes.wait(delay).await;
+                } else {
+                    sleep(delay).await;
+                }
+            };
+            tokio::select! {
+                () = paused => false,
+                () = self.links.reached.none(), if !is_alone && !trouble.is_refusal() => true,
             }
         };
+        let mut lost = false;
+        let wait = async { lost = wait.await };
         self.wait((wait, anew, stop), backoff, old).await;
+        if lost {
+            // It may be the network now. Those who lost their last gateway together do not come together.
+            backoff.reset();
+            sleep(backoff.silent(rand::random())).await;
+        }
     }
 
     /// Waits for `pause`, or until there is something else to dial with, or nothing to dial for.
@@ -438,6 +492,18 @@ fn standing(old: Option<Served>, backoff: &mut Backoff) -> Option<Served> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn trouble_that_lasts_is_said_when_it_changes_and_now_and_then() {
+        let mut said = Said::default();
+        assert!(said.is_news("refused"));
+        for _ in 0..100 {
+            assert!(!said.is_news("refused"));
+        }
+        assert!(said.is_news("silent") && said.is_news("refused"));
+        tokio::time::advance(SAY).await;
+        assert!(said.is_news("refused"));
+    }
 
     #[test]
     fn the_end_of_an_old_tunnel_begins_the_back_off_anew() {
