@@ -2,10 +2,12 @@
 //!
 //! Owns a listener, to which the kernel leads them (`control::nat`, the gateway's own), and passes each on: to a front,
 //! with a PROXY v2 header, so that the gateway knows who calls and where to, and decides as ever. Which addresses are
-//! nodes' at the edge is the word of whoever fills the table of nodes. Never looks into bytes, and believes nobody.
+//! nodes' at the edge is the word of whoever fills the table of nodes. Of a client's bytes it sees
+//! whether they begin a TLS handshake (`first_flight`), and nothing else; it believes nobody.
 
 mod admin;
 mod config;
+mod first_flight;
 mod gateways;
 mod reload;
 mod session;

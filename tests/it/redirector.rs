@@ -286,6 +286,29 @@ async fn a_gateway_that_is_away_is_passed_over_and_where_none_is_left_callers_ar
     redirect.page(&host, "/readyz").await.ok();
 }
 
+/// The kernel takes its connections, and nobody reads them.
+#[tokio::test]
+async fn a_gateway_that_hangs_costs_one_client_a_while_and_the_next_one_answers() {
+    need!(NEED, "curl");
+    let street = Street::new();
+    let mut scene = Scene::new(&street).await;
+    let app = App::saying("edge-1").await;
+    scene.joins("edge-1", &["10.0.0.11"], app).await;
+    let host = street.host();
+    let hung = TcpListener::bind((HUB, 0)).unwrap();
+    let before = [hung.local_addr().unwrap().to_string()];
+    let file = scene.configuration(&before, "timeouts: { answer: 1s }");
+    let redirect = scene.redirect(&host, file, "10.0.0.11").await;
+    for _ in 0..3 {
+        let said = scene.curl("https://10.0.0.11:9100/", &host).await;
+        assert_eq!(said.ok().text(), "edge-1");
+    }
+    assert_eq!(redirect.metric(&host, "gateways_failed_total").await, "1");
+    let written = redirect.process.written();
+    assert_eq!(written.count("does not answer in time"), 1, "{written:?}");
+    drop(hung);
+}
+
 #[tokio::test]
 async fn another_configuration_is_taken_up_and_what_is_open_stays_where_it_is() {
     need!(NEED, "curl");

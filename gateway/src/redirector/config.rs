@@ -149,6 +149,9 @@ pub struct Timeouts {
     /// Until a gateway takes a connection, all that are tried together.
     #[serde(with = "HumanDuration")]
     pub open: Duration,
+    /// Until a gateway answers a client that begins a TLS handshake; then the next one is given the same. A gateway that hangs is asked last for 30 s.
+    #[serde(with = "HumanDuration")]
+    pub answer: Duration,
     /// What open connections get to end when this stops.
     #[serde(with = "HumanDuration")]
     pub drain: Duration,
@@ -159,6 +162,8 @@ impl Default for Timeouts {
         Self {
             // As a gateway waits for an edge: kube-apiserver gives up a dial after 30 s.
             open: Duration::from_secs(10),
+            // A gateway may wait 5 s for an edge (timeouts.reconnect); many clients give up a handshake after 10 s.
+            answer: Duration::from_secs(6),
             // Kubernetes' default grace before it kills.
             drain: Duration::from_secs(30),
         }
@@ -211,7 +216,11 @@ impl Validate for Config {
         let timeouts = &self.timeouts;
         faults.not_zero(
             "timeouts",
-            &[("open", timeouts.open), ("drain", timeouts.drain)],
+            &[
+                ("open", timeouts.open),
+                ("answer", timeouts.answer),
+                ("drain", timeouts.drain),
+            ],
         );
         faults.into_vec()
     }

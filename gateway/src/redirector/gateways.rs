@@ -1,7 +1,7 @@
 //! The gateways to which one node port leads, tried in turn.
 //!
 //! The one that took the last connection is the first to be asked for the next: one that is away costs its share of
-//! the bound once, and not each caller. A gateway at an address that is itself led away is none: the way to it would
+//! the bound once, and not each caller. One that takes connections and answers nothing is asked last for a while. A gateway at an address that is itself led away is none: the way to it would
 //! come back here.
 
 use crate::{
@@ -12,8 +12,12 @@ use causeway_config::host_port;
 use causeway_rt::resolve;
 use causeway_tunnel::socket;
 use std::{
+    collections::BTreeMap,
     net::SocketAddr,
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
     time::Duration,
 };
 use tokio::{
@@ -21,18 +25,34 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
+/// How long a gateway that hangs is asked last.
+const HUNG: Duration = Duration::from_secs(30);
+
 /// Fronts of gateways, by `host:port`.
 #[derive(Debug)]
 pub(super) struct Gateways {
     all: Vec<String>,
     first: AtomicUsize,
+    /// When those that hang were found to, by their places in the list.
+    hung: Mutex<BTreeMap<usize, Instant>>,
+}
+
+/// A connection that a gateway has taken.
+#[derive(Debug)]
+pub(super) struct Dialled {
+    pub(super) tcp: TcpStream,
+    /// The place of the gateway in the list.
+    pub(super) place: usize,
 }
 
 impl Gateways {
     /// These, which have been validated.
     pub(super) fn new(all: Vec<String>) -> Self {
-        let first = AtomicUsize::new(0);
-        Self { all, first }
+        Self {
+            all,
+            first: AtomicUsize::new(0),
+            hung: Mutex::default(),
+        }
     }
 
     /// Whether they are these.
@@ -40,26 +60,57 @@ impl Gateways {
         self.all == all
     }
 
-    /// A connection to the first that takes one before `bound` has passed, of which each gets its share.
+    /// Notes that the gateway at this place takes connections and answers nothing.
+    pub(super) fn hangs(&self, place: usize) {
+        let mut hung = self.hung.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = hung.insert(place, Instant::now());
+        drop(hung);
+        if before.is_none_or(|since| since.elapsed() >= HUNG) {
+            let gateway = self.all.get(place).map_or("", String::as_str);
+            tracing::warn!(
+                gateway,
+                "a gateway takes connections and does not answer in time (timeouts.answer): others are asked before it"
+            );
+        }
+    }
+
+    /// Notes that the gateway at this place answers.
+    pub(super) fn answers(&self, place: usize) {
+        let mut hung = self.hung.lock().unwrap_or_else(PoisonError::into_inner);
+        hung.remove(&place);
+    }
+
+    /// The places in the order in which they are asked, but for those that have been `tried`.
+    fn order(&self, tried: &[usize]) -> Vec<usize> {
+        let first = self.first.load(Relaxed);
+        let hung = self.hung.lock().unwrap_or_else(PoisonError::into_inner);
+        let hangs = |place: &usize| hung.get(place).is_some_and(|at| at.elapsed() < HUNG);
+        let ring = (0..self.all.len()).map(|next| (first + next) % self.all.len());
+        let mut order: Vec<_> = ring.filter(|place| !tried.contains(place)).collect();
+        order.sort_by_key(hangs);
+        order
+    }
+
+    /// A connection to the first that takes one before `bound` has passed, of which each gets its share; to none of those that
+    /// this client has `tried`.
     ///
     /// # Errors
     /// What each of them said.
     pub(super) async fn dial(
         &self,
         bound: Duration,
-        nodes: &Nodes,
-        metrics: &RedirectorMetrics,
-    ) -> Result<TcpStream, String> {
-        let (deadline, first) = (Instant::now() + bound, self.first.load(Relaxed));
+        tried: &[usize],
+        (nodes, metrics): (&Nodes, &RedirectorMetrics),
+    ) -> Result<Dialled, String> {
+        let (deadline, order) = (Instant::now() + bound, self.order(tried));
         let mut said = Vec::new();
-        for tried in 0..self.all.len() {
-            let place = (first + tried) % self.all.len();
-            let until = share(deadline, self.all.len() - tried);
+        for (asked, &place) in order.iter().enumerate() {
+            let until = share(deadline, order.len() - asked);
             let gateway = &self.all[place];
             match one(gateway, until, nodes).await {
                 Ok(tcp) => {
                     self.first.store(place, Relaxed);
-                    return Ok(tcp);
+                    return Ok(Dialled { tcp, place });
                 }
                 Err(why) => {
                     metrics.gateway_failed();
@@ -139,8 +190,8 @@ mod tests {
         let (second, two) = listening().await;
         let gateways = Gateways::new(vec![refusing, one.clone(), two.clone()]);
         let (nodes, metrics) = (Nodes::default(), RedirectorMetrics::new());
-        let dial = || gateways.dial(BOUND, &nodes, &metrics);
-        let to = |tcp: TcpStream| tcp.peer_addr().unwrap().to_string();
+        let dial = || gateways.dial(BOUND, &[], (&nodes, &metrics));
+        let to = |dialled: Dialled| dialled.tcp.peer_addr().unwrap().to_string();
         assert_eq!(to(dial().await.unwrap()), one);
         assert_eq!(to(dial().await.unwrap()), one);
         let failed = "causeway_redirect_gateways_failed_total 1";
@@ -158,6 +209,21 @@ mod tests {
         assert!(why.starts_with(&two), "{why}");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn a_gateway_that_hangs_is_asked_last_until_it_answers_or_for_a_while() {
+        let all = ["one:1", "two:1", "three:1"].map(str::to_owned);
+        let gateways = Gateways::new(all.into());
+        gateways.hangs(0);
+        assert_eq!(gateways.order(&[]), [1, 2, 0]);
+        assert_eq!(gateways.order(&[1]), [2, 0]);
+        gateways.hangs(1);
+        assert_eq!(gateways.order(&[]), [2, 0, 1]);
+        gateways.answers(0);
+        assert_eq!(gateways.order(&[]), [0, 2, 1]);
+        tokio::time::advance(HUNG).await;
+        assert_eq!(gateways.order(&[]), [0, 1, 2]);
+    }
+
     #[tokio::test]
     async fn a_gateway_at_the_address_of_a_node_is_not_dialled() {
         let (listener, address) = listening().await;
@@ -169,7 +235,9 @@ mod tests {
         writer.put(NodeName::parse("edge-1").unwrap(), node);
         let gateways = Gateways::new(vec![address]);
         let metrics = RedirectorMetrics::new();
-        let dialled = gateways.dial(BOUND, &writer.reader(), &metrics).await;
+        let dialled = gateways
+            .dial(BOUND, &[], (&writer.reader(), &metrics))
+            .await;
         assert!(dialled.unwrap_err().contains("leads back here"));
         drop(listener);
     }

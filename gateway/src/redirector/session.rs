@@ -1,11 +1,16 @@
 //! One caller's connection: where it was going, the gateway that takes it, and its bytes.
 //!
 //! 1. The kernel says where the caller was going; without that there is nobody to pass it on to.
-//! 2. A gateway is dialled, and told in a PROXY v2 header who calls and where to.
+//! 2. A gateway is dialled, and told in a PROXY v2 header who calls and where to. One that does not answer a TLS handshake is
+//!    given up for the next one (`first_flight`).
 //! 3. Bytes go both ways as they are: TLS is the caller's and the gateway's. A half that ends in order ends the other
 //!    side's half; whatever else happens is a reset on both sides.
 
-use super::Passing;
+use super::{
+    Passing,
+    first_flight::{FirstFlight, Met},
+    gateways::{Dialled, Gateways},
+};
 use causeway_tunnel::{
     listener::{Peer, original_destination},
     socket::{Abort, Socket},
@@ -57,21 +62,7 @@ pub(super) async fn serve(passing: &Passing, caller: Socket, peer: Peer) {
         return tracing::debug!(%to, "a connection to what is not led here");
     };
     drop(takers);
-    let open = passing.timeouts.open;
-    match gateways.dial(open, &passing.nodes, &passing.metrics).await {
-        Ok(gateway) => session.gateway = Some(gateway),
-        Err(why) => {
-            passing.metrics.failed("no_gateway");
-            if let Some(callers) = passing.lost.happened() {
-                tracing::warn!(
-                    %to, callers, why,
-                    "no gateway takes callers of nodes' addresses: they are reset"
-                );
-            }
-            return;
-        }
-    }
-    if let Err(error) = session.pass((from, to), passing).await {
+    if let Err(error) = session.pass((from, to), passing, &gateways).await {
         tracing::debug!(%error, "a connection broke off");
     }
 }
@@ -81,16 +72,55 @@ impl Session {
         &mut self,
         (from, to): (SocketAddr, SocketAddr),
         passing: &Passing,
+        gateways: &Gateways,
     ) -> io::Result<()> {
+        let header = header(from, to)?;
+        let (timeouts, metrics) = (&passing.timeouts, &passing.metrics);
+        let (mut flight, mut tried) = (FirstFlight::default(), Vec::new());
+        loop {
+            let dialled = gateways.dial(timeouts.open, &tried, (&passing.nodes, metrics));
+            let Dialled { tcp, place } = match dialled.await {
+                Ok(dialled) => dialled,
+                Err(why) => {
+                    lost(passing, to, &why);
+                    return Ok(());
+                }
+            };
+            let gateway = self.gateway.insert(tcp);
+            timeout(timeouts.open, gateway.write_all(&header)).await??;
+            let met = flight.pass(&mut self.caller, gateway, timeouts.answer);
+            if met.await? == Met::Answer {
+                gateways.answers(place);
+                break;
+            }
+            metrics.gateway_failed();
+            gateways.hangs(place);
+            gateway.abort();
+            tried.push(place);
+        }
         let Some(gateway) = &mut self.gateway else {
             return Ok(());
         };
-        let header = header(from, to)?;
-        timeout(passing.timeouts.open, gateway.write_all(&header)).await??;
         passing.metrics.passed_on();
         copy_bidirectional_with_sizes(&mut self.caller, gateway, CHUNK, CHUNK).await?;
         self.in_order = true;
         Ok(())
+    }
+}
+
+/// Counts a client whom no gateway takes, and says so now and then.
+fn lost(passing: &Passing, to: SocketAddr, why: &str) {
+    passing.metrics.failed("no_gateway");
+    if let Some(callers) = passing.lost.happened() {
+        let why = if why.is_empty() {
+            "none answers in time (timeouts.answer)"
+        } else {
+            why
+        };
+        tracing::warn!(
+            %to, callers, why,
+            "no gateway takes callers of nodes' addresses: they are reset"
+        );
     }
 }
 
