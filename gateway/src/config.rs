@@ -345,6 +345,9 @@ pub struct Timeouts {
     /// A request to a node whose last tunnel ended, waiting for the next one: it waits until this long after that end, or after the gateway's start, and is answered 503 then. `0s` answers at once.
     #[serde(with = "HumanDuration")]
     pub reconnect: Duration,
+    /// A gateway that has just started, until the edges that it had at its end are back: it is not ready (`/readyz`) before, and serves all the same. `0s` waits for none.
+    #[serde(with = "HumanDuration")]
+    pub edges: Duration,
 }
 
 impl Default for Timeouts {
@@ -368,6 +371,8 @@ impl Default for Timeouts {
             authorize: Duration::from_secs(3),
             // An edge dials every 2 s while no gateway answers; its handshake and a slow link come on top.
             reconnect: Duration::from_secs(5),
+            // Behind a balancer an edge finds a gateway that is back by some attempts, about one a second.
+            edges: Duration::from_secs(10),
         }
     }
 }

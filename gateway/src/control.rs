@@ -8,6 +8,7 @@
 //! `certificate_expiry` the certificates that end.
 
 pub(crate) mod announce;
+pub mod arrivals;
 pub mod enrol;
 pub mod expel;
 pub mod rotation;

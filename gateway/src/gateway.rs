@@ -23,6 +23,7 @@ use crate::{
     control::{
         address_conflicts, admin,
         admit::Admission,
+        arrivals::{self, Arrivals},
         certificate_expiry::Inventory,
         dns,
         drain::{self, Hold, Readiness},
@@ -373,12 +374,24 @@ impl Bound {
         if let Some(address) = addresses.dns {
             tracing::info!(%address, "names of nodes are answered");
         }
+        let wait = self.config.timeouts.edges;
+        if !wait.is_zero() {
+            let arrivals = Arrivals {
+                store: self.store.clone(),
+                registry: self.shared.registry.clone(),
+                nodes: self.reloader.parts().authority.roll.nodes.reader(),
+                bound: wait,
+            };
+            let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
+            beside.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
+        }
         self.readiness.ready();
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");
 
         stop.cancelled().await;
         // What was asked to connect elsewhere must not come back here.
         leaving.cancel();
+        arrivals::note(&self.store, &self.shared.registry).await;
         let callers = || self.shared.limits.connections();
         let edges = drain::drain(
             &self.shared.registry,
