@@ -327,6 +327,17 @@ impl Bound {
         );
         let evicting = evicting(self.config.clone(), &self.shared);
         tasks.spawn_on(runtime, info_span!("evict"), evicting);
+        let wait = self.config.timeouts.edges;
+        if !wait.is_zero() {
+            let arrivals = Arrivals {
+                store: self.store.clone(),
+                registry: self.shared.registry.clone(),
+                nodes: self.reloader.parts().authority.roll.nodes.reader(),
+                bound: wait,
+            };
+            let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
+            tasks.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
+        }
         for core in self.cores.all() {
             let checks = recheck::run(self.shared.clone(), core, self.tasks.clone());
             tasks.spawn_on(self.cores.runtime(core), info_span!("recheck"), checks);
@@ -361,29 +372,16 @@ impl Bound {
         let metrics = self.shared.metrics.clone();
         let admin = serve_admin(admin, self.admin_app, metrics, ends);
         control.spawn_on(runtime, info_span!("admin"), admin);
-        if let Some(bound) = self.dns {
+        if let Some((bound, address)) = self.dns.zip(addresses.dns) {
             let names = self.reloader.parts().names.clone();
             let answering = dns::run(bound, names, closing.clone());
             control.spawn_on(runtime, info_span!("dns"), answering);
+            tracing::info!(%address, "names of nodes are answered");
         }
         let (keeper, meetings) = self.pins;
         beside.spawn_on(runtime, info_span!("pins"), keeper.run(meetings));
         if let Some(nat) = self.nat {
             control.spawn_on(runtime, info_span!("redirect"), nat.run(closing.clone()));
-        }
-        if let Some(address) = addresses.dns {
-            tracing::info!(%address, "names of nodes are answered");
-        }
-        let wait = self.config.timeouts.edges;
-        if !wait.is_zero() {
-            let arrivals = Arrivals {
-                store: self.store.clone(),
-                registry: self.shared.registry.clone(),
-                nodes: self.reloader.parts().authority.roll.nodes.reader(),
-                bound: wait,
-            };
-            let hold = self.readiness.hold("waiting for edges (timeouts.edges)");
-            beside.spawn_on(runtime, info_span!("arrivals"), arrivals.run(hold));
         }
         self.readiness.ready();
         tracing::info!(tunnel = %addresses.tunnel, admin = %addresses.admin, "gateway ready");

@@ -3,10 +3,10 @@
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, session},
     world::{
-        World,
-        app::App,
+        GATEWAY_NAME, World,
+        app::{App, Script},
         authority::Authority,
-        caller::{Answer, Caller, assert_problem},
+        caller::{Answer, Caller, assert_problem, exchange},
         edge::Edge,
         gateway::{Build, front},
         issuer::{Issuer, Key, claims, now},
@@ -214,6 +214,46 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
     assert_eq!(value("x-remote-group"), "system:serviceaccounts");
     let log = world.log().text();
     assert!(!log.contains("prom-token"), "{log}");
+}
+
+/// Whose kubelet an address at no edge is, nobody knows: to the cluster it is that of any node.
+#[tokio::test]
+async fn what_a_front_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_nobody_else() {
+    let cluster = Arc::new(Cluster::default());
+    let app = App::tcp(Script::new().echo()).await;
+    let port = app.port();
+    let build = World::build().reviews(Api(cluster.clone()));
+    let build = build.front(Front {
+        port: None,
+        direct: vec!["127.0.0.0/8".parse().unwrap()],
+        subject_access_review: vec![port],
+        ..reviewed("direct", Kind::Connect)
+    });
+    let world = build.start().await;
+    let connect = async |token: &str, host: &str| {
+        let head = format!(
+            "CONNECT {host}:{port} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+        );
+        let caller = world.caller_at("direct").nobody();
+        let mut wire = caller.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        exchange(&mut wire, head).await
+    };
+    for host in ["127.0.0.1", "localhost"] {
+        let answer = connect("prom-token", host).await;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{host}: {answer}");
+        assert!(
+            answer.contains("create nodes/proxy of any node"),
+            "{answer}"
+        );
+    }
+    assert_eq!(app.connections(), 0);
+    for host in ["127.0.0.1", "localhost"] {
+        let answer = connect("root-token", host).await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{host}: {answer}");
+    }
+    cluster.away.store(true, SeqCst);
+    let answer = connect("wrong-token", "127.0.0.1").await;
+    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use crate::world::{
     app::App,
     cluster::Cluster,
-    process::{Causeway, Ended, Site, address_after, causeway},
+    process::{Causeway, Ended, OPEN, Site, address_after, causeway},
     tool::need,
 };
 use serde_json::Value;
@@ -92,11 +92,11 @@ async fn the_table_shows_who_is_connected_and_who_is_away() {
 #[tokio::test]
 async fn a_gateway_that_is_not_ready_says_why() {
     let cluster = Cluster::at(Ipv4Addr::LOCALHOST).await;
-    let config = format!(
-        "kubernetes: {{ kubeconfig: {}, ports: {{ name: listed }} }}",
+    let text = format!(
+        "{OPEN}\nkubernetes: {{ kubeconfig: {}, ports: {{ name: listed, http: web }} }}",
         cluster.kubeconfig().display()
     );
-    let site = Site::with(&config).await;
+    let site = Site::with_fronts(&text).await;
     let why = "not ready: the list of ports kube-system/listed (kubernetes.ports) is not known yet";
     crate::world::until(why, async || status(&site, "").await.stdout.contains(why)).await;
 }

@@ -169,7 +169,7 @@ async fn readyz(State(app): State<App>) -> (StatusCode, String) {
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     };
     for fault in app.readiness.faults() {
-        text.push_str(&format!("fault: {fault}\n"));
+        text.extend(["fault: ", &fault, "\n"]);
     }
     (code, text)
 }

@@ -28,10 +28,10 @@ pub async fn note(store: &Store, registry: &Registry) {
     match spawn_blocking(move || store.write_runtime(NOTE, &text)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
-            tracing::warn!(%error, "the connected nodes cannot be noted for the next start")
+            tracing::warn!(%error, "the connected nodes cannot be noted for the next start");
         }
         Err(error) => {
-            tracing::debug!(%error, "the connected nodes are not noted: this gateway ends")
+            tracing::debug!(%error, "the connected nodes are not noted: this gateway ends");
         }
     }
 }
@@ -111,15 +111,17 @@ mod tests {
             nodes: world.reader(),
             bound,
         };
-        let running = tokio::spawn(arrivals.run(world.readiness.hold("waiting for edges")));
+        let running = arrivals.run(world.readiness.hold("waiting for edges"));
         let said = || world.readiness.held();
-        while said().is_some_and(|why| why == "waiting for edges") {
-            tokio::task::yield_now().await;
+        let looked = async {
+            while said().is_some_and(|why| why == "waiting for edges") {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = looked => said().is_some(),
+            () = running => false,
         }
-        let held = said().is_some();
-        running.abort();
-        drop(running.await);
-        held
     }
 
     #[tokio::test]

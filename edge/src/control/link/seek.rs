@@ -12,7 +12,7 @@
 use super::{
     Links, Missed,
     reached::{Count, OF_USE},
-    slots::Slots,
+    slots::{Begun, Slots},
 };
 use crate::control::{changes::Changes, dial::Place, trouble::Trouble};
 use causeway_tunnel::task::Tasks;
@@ -21,6 +21,7 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep_until},
 };
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, info_span, warn};
 
 /// The first pauses at most: about what a balancer takes to notice that a gateway came or went.
@@ -102,11 +103,8 @@ impl Seeker {
             cut_off = false;
             match found {
                 Ok(session) => {
-                    let (stop, changes) = (links.stop.clone(), changes.clone());
-                    tasks.spawn(info_span!("gateway", %place), async move {
-                        let leaving = slots.run(Some(session), &stop, changes).await;
-                        leaving.end(&stop).await;
-                    });
+                    let ends = (links.stop.clone(), changes.clone());
+                    tasks.spawn(info_span!("gateway", %place), serve(slots, session, ends));
                     backoff.reset();
                     tries.found();
                 }
@@ -230,6 +228,12 @@ fn say(count: Count, said: &mut Option<Count>) {
     } else if reached > 0 && said.take().is_some() {
         info!(reached, of, "all gateways are reached");
     }
+}
+
+/// Keeps the tunnels at a gateway that was found, of which one has begun, until the edge stops or the gateway is lost.
+async fn serve(slots: Slots, begun: Begun, (stop, changes): (CancellationToken, Changes)) {
+    let leaving = slots.run(Some(begun), &stop, changes).await;
+    leaving.end(&stop).await;
 }
 
 #[cfg(test)]

@@ -115,6 +115,16 @@ pub(super) struct Served {
     pub(super) over: CancellationToken,
 }
 
+impl Served {
+    /// Notes that its gateway drains.
+    pub(super) fn draining(self) -> Self {
+        Self {
+            drains: true,
+            ..self
+        }
+    }
+}
+
 /// Asks a tunnel to leave, if there is one.
 pub(super) fn leave(served: Option<Served>) {
     if let Some(served) = served {

@@ -236,10 +236,7 @@ impl Slots {
                 Event::Draining if self.only.is_some() => self.outlast(served, stop).await,
                 Event::Draining => {
                     info!("the gateway drains: connecting elsewhere");
-                    old = served.map(|served| Served {
-                        drains: true,
-                        ..served
-                    });
+                    old = served.map(Served::draining);
                 }
                 Event::Renewed => {
                     info!("connecting anew with this node's new certificate");

@@ -19,6 +19,7 @@ use causeway_tunnel::{
     client::{Ask, Opened},
     hello::{Dismissal, ToEdge, ToGateway},
     server::Asked,
+    task::Tasks,
     wire,
 };
 use futures_util::FutureExt;
@@ -31,6 +32,7 @@ use tokio::{
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
+use tracing::Span;
 
 /// A client configuration with another ALPN.
 fn offering(config: &Arc<ClientConfig>, alpn: &[u8]) -> Arc<ClientConfig> {
@@ -485,7 +487,8 @@ async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with
     let mut edge = world.joined(&vouched(&moves), "a", 0).await;
     let _stays = world.joined(&vouched(&stays), "b", 0).await;
     let _deleted = world.joined(&vouched(&deleted), "c", 0).await;
-    let following = tokio::spawn(world.roll().follow_cluster());
+    let following = Tasks::default();
+    following.spawn(Span::none(), world.roll().follow_cluster());
     tokio::task::yield_now().await;
     cluster(&[(&moves, false), (&stays, true)]);
     let heard = edge.hear().await;
@@ -497,7 +500,6 @@ async fn the_tunnel_of_a_node_that_the_cluster_turns_into_another_kind_ends_with
     );
     world.until(|world| !world.registry.holds(&moves)).await;
     assert!(world.registry.holds(&stays) && world.registry.holds(&deleted));
-    following.abort();
 }
 
 /// Another root signs from then on, and both are believed.
