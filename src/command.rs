@@ -244,7 +244,7 @@ fn configure<C: Settings + Send + Sync + 'static>(
     Ok(Some((config, sources, warnings)))
 }
 
-/// What is in a file that a configuration names is a fault of that configuration.
+/// Returns an error in a file that a configuration names as a fault of that configuration.
 fn refused(error: anyhow::Error) -> Refused {
     error
         .downcast()

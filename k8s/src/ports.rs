@@ -63,7 +63,7 @@ pub struct Ports {
     pub reloads: Reloads,
     /// What is counted.
     pub metrics: Arc<Metrics>,
-    /// Where it is reported that there is no list yet, and which entries are left out.
+    /// Reports that there is no list yet, and the entries that are left out.
     pub readiness: Readiness,
     /// Who this gateway is, in events.
     pub gateway: String,

@@ -279,7 +279,8 @@ fn depends_on_pool(
     })
 }
 
-/// What is confirmed of the node, and whether the data directory knows the node: as given, else as its gateway knows it. An address that a token confirmed is the node's.
+/// Returns the facts of the node that are confirmed, as given or else as its gateway knows them, and whether the data directory
+/// knows the node. An address that a token confirmed is the node's.
 fn confirmed(ask: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool)> {
     let nodes = match Store::open(&ask.data.data_dir, Access::Existing) {
         // Rules are judged on other machines too.

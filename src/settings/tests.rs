@@ -20,7 +20,7 @@ fn fixtures(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// What is wrong with a file and with those that it names, a line each; the side is the first word of its name.
+/// Returns the faults of a file and of those that it names, a line each; the side is the first word of its name.
 fn verdict(file: &FilePath) -> String {
     let sources = Sources {
         file: Some(file.to_owned()),

@@ -307,7 +307,11 @@ async fn an_edge_whose_own_link_comes_up_is_back_in_time() {
 async fn an_edge_that_waits_long_dials_as_soon_as_its_network_changes() {
     need!(NEED);
     let (street, site) = (Street::new(), gateway().await);
-    let patient = |edge: Causeway| edge.env("CAUSEWAY_BACKOFF_SILENT_MAX", "10m");
+    // Attempts that fail alike are logged for debugging only.
+    let patient = |edge: Causeway| {
+        let edge = edge.env("CAUSEWAY_BACKOFF_SILENT_MAX", "10m");
+        edge.env("CAUSEWAY_LOG_FILTER", "info,causeway_edge=debug")
+    };
     let scene = Scene::with(&street, &site, "edge-1", patient).await;
     scene.host.down();
     // The pause behind the sixth failure is of four to eight seconds.

@@ -216,7 +216,7 @@ async fn a_token_that_the_cluster_knows_is_a_caller_who_may_what_the_cluster_say
     assert!(!log.contains("prom-token"), "{log}");
 }
 
-/// Whose kubelet an address at no edge is, nobody knows: to the cluster it is that of any node.
+/// An address at no edge may be that of any node's kubelet, and is judged as such.
 #[tokio::test]
 async fn what_a_front_dials_itself_is_dialled_for_whom_the_cluster_lets_and_for_nobody_else() {
     let cluster = Arc::new(Cluster::default());

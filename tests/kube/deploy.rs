@@ -130,7 +130,7 @@ fn helm(world: &World) -> Option<Program> {
     Some(Program::new(helm).env("HOME", &world.folder))
 }
 
-/// What helm makes of it with these values, where there is helm.
+/// Renders the chart with these values, where there is helm.
 fn templated(world: &World, way: &str, values: &[&str]) -> Option<String> {
     let made = helm(world)?
         // Without the flag some builds take the cluster for an old one.

@@ -117,9 +117,10 @@ mod tests {
             while said().is_some_and(|why| why == "waiting for edges") {
                 tokio::task::yield_now().await;
             }
+            said().is_some()
         };
         tokio::select! {
-            () = looked => said().is_some(),
+            held = looked => held,
             () = running => false,
         }
     }

@@ -21,11 +21,11 @@ const HANDSHAKE: u8 = 22;
 /// Bytes before the content of a record.
 const HEADER: usize = 5;
 
-/// What a client has sent before any answer.
+/// Bytes that a client has sent before any answer.
 #[derive(Debug, Default)]
 pub(super) struct FirstFlight(Vec<u8>);
 
-/// What came of giving it to a gateway.
+/// Outcome of giving the first flight to a gateway.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Met {
     /// The gateway answers, or this is nothing of which that could be told.

@@ -1,4 +1,4 @@
-//! What the chart makes of its values, and what it refuses.
+//! The chart: objects that it makes of its values, and values that it refuses.
 
 use std::fs;
 
@@ -63,7 +63,7 @@ fn what_render_writes_is_current() {
     }
 }
 
-/// What a scheduler is told: pods are spread over the nodes that may have one.
+/// The scheduler is told to spread pods over those nodes only that may have one.
 fn a_drained_node_keeps_no_gateway_from_the_other() {
     let world = world();
     for (way, _) in WAYS {

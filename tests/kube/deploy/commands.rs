@@ -69,7 +69,7 @@ fn block(part: &str) -> String {
     one
 }
 
-/// What each block has in it, and which tests run it.
+/// A text of each block, and the tests that run the block.
 const BLOCKS: [(&str, &str); 10] = [
     ("apply -k overlays/callers", "commands"),
     ("openssl req", "commands"),
@@ -374,7 +374,7 @@ fn furnished(world: &World) -> Shell<'_> {
     shell
 }
 
-/// What the release says to gateways.
+/// Returns the configuration that the release gives to gateways.
 fn installed(world: &World) -> Option<Value> {
     let map = world
         .cluster

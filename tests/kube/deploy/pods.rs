@@ -96,7 +96,7 @@ impl<'a> Made<'a> {
         at.as_str().unwrap().to_owned()
     }
 
-    /// Where it was made.
+    /// The world in which it was made.
     pub(super) fn world(&self) -> &'a World {
         self.world
     }
