@@ -5,6 +5,7 @@
 //! time does not mend ends an edge that joins; one that runs backs off and says so.
 
 use crate::world::{
+    PATIENCE,
     app::App,
     process::{
         Causeway, Ended, Output, Process, Site, am_root, causeway, causeway_on_a_full_disk,
@@ -225,9 +226,10 @@ async fn a_token_that_cannot_be_used_ends_the_edge_with_the_reason() {
         let said = at_once(refused).await.failed(&[words]);
         assert!(!said.contains(&secret(token)), "{said}");
         assert!(!site.edge_data("fresh").join("edge.json").exists());
-        let log = site.gateway.written();
         // One that is unknown may be known to another gateway behind the same address.
         let tries = if logged == "token_unknown" { 6 } else { 1 };
+        site.gateway.wrote(logged, tries, PATIENCE).await;
+        let log = site.gateway.written();
         assert_eq!(log.count(logged), tries, "{log:#?}");
         assert!(!log.stderr.contains(&secret(token)));
     }

@@ -3,6 +3,7 @@
 //! Real processes. `CAUSEWAY_TEST_FULL=1` also waits for the older to take over.
 
 use crate::world::{
+    PATIENCE,
     app::App,
     netns::{HUB, NEED, Street},
     process::{Site, causeway},
@@ -57,6 +58,7 @@ async fn of_two_edges_with_one_identity_the_newest_serves_and_the_older_is_told_
         assert_eq!(caller.get(URL).await.text(), "new");
     }
     // Once each: neither comes back to push the other out.
+    site.gateway.wrote(ARRIVED, 2, PATIENCE).await;
     assert_eq!(site.gateway.written().count(ARRIVED), 2);
     assert_eq!(older.written().count("tunnel registered"), 1);
     assert_eq!(newest.written().count("tunnel ended"), 0);

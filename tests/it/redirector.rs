@@ -4,6 +4,7 @@
 //! whose rules lead them there, or on one that sends by it.
 
 use crate::world::{
+    PATIENCE,
     app::{App, End, Script, answer},
     cluster::Cluster,
     netns::{HUB, Host, NEED, Street},
@@ -276,8 +277,9 @@ async fn a_gateway_that_is_away_is_passed_over_and_where_none_is_left_callers_ar
     }
     let lost = r#"connections_failed_total{why="no_gateway"}"#;
     assert_eq!(redirect.metric(&host, lost).await, "3");
-    let written = redirect.process.written();
     let told = "no gateway takes callers";
+    redirect.process.wrote(told, 1, PATIENCE).await;
+    let written = redirect.process.written();
     assert_eq!(written.count(told), 1, "{written:?}");
     let line = written.line(|line| line.contains(told)).unwrap();
     for part in [away.to_string(), "leads back here".to_owned()] {
@@ -304,8 +306,10 @@ async fn a_gateway_that_hangs_costs_one_client_a_while_and_the_next_one_answers(
         assert_eq!(said.ok().text(), "edge-1");
     }
     assert_eq!(redirect.metric(&host, "gateways_failed_total").await, "1");
+    let told = "does not answer in time";
+    redirect.process.wrote(told, 1, PATIENCE).await;
     let written = redirect.process.written();
-    assert_eq!(written.count("does not answer in time"), 1, "{written:?}");
+    assert_eq!(written.count(told), 1, "{written:?}");
     drop(hung);
 }
 
