@@ -20,7 +20,8 @@ set -e; cd "$1"
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout "$2.key" -subj "/CN=$2" -out "$2.csr"
 printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature' \
     "extendedKeyUsage=$3" "subjectAltName=$4" 'authorityKeyIdentifier=keyid' >"$2.ext"
-faketime "$5" openssl x509 -req -in "$2.csr" -CA "$6.pem" -CAkey "$6.key" -days 2 -extfile "$2.ext" -out "$2.pem"
+export FAKETIME="$5"
+LD_PRELOAD='/usr/$LIB/faketime/libfaketime.so.1' openssl x509 -req -in "$2.csr" -CA "$6.pem" -CAkey "$6.key" -days 2 -extfile "$2.ext" -out "$2.pem"
 "#;
 const EDGE_1: &str = "URI:spiffe://DOMAIN/edge/edge-1";
 

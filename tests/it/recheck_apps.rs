@@ -93,7 +93,7 @@ impl Streams {
     }
 }
 
-/// Whoever is called `tester` may do nothing any more.
+/// Has the policy deny everything to the client `tester`.
 pub(crate) fn but_tester() -> Value {
     json!([{ "who": { "users": ["tester"] }, "then": "deny" }, { "then": "allow" }])
 }

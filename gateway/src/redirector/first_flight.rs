@@ -38,7 +38,7 @@ impl FirstFlight {
     /// Passes the flight to a gateway until that answers, or has not for as long as `bound`.
     ///
     /// # Errors
-    /// If the client is gone, or the gateway takes nothing.
+    /// If the client or the gateway has broken off, or the gateway takes nothing.
     pub(super) async fn pass(
         &mut self,
         client: &mut Socket,
@@ -55,8 +55,8 @@ impl FirstFlight {
                 return Ok(Met::Answer);
             }
             tokio::select! {
-                // An end is an answer as well.
-                _ = gateway.peek(&mut answer) => return Ok(Met::Answer),
+                // An end is an answer as well. A reset is told once, and read as an end in order from then on.
+                peeked = gateway.peek(&mut answer) => return peeked.map(|_| Met::Answer),
                 () = sleep_until(since + bound), if judged => return Ok(Met::Silence),
                 read = client.read(&mut chunk[..room]) => {
                     let read = read?;
@@ -107,6 +107,25 @@ fn record(bytes: &[u8]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use causeway_tunnel::socket::Abort;
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn a_reset_before_any_byte_is_no_end_in_order() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let pair = async || {
+            let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
+            (near.unwrap(), far.unwrap().0)
+        };
+        let ((mut gateway, far_gateway), (_client, client)) = (pair().await, pair().await);
+        far_gateway.abort();
+        drop(far_gateway);
+        let (mut flight, mut client) = (FirstFlight::default(), Socket::from(client));
+        let met = flight.pass(&mut client, &mut gateway, Duration::from_hours(1));
+        let broken = met.await.unwrap_err();
+        assert_eq!(broken.kind(), io::ErrorKind::ConnectionReset);
+    }
 
     #[test]
     fn only_whole_records_of_a_handshake_are_waited_for_and_sent_again() {
