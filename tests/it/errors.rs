@@ -542,11 +542,15 @@ async fn a_full_tunnel_is_503() {
 
 #[tokio::test]
 async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
-    let world = World::build().config(|config| config.timeouts.drain = 5 * SOON);
+    let world = World::build().config(|config| config.timeouts.drain = 25 * SOON);
     let mut world = world.start().await;
     let app = App::saying("it").await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
     world.drain_gateway();
+    until("the gateway is not ready", async || {
+        world.admin_text("/readyz").await.0 == 503
+    })
+    .await;
     let caller = world.caller();
     until("the front is closed", async || {
         let request = Request::get("https://edge-1:9100/").body(whole(""));
@@ -554,7 +558,6 @@ async fn a_gateway_that_drains_serves_every_caller_it_still_lets_in() {
             Ok(answer) => assert_eq!(answer.status, 200, "{answer}"),
             Err(_) => return true,
         }
-        assert_eq!(world.admin_text("/readyz").await.0, 503);
         false
     })
     .await;
