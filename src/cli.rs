@@ -40,9 +40,6 @@ pub(crate) enum Command {
     Gateway(Run<causeway_gateway::config::Config>),
     /// Run an edge: the agent on a node, which dials the gateway; or give up its identity; or, beside a gateway, say which edges are welcome
     Edge(Edge),
-    /// Lead callers of nodes' own addresses from this host, where no gateway runs, to gateways elsewhere
-    #[cfg(feature = "k8s")]
-    Redirect(Run<causeway_gateway::redirector::Config>),
     /// Run a gateway, two edges and their apps in one process
     Demo(Demo),
     /// Show the edges of a running gateway or demo, or the tunnels of a running edge
@@ -305,9 +302,6 @@ pub(crate) enum Side {
     Gateway,
     /// The configuration of `edge`
     Edge,
-    /// The configuration of `redirect`
-    #[cfg(feature = "k8s")]
-    Redirect,
 }
 
 #[cfg(test)]

@@ -23,8 +23,6 @@ mod operator;
 mod pins;
 mod policy;
 mod private;
-#[cfg(feature = "k8s")]
-mod redirect;
 mod reload;
 mod rotate;
 mod status;
@@ -36,7 +34,6 @@ use std::pin::Pin;
 use std::process::ExitCode;
 
 use causeway_config::Log;
-use causeway_gateway::redirector;
 use clap::CommandFactory;
 
 use crate::cli::{self, Cli, Command, Run, Side};
@@ -95,8 +92,6 @@ fn runs(command: &Command) -> bool {
     match command {
         Command::Gateway(_) => true,
         Command::Edge(edge) => edge.order.is_none(),
-        #[cfg(feature = "k8s")]
-        Command::Redirect(_) => true,
         _ => false,
     }
 }
@@ -125,13 +120,6 @@ pub(crate) fn prepare(command: Command) -> anyhow::Result<Option<Job>> {
             }
             None => return Ok(None),
         },
-        #[cfg(feature = "k8s")]
-        Command::Redirect(run) => match configure(run, &[], |_| Ok(()))? {
-            Some((config, sources, warnings)) => {
-                Job::new(config.log.clone(), redirect::run(config, sources)).warning(warnings)
-            }
-            None => return Ok(None),
-        },
         Command::Demo(demo) => Job::brief(demo::run(demo)),
         Command::Status(status) => Job::brief(status::run(status)),
         Command::Health(health) => Job::brief(health::run(health)),
@@ -156,8 +144,6 @@ fn schema(side: Side) -> anyhow::Result<()> {
     let text = match side {
         Side::Gateway => settings::json_schema::<causeway_gateway::config::Config>(),
         Side::Edge => settings::json_schema::<causeway_edge::config::Config>(),
-        #[cfg(feature = "k8s")]
-        Side::Redirect => settings::json_schema::<redirector::Config>(),
     };
     output::write(format_args!("{text}"))
 }
@@ -167,8 +153,6 @@ fn reference(side: Side) -> anyhow::Result<()> {
     let text = match side {
         Side::Gateway => settings::reference::<causeway_gateway::config::Config>(),
         Side::Edge => settings::reference::<causeway_edge::config::Config>(),
-        #[cfg(feature = "k8s")]
-        Side::Redirect => settings::reference::<redirector::Config>(),
     };
     output::write(format_args!("{text}"))
 }
@@ -196,10 +180,8 @@ const FINAL: u8 = 78;
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let edge = error.downcast_ref::<causeway_edge::Error>();
     let gateway = error.downcast_ref::<causeway_gateway::BindError>();
-    let redirector = error.downcast_ref::<redirector::Error>();
     if edge.is_some_and(causeway_edge::Error::is_final)
         || gateway.is_some_and(causeway_gateway::BindError::is_final)
-        || redirector.is_some_and(redirector::Error::is_final)
     {
         ExitCode::from(FINAL)
     } else {
@@ -297,8 +279,6 @@ fn warn_of_unknown_variables() {
     let mut add = |keys: Vec<Key>| known.extend(keys.iter().map(Key::variable));
     add(keys::<causeway_gateway::config::Config>());
     add(keys::<causeway_edge::config::Config>());
-    #[cfg(feature = "k8s")]
-    add(keys::<redirector::Config>());
     for warning in settings::unknown(&environment, &known, &[]) {
         errln!("warning: {warning}");
     }

@@ -18,8 +18,6 @@ use std::time::Duration;
 
 use causeway_edge::state::{Reader, Status};
 use causeway_gateway::Pulse;
-#[cfg(feature = "k8s")]
-use causeway_gateway::redirector::Fares;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -160,23 +158,6 @@ impl Notify {
             }
         })
         .await
-    }
-
-    /// Runs a redirector, and tells how it fares. It counts as started though it knows no nodes yet: the cluster whose they
-    /// are may be started after it.
-    #[cfg(feature = "k8s")]
-    pub(crate) async fn redirector<T>(
-        &self,
-        redirector: Fares,
-        stopping: (CancellationToken, Duration),
-        run: impl Future<Output = T>,
-    ) -> T {
-        let fares = || {
-            let led = count(redirector.addresses(), "address", "addresses");
-            let led = || format!("callers of {led} of nodes are led to gateways");
-            redirector.trouble().unwrap_or_else(led)
-        };
-        beside(run, self.watch(stopping, fares)).await
     }
 
     /// Joins, if an edge still has to.

@@ -1,8 +1,7 @@
 //! Causeway's cloud side: the gateway.
 //!
 //! The data path comes first and reads top to bottom (`proxy`), tables lie in the middle (`state`), the control
-//! path comes last (`control`): proxy reads, control writes, state lies between. `redirector` leads callers here from
-//! hosts where no gateway runs.
+//! path comes last (`control`): proxy reads, control writes, state lies between.
 
 pub mod audit;
 pub mod config;
@@ -18,12 +17,9 @@ pub mod control;
 
 pub mod gateway;
 
-pub mod redirector;
-
 pub use config::Config;
 pub use error::{Error, Reason};
 pub use gateway::{BindError, Bound, Changed, Gateway, Prepared, Pulse, Reloader, Turnover, check};
-pub use redirector::Redirector;
 
 #[cfg(test)]
 mod tests {

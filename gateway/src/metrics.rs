@@ -59,9 +59,6 @@ macro_rules! declare {
 }
 
 // Behind the macro, which is known from there on.
-mod redirector;
-
-pub use redirector::RedirectorMetrics;
 
 declare! {
     /// Callers' connections that are open.

@@ -13,14 +13,13 @@ pub(super) fn raise() -> Option<usize> {
     Some(usize::try_from(files).unwrap_or(usize::MAX))
 }
 
-/// Takes as many files as the system gives. So many connections may there be, of as many files `each`: no more than were
-/// asked for.
-pub(super) fn allow(connections: usize, each: usize) -> usize {
+/// Takes as many files as the system gives. So many connections may there be: no more than were asked for.
+pub(super) fn allow(connections: usize) -> usize {
     let Some(files) = raise() else {
         return connections;
     };
     // Half where there are few, so that something is left for both.
-    let most = files.saturating_sub(RESERVE).max(files / 2) / each;
+    let most = files.saturating_sub(RESERVE).max(files / 2);
     let most = most.max(1);
     if connections > most {
         tracing::warn!(

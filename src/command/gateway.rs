@@ -264,7 +264,7 @@ pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
 /// Takes as many files as the system gives, and lets callers have no more connections than fit: a gateway that is
 /// out of files could take no tunnel back.
 fn within_files(mut config: Config) -> Config {
-    config.limits.connections = files::allow(config.limits.connections, 1);
+    config.limits.connections = files::allow(config.limits.connections);
     config
 }
 

@@ -9,7 +9,6 @@ use std::path::Path;
 use anyhow::Context;
 use causeway_edge::config::Config as EdgeConfig;
 use causeway_gateway::config::Config as GatewayConfig;
-use causeway_gateway::redirector::Config as RedirectConfig;
 use clap::{Command, CommandFactory};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
@@ -92,10 +91,6 @@ const EDGE_FILES: &[(&str, &str)] = &[
         "The node's key and certificate, and the gateways that it has heard of.",
     ),
 ];
-const REDIRECT_FILES: &[(&str, &str)] = &[(
-    "/etc/causeway/redirect.yaml",
-    "The configuration, where --config or CAUSEWAY_CONFIG names it.",
-)];
 const DATA_FILES: &[(&str, &str)] = &[(
     "/var/lib/causeway",
     "The gateway's data directory, unless --data-dir says otherwise.",
@@ -155,7 +150,6 @@ fn sections(command: &Command, page: &mut Roff) {
     let (keys, files, runs) = match name(command) {
         "causeway-gateway" => (keys::<GatewayConfig>(), GATEWAY_FILES, true),
         "causeway-edge" => (keys::<EdgeConfig>(), EDGE_FILES, true),
-        "causeway-redirect" => (keys::<RedirectConfig>(), REDIRECT_FILES, true),
         _ => (Vec::new(), DATA_FILES, false),
     };
     let inner = keys.iter().filter(|key| !key.settable);
@@ -192,7 +186,7 @@ fn variables(command: &Command, keys: &[Key]) -> Vec<Term> {
         )
     });
     let common = match name(command) {
-        "causeway-gateway" | "causeway-redirect" => owned(VARIABLES),
+        "causeway-gateway" => owned(VARIABLES),
         "causeway-edge" => [owned(PROXIES), owned(VARIABLES)].concat(),
         _ => Vec::new(),
     };
@@ -246,7 +240,5 @@ mod tests {
             assert!(gateway.contains(part), "{part}");
         }
         assert!(read("causeway-edge.1").contains("HTTPS_PROXY"));
-        #[cfg(feature = "k8s")]
-        assert!(read("causeway-redirect.1").contains("CAUSEWAY_KUBERNETES_KUBECONFIG"));
     }
 }

@@ -234,34 +234,3 @@ fn an_edges_status_says_where_it_is_connected_or_what_keeps_it() {
     status.reached = Some(ReachedStatus { gateways: 2, of: 2 });
     assert!(!fares(&status).contains("of"), "{}", fares(&status));
 }
-
-#[cfg(feature = "k8s")]
-#[tokio::test]
-async fn a_redirector_has_started_before_it_knows_nodes_and_says_how_many_addresses_it_leads() {
-    use causeway_gateway::control::drain::Readiness;
-    use causeway_gateway::state::{Node, NodesWriter};
-
-    let systemd = Systemd::new();
-    let notify = systemd.notify(None);
-    let (readiness, nodes) = (Readiness::default(), NodesWriter::default());
-    let hold = readiness.hold("the nodes of the cluster are not known yet");
-    let fares = Fares::new(&readiness, nodes.reader());
-    let stop = CancellationToken::new();
-    let work = async {
-        assert_eq!(systemd.heard().await, "READY=1");
-        let unknown = "STATUS=the nodes of the cluster are not known yet";
-        assert_eq!(systemd.heard().await, unknown);
-        let node = Node {
-            addresses: vec!["10.0.0.11".parse().unwrap()],
-            ..Node::default()
-        };
-        nodes.put(causeway_certs::NodeName::parse("edge-1").unwrap(), node);
-        drop(hold);
-        let known = "STATUS=callers of 1 address of nodes are led to gateways";
-        assert_eq!(systemd.heard().await, known);
-        stop.cancel();
-        systemd.heard_until("STOPPING=1").await;
-    };
-    let stopping = (stop.clone(), Duration::from_secs(1));
-    notify.redirector(fares, stopping, work).await;
-}

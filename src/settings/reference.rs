@@ -85,6 +85,5 @@ mod tests {
     fn the_readmes_reference_is_what_the_code_says() {
         in_readme::<causeway_gateway::config::Config>("gateway");
         in_readme::<causeway_edge::config::Config>("edge");
-        in_readme::<causeway_gateway::redirector::Config>("redirect");
     }
 }

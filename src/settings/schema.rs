@@ -201,7 +201,6 @@ mod tests {
     fn every_key_has_a_flag_of_its_own_and_is_explained() {
         unique_and_explained::<causeway_gateway::config::Config>();
         unique_and_explained::<causeway_edge::config::Config>();
-        unique_and_explained::<causeway_gateway::redirector::Config>();
     }
 
     fn validator<C: JsonSchema>() -> impl Fn(&std::path::Path) -> Result<(), String> {
@@ -247,11 +246,9 @@ mod tests {
     fn json_schema_accepts_every_shipped_configuration() {
         let gateway = validator::<causeway_gateway::config::Config>();
         let edge = validator::<causeway_edge::config::Config>();
-        let redirect = validator::<causeway_gateway::redirector::Config>();
         for (side, least, validate) in [
             ("gateway", 10, &gateway as &dyn Fn(&std::path::Path) -> _),
             ("edge", 5, &edge),
-            ("redirect", 1, &redirect),
         ] {
             let files = shipped(side);
             assert!(files.len() >= least, "{files:?}");

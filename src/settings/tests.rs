@@ -2,7 +2,6 @@ use std::path::{Path as FilePath, PathBuf};
 
 use causeway_edge::config::Config as Edge;
 use causeway_gateway::config::{AccessLog, Config as Gateway, Kind};
-use causeway_gateway::redirector::Config as Redirect;
 
 use super::*;
 
@@ -30,7 +29,6 @@ fn verdict(file: &FilePath) -> String {
     let outcome = match name.split_once('-').unwrap().0 {
         "gateway" => load_with_files::<Gateway>(&sources).map(drop),
         "edge" => load_with_files::<Edge>(&sources).map(drop),
-        "redirect" => load_with_files::<Redirect>(&sources).map(drop),
         other => panic!("{other} is no side"),
     };
     let text = outcome

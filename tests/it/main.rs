@@ -9,7 +9,6 @@ mod world;
 mod proxied;
 mod readers;
 mod redirect;
-mod redirector;
 mod routing;
 mod sites;
 

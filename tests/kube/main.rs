@@ -19,7 +19,6 @@ mod names;
 mod nodes;
 mod ports;
 mod readers;
-mod redirect;
 mod reviews;
 mod rows;
 mod scrapes;
@@ -110,7 +109,6 @@ fn groups() -> [Vec<Trial>; 4] {
         .chain(rows::trials("addresses", addresses::CHECKED))
         .chain([ports::proxied("addresses", addresses::CHECKED)])
         .chain(webhooks::trials())
-        .chain(redirect::trials())
         .chain(scrapes::trials("addresses", addresses::CHECKED))
         .chain(ports::trials())
         .chain(certificates::trials())

@@ -120,7 +120,7 @@ impl Redirect {
 }
 
 /// Whether this can be the name of a table.
-pub(crate) fn check_table(path: &str, table: &str, faults: &mut Faults) {
+fn check_table(path: &str, table: &str, faults: &mut Faults) {
     let mut letters = table.chars();
     let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic());
     let goes_on = letters.all(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -163,7 +163,7 @@ fn known<'a>(
 }
 
 /// The kernel leads a connection from elsewhere to the address at which it came in, and one from here to loopback.
-pub(crate) fn reached(listen: SocketAddr) -> bool {
+fn reached(listen: SocketAddr) -> bool {
     let own = [
         IpAddr::from(Ipv4Addr::LOCALHOST),
         Ipv6Addr::LOCALHOST.into(),

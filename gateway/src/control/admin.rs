@@ -97,7 +97,9 @@ pub fn router(app: App) -> Router {
         .route("/api/v1/ca", get(rotation).post(take_up))
         .fallback(path_unknown)
         .with_state(app);
-    kept(router, address)
+    bounded(router.layer(middleware::from_fn(move |request, next| {
+        guard(address, request, next)
+    })))
 }
 
 /// The pages of `admin.metrics_listen`: `/metrics` alone. A scraper may ask by any name.
@@ -115,13 +117,6 @@ async fn path_unknown() -> Problem {
         "path_unknown",
         "there is nothing at this path",
     )
-}
-
-/// What holds for every admin listener, at this address: who may ask, how long an answer takes, what is logged.
-pub(crate) fn kept(router: Router, address: IpAddr) -> Router {
-    bounded(router.layer(middleware::from_fn(move |request, next| {
-        guard(address, request, next)
-    })))
 }
 
 fn bounded(router: Router) -> Router {
@@ -191,15 +186,10 @@ async fn scrape(State(app): State<App>, fields: HeaderMap) -> Response {
         let stores = reading.pool().stores().iter();
         app.metrics.pool(stores.map(|store| store.status()));
     }
-    scraped(&fields, |format| app.metrics.encode(format))
-}
-
-/// Returns metrics in the format that the scraper prefers.
-pub(crate) fn scraped(fields: &HeaderMap, encode: impl FnOnce(Exposition) -> String) -> Response {
     let accept = fields.get(header::ACCEPT);
     let format = Exposition::negotiate(accept.and_then(|accept| accept.to_str().ok()));
     let content = [(header::CONTENT_TYPE, format.content_type())];
-    (content, encode(format)).into_response()
+    (content, app.metrics.encode(format)).into_response()
 }
 
 async fn all(State(app): State<App>) -> Json<Vec<Row>> {

@@ -48,7 +48,7 @@ pub enum NatError {
     Unsupported(io::Error),
     /// Another process that runs has a table of this name.
     #[error(
-        "another process that runs owns the nftables table inet {0}; end it, or give this one another name (redirect.table of a gateway, table of `causeway redirect`)"
+        "another process that runs owns the nftables table inet {0}; end it, or give this one another name (redirect.table)"
     )]
     Taken(String),
     /// The kernel refused the rules.
@@ -87,16 +87,6 @@ impl Ports {
             }
         }
         if let Some(at) = redirect.of_pods(fronts).and_then(at) {
-            ports.lead_pods(at);
-        }
-        ports
-    }
-
-    /// All of these, and pods as well if that is wanted, lead to the one listener that stands at this address.
-    pub(crate) fn all_to(at: SocketAddr, led: impl IntoIterator<Item = u16>, pods: bool) -> Self {
-        let mut ports = Self::default();
-        led.into_iter().for_each(|port| ports.lead(port, at));
-        if pods {
             ports.lead_pods(at);
         }
         ports

@@ -30,7 +30,7 @@ struct Objects {
 pub(crate) struct Cluster {
     folder: TempDir,
     objects: watch::Sender<Objects>,
-    serving: JoinSet<()>,
+    _serving: JoinSet<()>,
 }
 
 impl Cluster {
@@ -57,7 +57,7 @@ impl Cluster {
         Self {
             folder,
             objects,
-            serving,
+            _serving: serving,
         }
     }
 
@@ -66,12 +66,7 @@ impl Cluster {
         self.folder.path().join("kubeconfig")
     }
 
-    /// A node comes, or is another: with these addresses, at the edge or in the cloud.
-    pub(crate) fn node(&self, name: &str, edge: bool, addresses: &[&str]) {
-        self.node_with_pods(name, edge, addresses, &[]);
-    }
-
-    /// The same, whose pods are in these networks.
+    /// A node comes, or is another: with these addresses, at the edge or in the cloud, and pods in these networks.
     pub(crate) fn node_with_pods(&self, name: &str, edge: bool, addresses: &[&str], pods: &[&str]) {
         let addresses = addresses
             .iter()
@@ -96,23 +91,6 @@ impl Cluster {
                 .happened
                 .push(json!({ "type": kind, "object": node }));
         });
-    }
-
-    /// A node goes.
-    pub(crate) fn gone(&self, name: &str) {
-        self.objects.send_modify(|objects| {
-            let mut node = objects.nodes.remove(name).unwrap();
-            let version = (objects.happened.len() + 1).to_string();
-            node["metadata"]["resourceVersion"] = version.into();
-            objects
-                .happened
-                .push(json!({ "type": "DELETED", "object": node }));
-        });
-    }
-
-    /// Goes away with all its connections; the file stays.
-    pub(crate) async fn falls_silent(&mut self) {
-        self.serving.shutdown().await;
     }
 }
 

@@ -272,17 +272,6 @@ impl Host<'_> {
         self.space.ip(&format!("-6 route add default via {HUB6}"));
     }
 
-    /// It sends what is for elsewhere by another host.
-    pub(crate) fn sends_by(&self, other: &Host<'_>) {
-        self.space
-            .ip(&format!("route replace default via {}", other.address));
-    }
-
-    /// What `nft` says there, if it does what it is told.
-    pub(crate) fn nft(&self, line: &str) -> Result<String, String> {
-        self.space.says(line)
-    }
-
     /// Puts this thread there: what listens from now on listens on that host.
     pub(crate) fn enter(&self) -> Inside {
         Inside::enter(&self.space.0)

@@ -6,7 +6,7 @@
 
 use std::{
     fs,
-    net::{IpAddr, Ipv4Addr},
+    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -239,32 +239,6 @@ impl Cluster {
         let api = self.api.as_ref().expect("it runs").id();
         must(&format!("kill -STOP {api}"));
         Hung(api)
-    }
-
-    /// A further API server, on a host of its own, with an administrator's `second-admin.kubeconfig`.
-    pub(crate) fn second(&self, host: &net::Machine, address: Ipv4Addr) -> Process {
-        let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"];
-        self.pki.server("second", &names, &[address.into()]);
-        let masters = Some("system:masters");
-        self.pki.client("second-admin", "admin", masters);
-        let config = self
-            .pki
-            .kubeconfig("second-admin", &format!("https://{address}:6443"));
-        let arguments = self.arguments().into_iter().map(|argument| {
-            argument
-                .replace(&CLOUD.to_string(), &address.to_string())
-                .replace("/apiserver.", "/second.")
-        });
-        let program = self.assets.join("kube-apiserver").display().to_string();
-        let command = always(host.at(&program).args(arguments));
-        let log = self.folder.join("api-second.log");
-        let api = command.start(&log);
-        until("the second API server is ready", || {
-            let ready = Program::new(self.assets.join("kubectl")).words("get --raw /readyz");
-            let ready = ready.args(["--kubeconfig", &config]);
-            ready.env("HOME", &self.folder).run().code == Some(0)
-        });
-        api
     }
 
     /// The API server, which sees its own files of names where the flags say so.

@@ -169,13 +169,9 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// That of the node `cloud-1`.
+    /// Puts that of the node `cloud-1` on the cloud's bridge.
     pub(crate) fn new() -> Self {
-        Self::called("machine", MACHINE)
-    }
-
-    /// Puts one on the cloud's bridge.
-    pub(crate) fn called(space: &'static str, address: Ipv4Addr) -> Self {
+        let (space, address) = ("machine", MACHINE);
         let machine = Self { space };
         must(&format!("ip netns add {space}"));
         must(&format!(
@@ -187,11 +183,6 @@ impl Machine {
             must(&format!("ip -n {space} link set {link} up"));
         }
         machine
-    }
-
-    /// Gives it a way to everywhere else.
-    pub(crate) fn leads_on(&self, by: Ipv4Addr) {
-        must(&format!("ip -n {} route add default via {by}", self.space));
     }
 
     /// A program, to be run there.
