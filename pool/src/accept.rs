@@ -1,4 +1,6 @@
 //! In what form an answer is wanted: `Accept`, as clients of Kubernetes write it.
+//!
+//! There is no `Table`: kubectl then takes plain JSON, and prints names and ages.
 
 use crate::protobuf;
 
@@ -16,8 +18,6 @@ pub(crate) enum Shape {
     Whole,
     /// `PartialObjectMetadata`.
     Metadata,
-    /// `Table`, for people.
-    Table,
 }
 
 /// Format and shape.
@@ -57,7 +57,6 @@ impl Form {
         };
         let shape = match parameter("as") {
             None => Shape::Whole,
-            Some("Table") => Shape::Table,
             Some("PartialObjectMetadata" | "PartialObjectMetadataList") => Shape::Metadata,
             Some(_) => return None,
         };
@@ -69,7 +68,6 @@ impl Form {
         let can = match (format, shape) {
             (Format::Json, _) | (Format::Protobuf, Shape::Metadata) => true,
             (Format::Protobuf, Shape::Whole) => protobuf::has(api_version, kind),
-            (Format::Protobuf, Shape::Table) => false,
         };
         can.then_some(Self { format, shape })
     }
@@ -99,7 +97,7 @@ mod tests {
         let metadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";
         let (json, protobuf) = (Format::Json, Format::Protobuf);
         for (accept, kind, expected) in [
-            (table, "Service", Some((json, Shape::Table))),
+            (table, "Service", Some((json, Shape::Whole))),
             (both, "Service", Some((protobuf, Shape::Whole))),
             (both, "Widget", Some((json, Shape::Whole))),
             (metadata, "Widget", Some((protobuf, Shape::Metadata))),
@@ -110,7 +108,7 @@ mod tests {
             ),
             ("*/*", "Service", Some((json, Shape::Whole))),
             (
-                "application/json;as=Table;v=v1beta1;g=meta.k8s.io",
+                "application/json;as=Table;v=v1;g=meta.k8s.io",
                 "Service",
                 None,
             ),

@@ -1,10 +1,10 @@
-//! Objects as readers want them: JSON or protobuf, whole, as metadata alone, or as a table.
+//! Objects as readers want them: JSON or protobuf, whole or as metadata alone.
 
 use crate::{
     accept::{Form, Format, Shape},
     failure::Failure,
     object::Object,
-    protobuf, table,
+    protobuf,
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -14,8 +14,6 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub(crate) struct Encoding {
     pub(crate) form: Form,
-    /// What a table's rows have of their objects.
-    pub(crate) include: table::Include,
     pub(crate) api_version: String,
     pub(crate) kind: String,
 }
@@ -39,20 +37,12 @@ const ERROR: &str = "ERROR";
 impl Encoding {
     /// A word for this encoding, different from all others.
     pub(crate) fn word(&self) -> String {
-        format!(
-            "{:?}{:?}{:?}",
-            self.form.format, self.form.shape, self.include
-        )
+        format!("{:?}{:?}", self.form.format, self.form.shape)
     }
 
     /// Whether nothing is to be encoded.
-    fn is_plain(&self) -> bool {
+    pub(crate) fn is_plain(&self) -> bool {
         self.form == Form::JSON
-    }
-
-    /// Whether an event is costly to encode, and the same for all who want it so. A table has ages.
-    pub(crate) fn is_shared(&self) -> bool {
-        !self.is_plain() && self.form.shape != Shape::Table
     }
 
     /// The same in JSON, for an object that is not as its schema says: nothing of it may be lost.
@@ -80,44 +70,28 @@ impl Encoding {
         match self.form.shape {
             Shape::Whole => value,
             Shape::Metadata => metadata(&value),
-            Shape::Table => {
-                let meta = (&*object.version.to_string(), None, None);
-                let mut row = [&value].into_iter();
-                table::table(&self.api_version, &self.kind, &mut row, self.include, meta)
-            }
         }
     }
 
     /// A list, and the form that it has.
     pub(crate) fn list(&self, page: &Page) -> (Bytes, Form) {
-        let more = page.more.as_ref();
-        let value = match (self.form.format, self.form.shape) {
-            (Format::Json, Shape::Whole) => return (self.list_json(page), self.form),
-            (Format::Protobuf, _) => {
-                return match self.list_protobuf(page) {
-                    Some(bytes) => (bytes, self.form),
-                    None => self.in_json().list(page),
-                };
-            }
+        match (self.form.format, self.form.shape) {
+            (Format::Json, Shape::Whole) => (self.list_json(page), self.form),
+            (Format::Protobuf, _) => match self.list_protobuf(page) {
+                Some(bytes) => (bytes, self.form),
+                None => self.in_json().list(page),
+            },
             (Format::Json, Shape::Metadata) => {
                 let items = page.objects.iter().map(|object| metadata(&object.value()));
-                json!({
+                let list = json!({
                     "kind": "PartialObjectMetadataList",
                     "apiVersion": "meta.k8s.io/v1",
                     "metadata": list_meta(page),
                     "items": items.collect::<Vec<_>>(),
-                })
+                });
+                (Bytes::from(list.to_string()), self.form)
             }
-            (Format::Json, Shape::Table) => {
-                let values: Vec<_> = page.objects.iter().map(|object| object.value()).collect();
-                let version = page.version.to_string();
-                let next = more.map(|more| more.0.as_str());
-                let meta = (&*version, next, more.map(|more| more.1));
-                let mut rows = values.iter();
-                table::table(&self.api_version, &self.kind, &mut rows, self.include, meta)
-            }
-        };
-        (Bytes::from(value.to_string()), self.form)
+        }
     }
 
     /// Byte for byte what the cloud gave.
@@ -166,16 +140,12 @@ impl Encoding {
         Some(list.into_boxed_slice().into())
     }
 
-    /// One event of a watch, as a frame of its stream. Of tables only the first says its `columns`.
-    pub(crate) fn event(&self, word: &'static str, object: &Object, columns: bool) -> Bytes {
+    /// One event of a watch, as a frame of its stream.
+    pub(crate) fn event(&self, word: &'static str, object: &Object) -> Bytes {
         if self.is_plain() {
             return frame(word, &object.json);
         }
-        let mut value = self.shaped(object);
-        if self.form.shape == Shape::Table && !columns {
-            value["columnDefinitions"] = Value::Null;
-        }
-        self.framed(word, &value)
+        self.framed(word, &self.shaped(object))
     }
 
     fn framed(&self, word: &'static str, value: &Value) -> Bytes {
@@ -197,7 +167,6 @@ impl Encoding {
         let (api_version, kind) = match self.form.shape {
             Shape::Whole => (&*self.api_version, &*self.kind),
             Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
-            Shape::Table => ("meta.k8s.io/v1", "Table"),
         };
         let value = json!({ "kind": kind, "apiVersion": api_version, "metadata": meta });
         self.framed(BOOKMARK, &value)

@@ -23,7 +23,6 @@ pub mod saved;
 mod selector;
 mod serve;
 mod store;
-mod table;
 mod watch;
 mod window;
 

@@ -103,8 +103,6 @@ pub(crate) struct Options {
     pub(crate) timeout: Option<Duration>,
     pub(crate) bookmarks: bool,
     pub(crate) initial_events: Option<bool>,
-    /// What a table's rows have of their objects.
-    pub(crate) include: String,
     /// The reader does without a watch whose own source is away: it is a follower with a choice.
     pub(crate) fresh: bool,
 }
@@ -140,7 +138,6 @@ impl Options {
             "continue" => value.clone_into(&mut self.from),
             "labelSelector" => value.clone_into(&mut self.labels),
             "fieldSelector" => value.clone_into(&mut self.fields),
-            "includeObject" => value.clone_into(&mut self.include),
             "limit" | "timeoutSeconds" if value.is_empty() => {}
             "limit" => self.limit = value.parse().map_err(|_| malformed("a number"))?,
             "timeoutSeconds" => {

@@ -1,7 +1,7 @@
 //! A request and its answer: discovery, get, list and watch, and a `Status` for whatever else.
 
 use crate::{
-    accept::{Form, Shape},
+    accept::Form,
     cache::Encoded,
     discovery,
     encode::Encoding,
@@ -11,7 +11,6 @@ use crate::{
     resource::Resource,
     selector::Selector,
     store::Store,
-    table::Include,
     watch::Watch,
 };
 use bytes::Bytes;
@@ -189,7 +188,6 @@ impl Pool {
         let form = Form::negotiate(accept, &api_version, &kind.kind);
         let encoding = Encoding {
             form: form.ok_or_else(Failure::not_acceptable)?,
-            include: include(&options.include)?,
             api_version,
             kind: kind.kind,
         };
@@ -233,18 +231,15 @@ impl Pool {
         let gzip = takes_gzip(&head.headers);
         let (history, newest, next) = store.position();
         let at = version.unwrap_or(newest);
-        // What the newest is changes with the history, too; a table is as old as its ages.
-        let shared = (encoding.form.shape != Shape::Table).then(|| {
-            let asked = (selector, &from, limit, gzip);
-            format!(
-                "{}@{at}/{next}/{}{asked:?}{}",
-                store.resource(),
-                history.number,
-                encoding.word()
-            )
-        });
-        let kept = shared.as_ref().and_then(|asked| self.cache.get(asked));
-        let (bytes, form) = if let Some(bytes) = kept {
+        // What the newest is changes with the history, too.
+        let parameters = (selector, &from, limit, gzip);
+        let asked = format!(
+            "{}@{at}/{next}/{}{parameters:?}{}",
+            store.resource(),
+            history.number,
+            encoding.word()
+        );
+        let (bytes, form) = if let Some(bytes) = self.cache.get(&asked) {
             (bytes, encoding.form)
         } else {
             let page = list::page(store, (version, from.as_ref()), selector, limit)?;
@@ -253,7 +248,7 @@ impl Pool {
             let bytes = if packs { compressed(&bytes) } else { bytes };
             // Of what has come meanwhile it is not the list that was asked for.
             let is_it = form == encoding.form && page.version == at;
-            if let Some(asked) = shared.filter(|_| is_it) {
+            if is_it {
                 self.cache.put(&asked, &bytes);
             }
             (bytes, form)
@@ -266,17 +261,6 @@ impl Pool {
             headers.insert(VARY, HeaderValue::from_static("accept, accept-encoding"));
         }
         Ok(dated(answer, store))
-    }
-}
-
-fn include(text: &str) -> Result<Include, Failure> {
-    match text {
-        "" | "Metadata" => Ok(Include::Metadata),
-        "None" => Ok(Include::None),
-        "Object" => Ok(Include::Object),
-        _ => Err(Failure::malformed(
-            "includeObject is None, Metadata or Object",
-        )),
     }
 }
 

@@ -8,7 +8,6 @@ use crate::{
     encode::{ADDED, DELETED, Encoding, MODIFIED},
     failure::Failure,
     list,
-    object::Object,
     query::Options,
     selector::Selector,
     store::{History, State, Store, Told, Unknown, Watching},
@@ -47,8 +46,6 @@ pub(crate) struct Watch {
     ends: Instant,
     bookmark: Instant,
     changed: watch::Receiver<u64>,
-    /// Something has been told.
-    begun: bool,
     _counted: Watching,
 }
 
@@ -118,7 +115,6 @@ impl Watch {
             .min(LONGEST);
         Ok(Self {
             changed: store.changed(),
-            begun: false,
             _counted: store.watching(),
             store: store.clone(),
             encoding,
@@ -216,11 +212,6 @@ impl Watch {
         }
     }
 
-    fn frame(&mut self, word: &'static str, object: &Object) -> Bytes {
-        let columns = !std::mem::replace(&mut self.begun, true);
-        self.encoding.event(word, object, columns)
-    }
-
     fn fail(&mut self, failure: &Failure) -> Step {
         self.phase = Phase::Over;
         Step::Bytes(self.encoding.error(failure))
@@ -233,7 +224,7 @@ impl Watch {
         for object in state.objects.iter().skip(from) {
             at += 1;
             if self.selector.matches(object) {
-                bytes.extend_from_slice(&self.frame(ADDED, object));
+                bytes.extend_from_slice(&self.encoding.event(ADDED, object));
                 if bytes.len() >= CHUNK {
                     break;
                 }
@@ -258,7 +249,7 @@ impl Watch {
         Step::Bytes(bytes.freeze())
     }
 
-    fn events(&mut self, events: &[Event]) -> Step {
+    fn events(&self, events: &[Event]) -> Step {
         let mut bytes = BytesMut::new();
         for event in events {
             if let Some(frame) = self.event(event) {
@@ -269,7 +260,7 @@ impl Watch {
     }
 
     /// What an event is to a reader that wants only some of the objects.
-    fn event(&mut self, event: &Event) -> Option<Bytes> {
+    fn event(&self, event: &Event) -> Option<Bytes> {
         let was = event
             .before
             .as_ref()
@@ -288,8 +279,8 @@ impl Watch {
             .filter(|_| was && !is && !event.deleted);
         let left = left.map(|before| before.at(event.version));
         let object = left.as_ref().unwrap_or(&event.object);
-        if !self.encoding.is_shared() {
-            return Some(self.frame(word, object));
+        if self.encoding.is_plain() {
+            return Some(self.encoding.event(word, object));
         }
         let asked = format!(
             "{}#{}{word}{}",
@@ -300,7 +291,7 @@ impl Watch {
         if let Some(bytes) = self.cache.get(&asked) {
             return Some(bytes);
         }
-        let bytes = self.frame(word, object);
+        let bytes = self.encoding.event(word, object);
         self.cache.put(&asked, &bytes);
         Some(bytes)
     }

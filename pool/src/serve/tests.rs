@@ -166,7 +166,6 @@ async fn each_way_to_name_a_version_gets_what_kubernetes_says() {
         "labelSelector=a%20b",
         "fieldSelector=spec.nonsense%3D1",
         "limit=99999999999999999999",
-        "includeObject=Everything",
     ] {
         assert_eq!(served.status(query).await, 400, "{query}");
     }
@@ -365,11 +364,15 @@ async fn head_is_get_without_its_body_and_never_a_watch() {
 }
 
 #[tokio::test]
-async fn metadata_alone_and_tables_are_told_to_who_asks_for_them() {
+async fn metadata_alone_is_told_to_who_asks_for_it_and_kubectl_gets_no_table() {
     let served = Served::of(100, several(2));
     let ask = async |accept: &str| {
         let answer = served
-            .ask("GET", "/api/v1/services?limit=1", &[("accept", accept)])
+            .ask(
+                "GET",
+                "/api/v1/services?limit=1&includeObject=Object",
+                &[("accept", accept)],
+            )
             .await;
         assert_eq!(answer.status().as_u16(), 200, "{accept}");
         let kind = answer.headers()[CONTENT_TYPE].to_str().unwrap().to_owned();
@@ -380,13 +383,19 @@ async fn metadata_alone_and_tables_are_told_to_who_asks_for_them() {
     assert_eq!(list["kind"], "PartialObjectMetadataList");
     assert_eq!(list["items"][0]["kind"], "PartialObjectMetadata");
     assert!(list["items"][0].get("spec").is_none() && list["metadata"]["continue"].is_string());
-    let (_, bytes) = ask("application/json;as=Table;v=v1;g=meta.k8s.io,application/json").await;
-    let table: Value = serde_json::from_slice(&bytes).unwrap();
+    // As kubectl asks; `includeObject` is of tables alone.
+    let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io";
+    let (kind, bytes) = ask(&format!("{table},application/json")).await;
+    assert_eq!(kind, "application/json");
+    let list: Value = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(
-        (&table["kind"], &table["rows"][0]["cells"][0]),
-        (&"Table".into(), &"s0000".into())
+        (&list["kind"], &list["items"][0]["metadata"]["name"]),
+        (&"ServiceList".into(), &"s0000".into())
     );
-    assert_eq!(table["metadata"]["remainingItemCount"], 1);
+    assert_eq!(list["metadata"]["remainingItemCount"], 1);
+    let accept = [("accept", table)];
+    let only = served.ask("GET", "/api/v1/services", &accept).await;
+    assert_eq!(only.status().as_u16(), 406);
     let (kind, bytes) = ask("application/vnd.kubernetes.protobuf,application/json").await;
     assert_eq!(kind, "application/vnd.kubernetes.protobuf");
     assert!(bytes.starts_with(b"k8s\0"));

@@ -362,22 +362,6 @@ async fn a_follower_is_not_told_guesses_but_to_list() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_table_tells_its_columns_once() {
-    let served = served();
-    let accept = "application/json;as=Table;v=v1;g=meta.k8s.io";
-    let mut reader = Reader::of(&served, "", accept).await;
-    let first = reader.event().await.unwrap();
-    assert_eq!(first["object"]["columnDefinitions"][0]["name"], "Name");
-    assert_eq!(first["object"]["rows"][0]["cells"][0], "a");
-    served.store().apply(object("n", "c", 11), false);
-    for name in ["b", "c"] {
-        let event = reader.event().await.unwrap();
-        assert_eq!(event["object"]["columnDefinitions"], Value::Null);
-        assert_eq!(event["object"]["rows"][0]["cells"][0], name);
-    }
-}
-
-#[tokio::test(start_paused = true)]
 async fn metadata_alone_is_told_as_such() {
     let served = served();
     let accept = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io";

@@ -47,25 +47,33 @@ pub(super) fn reads_what_it_reads_in_the_cloud(scene: &mut Scene) {
     scene.change(10);
     // The first time there is nothing in kubectl's cache of what the server has.
     for line in [
-        "endpointslices -A",
-        "endpointslices -A -o wide",
+        "endpointslices -A -o json",
         "svc -A -o yaml",
         "endpointslices.v1.discovery.k8s.io -A -o json",
-        "svc -A -l tier=shop -o wide",
-        "svc -n a --selector tier!=shop",
-        "svc -n a shop-1",
+        "svc -A -l tier=shop -o yaml",
+        "svc -n a --selector tier!=shop -o name",
         "svc -n a shop-1 -o jsonpath={.spec.clusterIP}",
         "svc -n a --field-selector metadata.name=shop-2 -o name",
         "svc -n a nobody",
-        "namespaces --show-labels",
-        "nodes",
-        "servicecidrs",
+        "namespaces -o name",
+        "nodes -o yaml",
+        "servicecidrs -o name",
         "endpointslices -A --chunk-size=3 -o name",
     ] {
         let said = same(scene, line);
         assert!(!said.trim().is_empty(), "get {line}");
     }
     assert!(same(scene, "svc -n a -o name").contains("service/shop-1"));
+    // Without an output format kubectl asks for a table, and prints what plain objects have in common.
+    for edge in &scene.edges {
+        let said = edge.get("svc -A -l tier=shop --show-labels").ok().text();
+        let lines: Vec<Vec<_>> = said
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        assert_eq!(lines[0], ["NAMESPACE", "NAME", "AGE", "LABELS"], "{said}");
+        assert_eq!(lines[1][..2], ["a", "shop-1"], "{said}");
+    }
     sees_a_change(scene);
     let delete = "delete svc -n a shop-1 shop-2 shop-3";
     scene.cluster.kubectl(delete).run().ok();

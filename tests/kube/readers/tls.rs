@@ -69,7 +69,7 @@ pub(super) fn programs_that_want_tls_read_by_it(scene: &mut Scene) {
     let (edge, cluster) = (&scene.edges[number], &scene.cluster);
 
     let at = kubeconfig(edge, &cluster.pki).display().to_string();
-    for line in ["endpointslices -A", "svc -A -o yaml"] {
+    for line in ["endpointslices -A -o json", "svc -A -o yaml"] {
         let here = || edge.part("kubectl").args(["--kubeconfig", &at, "get"]);
         let cloud = || cluster.kubectl("get").words(line).run().ok().text();
         until("kubectl reads there what it reads in the cloud", || {
