@@ -8,23 +8,24 @@
 //!
 //! Never ends the process.
 
-use crate::{
-    due::due,
-    follow::{Now, follow},
-    replicas,
-    trouble::Trouble,
-};
+use crate::{client::watch_said, replicas, trouble::Trouble};
 use causeway_gateway::{
     config::{self, Found, Reloads},
     control::drain::Hold,
     state::NodesWriter,
 };
 use causeway_tunnel::{backoff::Backoff, target::Target};
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt, future::OptionFuture};
 use k8s_openapi::api::core::v1::{Service, ServicePort};
-use kube::{Api, Client};
-use std::{convert::Infallible, net::IpAddr, time::Duration};
-use tokio::{sync::watch, time::Instant};
+use kube::{
+    Api, Client,
+    runtime::{WatchStreamExt, watcher::watch_object},
+};
+use std::{convert::Infallible, net::IpAddr, pin::pin, time::Duration};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
 
 /// By which the owner of the Service says more than its status does.
 const ANNOTATION: &str = "causeway.io/advertise";
@@ -54,7 +55,8 @@ impl Advertise {
     pub async fn run(mut self) -> Infallible {
         let (namespace, name) = self.rules.names();
         let api = Api::<Service>::namespaced(self.client.clone(), namespace);
-        let mut states = follow(api, name);
+        let states = watch_object(api, name).default_backoff();
+        let mut states = pin!(states.map_err(|error| watch_said(&error)));
         let mut counts = replicas::follow(self.client.clone(), namespace, name);
         let mut changes = self.nodes.changes();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
@@ -87,7 +89,7 @@ impl Advertise {
                     Err(why) => counting.say(&why),
                 },
                 Ok(()) = changes.changed() => {}
-                () = due(again) => {}
+                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
             }
         }
     }
@@ -147,7 +149,11 @@ impl Advertise {
 /// The Service, or that there is none.
 type There = Result<Service, &'static str>;
 
-fn heard(now: Now<Service>, service: &mut Option<There>, watching: &mut Trouble) {
+fn heard(
+    now: Result<Option<Service>, String>,
+    service: &mut Option<There>,
+    watching: &mut Trouble,
+) {
     match now {
         Ok(now) => {
             watching.over();

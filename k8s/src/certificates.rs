@@ -15,7 +15,7 @@ mod requests;
 mod right;
 
 use crate::{
-    client::{said, watch_said, watch_timeout},
+    client::{WATCH_TIMEOUT, said, watch_said},
     event_writer::{EventWriter, Warning},
     trouble::Trouble,
 };
@@ -93,7 +93,7 @@ impl Certificates {
         let wanted = format!("spec.signerName={}", self.rules.signer);
         let config = watcher::Config::default().fields(&wanted).page_size(PAGE);
         let mut work = Work::new(self);
-        let events = watcher(work.api.clone(), config.timeout(watch_timeout()));
+        let events = watcher(work.api.clone(), config.timeout(WATCH_TIMEOUT));
         let mut events = pin!(events.default_backoff());
         loop {
             tokio::select! {

@@ -11,8 +11,11 @@ use std::{path::Path, time::Duration};
 
 /// How long a connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(5);
-/// A watch that says nothing for so long is dead: the server ends it long before.
-const SILENCE: Duration = Duration::from_secs(130);
+/// An answer that stops for so long is dead: kube's watches of one object end after 290 s.
+const SILENCE: Duration = Duration::from_mins(5);
+/// How long a watch of many objects may take before it is asked for anew, in seconds. kube gives up one that the server has
+/// not ended a few seconds later.
+pub(crate) const WATCH_TIMEOUT: u32 = 120;
 
 /// The sentence that says what to do: what the API server says itself, where it says something.
 pub(crate) fn said(error: &kube::Error) -> String {
@@ -40,11 +43,6 @@ pub(crate) fn watch_said(error: &watcher::Error) -> String {
         watcher::Error::WatchError(status) => status.message.clone(),
         watcher::Error::NoResourceVersion => error.to_string(),
     }
-}
-
-/// How long a watch may take before it is asked for anew, in seconds.
-pub(crate) fn watch_timeout() -> u32 {
-    u32::try_from(SILENCE.as_secs()).unwrap_or(u32::MAX) - 10
 }
 
 /// What keeps a client from being made.
@@ -88,6 +86,8 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
     };
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
+    // The time for which a connection has rested before a request does not count.
+    config.reset_reader_on_write = true;
     Client::try_from(config).map_err(ClientError::Build)
 }
 

@@ -11,7 +11,6 @@ mod content;
 mod maps;
 
 use crate::{
-    due::due,
     lease::Lease,
     ours::{is_ours, others},
     trouble::Trouble,
@@ -21,6 +20,7 @@ use causeway_tunnel::backoff::Backoff;
 use content::{LIMIT, Style};
 use futures_util::{
     StreamExt,
+    future::OptionFuture,
     stream::{BoxStream, SelectAll},
 };
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -29,7 +29,7 @@ use maps::{Failure, Maps, Version};
 use std::{collections::BTreeMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
-    time::{Instant, sleep},
+    time::{Instant, sleep, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -192,7 +192,7 @@ impl<'a> Writer<'a> {
                     }
                     Err(why) => self.watching.say(&why),
                 },
-                () = due(again) => return,
+                Some(()) = OptionFuture::from(again.map(sleep_until)) => return,
             }
         }
         sleep(GATHER).await;

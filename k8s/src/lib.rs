@@ -6,18 +6,15 @@
 //! objects, of which `address_conflicts` warns where two have one address; `pods` says which node a pod is on, `reviews` who a token is and who may do what at a kubelet; `hosts` writes
 //! the nodes' names into a `ConfigMap` for `CoreDNS`, while it holds a `lease`; `hubs` tells `YurtHub`s where to read; `ports` has the gateway serve what another
 //! lists; `advertise` tells edges where a Service says that gateways are, and how many (`replicas`); `certificates` signs what edges ask the cluster
-//! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `follow` watches
-//! one object, `shared_state` keeps what gateways share in a Secret, and `pool` has all objects that edges may read; `egress` writes what kube-apiserver has to be told.
+//! for, in place of tokens, and `vouch` asks for it at an edge, `identity` for a gateway's own (`asking`); `shared_state` keeps what gateways share in a Secret, and `pool` has all objects that edges may read; `egress` writes what kube-apiserver has to be told.
 
 pub mod address_conflicts;
 pub mod advertise;
 mod asking;
 pub mod certificates;
 pub mod client;
-mod due;
 pub mod egress;
 mod event_writer;
-mod follow;
 pub mod hosts;
 pub mod hubs;
 pub mod identity;

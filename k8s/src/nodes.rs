@@ -7,10 +7,7 @@
 //!    Which of several nodes has an address `state::nodes` says.
 //! 3. Changes are put into the table together, at most a tenth of a second late.
 
-use crate::{
-    client::{watch_said, watch_timeout},
-    due::due,
-};
+use crate::client::{WATCH_TIMEOUT, watch_said};
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Kubernetes, Label},
@@ -18,7 +15,7 @@ use causeway_gateway::{
     metrics::ClusterMetrics,
     state::{Member, NodesWriter},
 };
-use futures_util::{StreamExt, TryStreamExt};
+use futures_util::{StreamExt, TryStreamExt, future::OptionFuture};
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -30,7 +27,7 @@ use kube::{
 };
 use rustls_pki_types::UnixTime;
 use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 /// Nodes in one answer of the API.
 const PAGE: u32 = 500;
@@ -57,7 +54,7 @@ impl Informer {
     /// Never ends. Drops `hold` when the table is full for the first time.
     pub async fn run(self, hold: Hold) {
         let config = watcher::Config::default().page_size(PAGE);
-        let config = config.timeout(watch_timeout());
+        let config = config.timeout(WATCH_TIMEOUT);
         let api = Api::<Node>::all(self.client.clone());
         // What is not kept is gone before the next page comes.
         let rules = &self.rules;
@@ -84,7 +81,7 @@ impl Informer {
                     // A watcher never ends.
                     None => return,
                 },
-                () = due(write) => {
+                Some(()) = OptionFuture::from(write.map(sleep_until)) => {
                     write = None;
                     self.nodes.cluster(known.members.clone());
                     touch.written(&known.members);

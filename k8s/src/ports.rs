@@ -16,9 +16,7 @@ mod list;
 mod partial;
 
 use crate::{
-    client::said,
-    due::due,
-    follow::{Now, follow},
+    client::{said, watch_said},
     trouble::Trouble,
 };
 use causeway_certs::Store;
@@ -28,18 +26,22 @@ use causeway_gateway::{
     metrics::Metrics,
 };
 use causeway_tunnel::backoff::Backoff;
-use futures_util::{StreamExt, stream};
+use futures_util::{StreamExt, TryStreamExt, future::OptionFuture, stream};
 use k8s_openapi::api::core::v1::{ConfigMap, Service};
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{Patch, PatchParams},
-    runtime::events::{Event, EventType, Recorder, Reporter},
+    runtime::{
+        WatchStreamExt,
+        events::{Event, EventType, Recorder, Reporter},
+        watcher::watch_object,
+    },
 };
 use serde_json::json;
-use std::{convert::Infallible, sync::Arc, time::Duration};
+use std::{convert::Infallible, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     sync::watch,
-    time::{Instant, timeout},
+    time::{Instant, sleep_until, timeout},
 };
 
 /// How long one request may take.
@@ -84,12 +86,14 @@ impl Ports {
     pub async fn run(self) -> Infallible {
         let (client, namespace) = (self.client.clone(), &self.rules.namespace);
         let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-        let mut maps = follow(maps, &self.rules.name);
+        let maps = watch_object(maps, &self.rules.name).default_backoff();
+        let mut maps = pin!(maps.map_err(|error| watch_said(&error)));
         let services = Api::<Service>::namespaced(client, namespace);
         let mut service = match &self.rules.service {
-            Some(name) => follow(services, name),
+            Some(name) => watch_object(services, name).default_backoff().boxed(),
             None => stream::pending().boxed(),
-        };
+        }
+        .map_err(|error| watch_said(&error));
         let mut keeper = Keeper::new(&self);
         keeper.serve_last().await;
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
@@ -103,7 +107,7 @@ impl Ports {
             tokio::select! {
                 Some(map) = maps.next() => keeper.heard(map),
                 Some(service) = service.next() => keeper.stirred(service),
-                () = due(again) => {}
+                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
             }
         }
     }
@@ -158,7 +162,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// The list may be another.
-    fn heard(&mut self, map: Now<ConfigMap>) {
+    fn heard(&mut self, map: Result<Option<ConfigMap>, String>) {
         match map {
             Ok(map) => {
                 self.watching.over();
@@ -175,7 +179,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// The Service is another.
-    fn stirred(&mut self, service: Now<Service>) {
+    fn stirred(&mut self, service: Result<Option<Service>, String>) {
         match service {
             Ok(service) => {
                 self.watching.over();

@@ -3,7 +3,7 @@
 //! One counts from when callers may be led to it, or earlier (`publishNotReadyAddresses`) from when it has an address, until it
 //! terminates. A Service behind which nobody is counted says nothing: it may lead elsewhere by means of its own.
 
-use crate::client::{watch_said, watch_timeout};
+use crate::client::{WATCH_TIMEOUT, watch_said};
 use futures_util::{StreamExt, future::ready, stream::BoxStream};
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use kube::{
@@ -28,7 +28,7 @@ pub(crate) type Now = Result<Option<u32>, String>;
 pub(crate) fn follow(client: Client, namespace: &str, service: &str) -> BoxStream<'static, Now> {
     let api = Api::<EndpointSlice>::namespaced(client, namespace);
     let config = watcher::Config::default().labels(&format!("{LABEL}={service}"));
-    let config = config.timeout(watch_timeout());
+    let config = config.timeout(WATCH_TIMEOUT);
     let (mut known, mut listed) = (Slices::new(), Slices::new());
     let count = move |event: Result<Event<EndpointSlice>, watcher::Error>| {
         match event {

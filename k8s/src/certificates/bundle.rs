@@ -6,25 +6,24 @@
 
 use super::{BOUND, PAUSES};
 use crate::{
-    client::said,
-    due::due,
-    follow::{Now, follow},
+    client::{said, watch_said},
     trouble::Trouble,
 };
 use causeway_gateway::config;
 use causeway_tunnel::backoff::Backoff;
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt, future::OptionFuture};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
     Api, Client,
     api::{Patch, PatchParams},
+    runtime::{WatchStreamExt, watcher::watch_object},
 };
 use rustls_pki_types::{CertificateDer, pem::PemObject};
 use serde_json::json;
-use std::convert::Infallible;
+use std::{convert::Infallible, pin::pin};
 use tokio::{
     sync::watch,
-    time::{Instant, timeout},
+    time::{Instant, sleep_until, timeout},
 };
 
 /// The key, as Kubernetes itself names it in `kube-root-ca.crt`.
@@ -67,7 +66,8 @@ impl Bundle {
     /// Never ends.
     pub(super) async fn run(mut self) -> Infallible {
         let maps = Api::<ConfigMap>::namespaced(self.client.clone(), &self.namespace);
-        let mut states = follow(maps.clone(), &self.name);
+        let states = watch_object(maps.clone(), &self.name).default_backoff();
+        let mut states = pin!(states.map_err(|error| watch_said(&error)));
         let mut roots = self.roots.clone();
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         loop {
@@ -85,12 +85,12 @@ impl Bundle {
             tokio::select! {
                 Some(now) = states.next() => self.heard(now),
                 Ok(()) = roots.changed() => self.exactly = true,
-                () = due(again) => {}
+                Some(()) = OptionFuture::from(again.map(sleep_until)) => {}
             }
         }
     }
 
-    fn heard(&mut self, now: Now<ConfigMap>) {
+    fn heard(&mut self, now: Result<Option<ConfigMap>, String>) {
         match now {
             Ok(map) => {
                 self.watching.over();

@@ -4,15 +4,15 @@
 //! write is of the version that was read, so that nobody's change is lost unseen.
 
 use crate::{
-    client::said,
-    follow::follow,
+    client::{said, watch_said},
     ours::{LABEL, metadata, others, writing},
 };
-use futures_util::{StreamExt, stream::BoxStream};
+use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{
     Api, Client, ResourceExt,
     api::{DeleteParams, PartialObjectMeta, Preconditions},
+    runtime::{WatchStreamExt, watcher::watch_object},
 };
 use std::time::Duration;
 use tokio::time::timeout;
@@ -121,10 +121,12 @@ impl Maps {
         // Of what is there anyway only the version is asked for.
         let api =
             Api::<PartialObjectMeta<ConfigMap>>::namespaced(self.client.clone(), &self.namespace);
-        let states = follow(api, &self.name(number));
+        let states = watch_object(api, &self.name(number)).default_backoff();
         let version = |map: PartialObjectMeta<ConfigMap>| map.resource_version();
         states
-            .map(move |state| (number, state.map(|map| map.and_then(version))))
+            .map_ok(move |map| map.and_then(version))
+            .map_err(|error| watch_said(&error))
+            .map(move |version| (number, version))
             .boxed()
     }
 }

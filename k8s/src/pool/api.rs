@@ -3,7 +3,7 @@
 //! A watch on which nothing changes is silent for a minute, and one whose other end is gone without a word is silent for
 //! longer. So an API that has said nothing for 5 s is asked whether it lives, which costs it next to nothing; one that gives no
 //! answer for 5 s is away: what is read from it breaks off, and is as old as its last word. That is said of the API as a whole: where
-//! one watch alone loses its way, others speak for it, until its read times out (130 s).
+//! one watch alone loses its way, others speak for it, until its read times out (5 min).
 
 use crate::client::said;
 use bytes::Bytes;
