@@ -69,7 +69,7 @@ fuzz_target!(|input: &[u8]| {
             (
                 true,
                 "/api/v1/services".into(),
-                "application/json;as=Table;g=meta.k8s.io;v=v1".into(),
+                "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1".into(),
             ),
         ] {
             let request = Request::get(&path).header("accept", &accept).body(());

@@ -122,7 +122,7 @@ impl Encoding {
     fn list_protobuf(&self, page: &Page) -> Option<Bytes> {
         let (version, kind) = match self.form.shape {
             Shape::Metadata => ("meta.k8s.io/v1", "PartialObjectMetadata"),
-            _ => (&*self.api_version, &*self.kind),
+            Shape::Whole => (&*self.api_version, &*self.kind),
         };
         let bare = |object: &Arc<Object>| protobuf::bare(version, kind, &object.value());
         let items: Option<Vec<_>> = page.objects.iter().map(bare).collect();

@@ -1,10 +1,12 @@
 //! The fields of each kind that has a protobuf encoding here: JSON name, number and type.
 //!
-//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery v0.36.3, each message by the order of
-//! its numbers, which is the order in which Kubernetes writes them. Numbers never change there, fields are only
-//! added: a field that is missing here is missing for who reads protobuf, so each kind has a test with every field.
+//! Taken from the `generated.proto` files of k8s.io/api and k8s.io/apimachinery, each message by the order of its numbers,
+//! which is the order in which Kubernetes writes them. Numbers never change there, fields are only added: a field that
+//! is missing here is missing for who reads protobuf, so a test compares the tables with those files.
 
 mod meta;
+#[cfg(test)]
+mod tests;
 
 use Kind::{Bytes, Flag, Int, IntOrText, Many, Map, Message, Quantity, Text, Time};
 use meta::{CONDITION, OBJECT_META, OBJECT_REFERENCE, STATUS};
@@ -236,6 +238,11 @@ const NODE_SPEC: &[Field] = &[
     ),
     Field("configSource", 6, Message(NODE_CONFIG_SOURCE)),
     Field("podCIDRs", 7, TEXTS),
+    Field(
+        "podPreemptionPolicy",
+        8,
+        Message(&[Field("disableResizePreemption", 1, TEXTS)]),
+    ),
 ];
 
 const NODE_CONFIG_SOURCE: &[Field] = &[Field(
@@ -322,6 +329,7 @@ const NODE_SYSTEM_INFO: &[Field] = &[
     Field("operatingSystem", 9, Text),
     Field("architecture", 10, Text),
     Field("swap", 11, Message(&[Field("capacity", 1, Int)])),
+    Field("runningInUserNamespace", 12, Flag),
 ];
 
 const NODE_CONFIG: &[Field] = &[
