@@ -74,6 +74,8 @@ pub(crate) fn watching(folder: &Path, (tunnel, admin): (u16, u16), rules: &Value
         "tunnel": { "listen": format!("127.0.0.1:{tunnel}") },
         "admin": { "listen": format!("127.0.0.1:{admin}") },
         "kubernetes": rules,
+        // No edge comes to it.
+        "timeouts": { "edges": "0s" },
         "fronts": [{
             "name": "it", "kind": "connect",
             "listen": format!("unix:{}", folder.join("it.sock").display()),
